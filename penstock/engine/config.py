@@ -1,0 +1,39 @@
+"""Engine settings: one frozen dataclass, no environment, no globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to know besides the checkpoint itself."""
+
+    model: str
+    """Path of a checkpoint folder or GGUF file (sources are resolved before the engine starts)."""
+    name: str = ""
+    """What clients call the model; the path's last part by default."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    """Context window; the checkpoint's own when not set."""
+    max_running: int | None = None
+    """Most sequences in one step; 64 on CPU and 256 on CUDA when not set."""
+    token_budget: int | None = None
+    """Most tokens computed in one step; 512 on CPU and 8192 on CUDA when not set."""
+    block_size: int = 16
+    kv_memory: int | None = None
+    """Bytes for the KV cache; measured from what is free when not set."""
+    num_blocks: int | None = None
+    """Exact number of KV blocks; overrides `kv_memory`."""
+    prefix_cache: bool = True
+    max_waiting: int = 4096
+    """Requests beyond this are refused at once instead of queueing without bound."""
+    threads: int | None = None
+    """CPU threads; all cores when not set."""
+    watchdog_s: float = 60.0
+    """An engine with work that completes no step for this long is declared stuck and exits."""

@@ -1,0 +1,105 @@
+"""The operations a backend must supply to run the decoder.
+
+Three backends implement `Ops`: `reference` (plain PyTorch, any device, the definition the others are tested
+against), `cpu` (a small native library) and `triton` (CUDA). Everything else in the engine is backend-free.
+
+Layout, the same everywhere:
+
+* Tokens of all sequences in a step are packed along one axis of length T, sequence after sequence.
+* Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
+* The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
+* The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where each packed token stands and which cache blocks its sequence owns. Tensors are on the device."""
+
+    positions: Tensor
+    """int64 [T]: position of each token in its sequence."""
+    slots: Tensor
+    """int64 [T]: cache slot that receives each token's key and value."""
+    query_starts: Tensor
+    """int32 [S + 1]: packed index of each sequence's first new token."""
+    context_lens: Tensor
+    """int32 [S]: keys visible to each sequence's last new token, itself included."""
+    rows: Tensor
+    """int32 [S]: each sequence's row in `block_tables`."""
+    block_tables: Tensor
+    """int32 [max_rows, max_blocks]: the cache blocks of every row."""
+    num_decodes: int
+    """The first `num_decodes` sequences have exactly one new token."""
+    max_query: int
+    """Upper bound of new tokens in one sequence (host value, so that kernels can be launched without a sync)."""
+    max_context: int
+    """Upper bound of `context_lens` (host value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a fused query-key-value row splits into heads, and what is done to each head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+
+
+class Ops(Protocol):
+    """Device operations of one decoder layer. All may write into their inputs where the text says so."""
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then `rms_norm(residual)`; returns a new tensor (may reuse `x`)."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
+
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
+        [max_positions, head_dim]: cosines in the first half of a row, sines in the second; rotation pairs
+        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first.
+        """
+        ...
+
+    def attention(
+        self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
+        ...
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name` in configurations."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,128 @@
+"""`Ops` in plain PyTorch: correct on any device and dtype, the definition the fast backends are tested against.
+
+Attention gathers each sequence's blocks into a dense tensor, so it moves more memory than the native kernels;
+decodes are padded to the longest context and done in one call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+class ReferenceOps:
+    """See `Ops`."""
+
+    name = "reference"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _rms(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.add_(x)
+        return _rms(residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
+        rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
+        q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
+        if q_norm is not None:
+            q = _rms(q, q_norm, eps)
+        if k_norm is not None:
+            k = _rms(k, k_norm, eps)
+        half = dim // 2
+        table = cos_sin[batch.positions].unsqueeze(1)
+        cos, sin = table[..., :half], table[..., half:]
+        q, k = (_rotate(x, cos, sin) for x in (q, k))
+        block_size = k_cache.shape[2]
+        block, offset = batch.slots // block_size, batch.slots % block_size
+        k_cache[block, :, offset] = k.to(k_cache.dtype)
+        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        return q
+
+    def attention(
+        self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        decodes = batch.num_decodes
+        if decodes:
+            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, k_cache, v_cache)
+        starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+        for i in range(decodes, len(contexts)):
+            begin, end = starts[i], starts[i + 1]
+            table = batch.block_tables[batch.rows[i]]
+            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, k_cache, v_cache)
+        return out.view(q.shape[0], -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def _dense(cache: Tensor, table: Tensor) -> Tensor:
+    """Gather blocks [..., n] of a cache into [..., kv_heads, n * block_size, head_dim]."""
+    blocks = cache[table.long()].transpose(-4, -3)
+    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
+
+
+def _attend_decodes(
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    count, block_size = q.shape[0], k_cache.shape[2]
+    width = -(-batch.max_context // block_size)
+    tables = batch.block_tables[batch.rows[:count].long(), :width]
+    k, v = _dense(k_cache, tables), _dense(v_cache, tables)
+    key_at = torch.arange(k.shape[2], device=q.device)
+    last = batch.context_lens[:count].unsqueeze(1) - 1
+    visible = key_at <= last
+    if layout.window is not None:
+        visible &= key_at > last - layout.window
+    grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
+    out = F.scaled_dot_product_attention(
+        grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=visible[:, None, None], scale=layout.scale
+    )
+    return out.reshape(count, layout.heads, layout.head_dim)
+
+
+def _attend_one(
+    q: Tensor, layout: HeadLayout, context: int, table: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    block_size = k_cache.shape[2]
+    table = table[: -(-context // block_size)]
+    k, v = _dense(k_cache, table)[:, :context], _dense(v_cache, table)[:, :context]
+    group = layout.heads // layout.kv_heads
+    k, v = k.repeat_interleave(group, 0).to(q.dtype), v.repeat_interleave(group, 0).to(q.dtype)
+    key_at = torch.arange(context, device=q.device)
+    query_at = torch.arange(context - q.shape[0], context, device=q.device).unsqueeze(1)
+    visible = key_at <= query_at
+    if layout.window is not None:
+        visible &= key_at > query_at - layout.window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=visible, scale=layout.scale
+    )
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,136 @@
+"""What goes into the engine and what comes out: token ids, sampling parameters, step outputs, load.
+
+Plain dataclasses of plain values, so that they cross a process boundary unchanged (`penstock.protocol` encodes
+them) and can be imported without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""`stop`: a stop token was sampled (it is the last token delivered). `length`: `max_tokens` or the context
+window is full. `abort`: the caller cancelled. `timeout`: the deadline passed. `error`: see `Delta.error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens for one request. Ranges are checked by the gateway; the engine trusts them."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    """Always set by the caller. The same seed gives the same noise whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Every id that ends generation, end-of-text ids included (leave those out to ignore them)."""
+    logprobs: int | None = None
+    """None: none. 0: of the chosen token. k: also the k most likely tokens."""
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n` choices are `n` requests; the prefix cache shares their prompt."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Smaller goes first; the largest is preempted first."""
+    timeout_s: float | None = None
+    """Time allowed from arrival in the engine to the last token."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token, and of the most likely alternatives at its position."""
+
+    logprob: float
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one request. The last one carries `finish_reason`."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """Set when `finish_reason` is `error`: what went wrong, for the caller."""
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, when asked for."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """On the first delta, when asked for: one per prompt token; None for the first."""
+    cached_tokens: int | None = None
+    """On the first delta: how many prompt tokens came from the prefix cache."""
+    queue_s: float | None = None
+    """On the first delta: time from arrival to first being scheduled."""
+    prefill_s: float | None = None
+    """On the first delta: time from first being scheduled to the first token."""
+
+
+@dataclass(slots=True)
+class Load:
+    """A snapshot of the engine, sent with every step. Counters only grow while the engine lives."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    """Blocks held by running sequences."""
+    cached_blocks: int = 0
+    """Free blocks that still hold a reusable prefix."""
+    total_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything one engine step produced."""
+
+    deltas: list[Delta]
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself once it is ready."""
+
+    model: str
+    instance: str
+    """Differs after every restart, so that a client can tell that its requests are gone."""
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_running: int
+    device: str
+    dtype: str
+    startup: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each phase of starting."""
