@@ -1,0 +1,94 @@
+# Penstock: everything runs from its own environment in .venv; `make` alone lists the targets.
+# Nothing is installed twice: a stamp file records that the environment matches pyproject.toml and constraints.txt.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# An environment whose creation was interrupted may lack pip: ensurepip puts it back.
+PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
+       $(BIN)/python -m pip --disable-pip-version-check
+RUN_STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help
+help: ## show this list
+	@echo "Penstock: make TARGET [ARGS=\"...\"]"
+	@echo
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  %-10s  %s\n", $$1, $$2 }'
+	@echo
+	@echo "  First time here:  make serve                 then open http://127.0.0.1:8000/docs"
+	@echo "  Other settings:   make serve ARGS=\"--port 9000\"   (all of them: $(BIN)/penstock serve --help)"
+
+.PHONY: serve
+serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it on 127.0.0.1:8000
+	@exec $(BIN)/penstock serve $(ARGS)
+
+.PHONY: test
+test: lint ## lint, then every quick test (ARGS go to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(TEST_STAMP) ## the tests that take minutes
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+# A GPU machine is often sealed, with torch and triton installed system-wide and no way to add pytest;
+# tests/gpu/run.py runs the same test functions with the standard library alone.
+.PHONY: test-gpu
+test-gpu: ## the tests that need a CUDA device, with the system's own python and torch
+	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)' 2>/dev/null \
+	  || { echo "test-gpu: $(GPU_PYTHON) has no torch that sees a CUDA device (choose another: make test-gpu GPU_PYTHON=...)" >&2; exit 1; }
+	@if $(GPU_PYTHON) -c 'import pytest' 2>/dev/null; then \
+	  PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu -m gpu $(ARGS); \
+	else \
+	  echo "test-gpu: pytest is not installed for $(GPU_PYTHON); using tests/gpu/run.py"; \
+	  PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py $(ARGS); \
+	fi
+
+.PHONY: lint
+lint: $(TEST_STAMP) ## ruff, mypy --strict and the import-layer check
+	@echo "ruff"; $(BIN)/ruff check .
+	@echo "mypy"; $(BIN)/mypy
+	@echo "import layers"; $(BIN)/lint-imports --no-logo
+
+.PHONY: bench
+bench: $(TEST_STAMP) ## offline engine benchmark of the default model, then against transformers
+	@$(BIN)/penstock bench engine $(ARGS)
+	@$(BIN)/penstock bench compare
+
+.PHONY: clean
+clean: ## remove caches and build output (the environment and downloaded models stay)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find penstock tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## clean, and remove the environment too
+	@rm -rf $(VENV)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null \
+	  || { echo "Penstock needs Python 3.11 or newer; no '$(PYTHON)' found. Install it, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Penstock needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "Could not create $(VENV). On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+# Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
+$(RUN_STAMP): $(INPUTS) | $(BIN)/python
+	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(TEST_STAMP): $(INPUTS) | $(BIN)/python
+	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $(RUN_STAMP) $@
