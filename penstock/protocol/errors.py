@@ -1,0 +1,272 @@
+"""Errors that travel to HTTP clients: one tree; each class owns its status, type, code and retry hint.
+
+Invariant: whatever is raised renders to `{"error": {message, type, param, code}}` with all four keys, and
+`Retry-After` is an integer in 1..120, the only range client libraries obey. There is one class per meaning,
+so nothing downstream chooses a status code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, TypedDict
+
+from penstock.errors import PenstockError
+
+Reason = Literal[
+    "queue_full",
+    "queue_timeout",
+    "memory_pressure",
+    "load_shed",
+    "draining",
+    "rate_limit",
+    "budget",
+    "context_quota",
+]
+"""Why a request was rejected, for machines (`x-penstock-reason`)."""
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+class ApiError(PenstockError):
+    """Base of the tree; raised itself it is a 500."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    reason: Reason | None = None
+    should_retry: ClassVar[bool | None] = None
+    """What `x-should-retry` says; None leaves the choice to the client's rule for the status."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        reason: Reason | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+        if reason is not None:
+            self.reason = reason
+        self.retry_after = None if retry_after is None else clamp_retry_after(retry_after)
+
+    def body(self) -> ErrorBody:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.reason is not None:
+            headers["x-penstock-reason"] = self.reason
+        if self.should_retry is not None:
+            headers["x-should-retry"] = "true" if self.should_retry else "false"
+        return headers
+
+
+def clamp_retry_after(seconds: float) -> int:
+    """Whole seconds in 1..120, rounded up so that a client never comes back too early."""
+    if math.isnan(seconds):
+        return 1
+    return math.ceil(min(max(seconds, 1.0), 120.0))
+
+
+class InvalidRequest(ApiError):
+    """The request itself is wrong; sending it again will not help."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and what was asked for, does not fit the context window."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, *, limit: int, prompt_tokens: int, max_tokens: int | None = None, param: str | None = "messages"
+    ) -> None:
+        if max_tokens is None:
+            asked = f"your prompt has {prompt_tokens} tokens"
+            remedy = "Shorten the prompt."
+        else:
+            asked = (
+                f"you asked for {prompt_tokens + max_tokens} tokens "
+                f"({prompt_tokens} in the prompt, {max_tokens} for the completion)"
+            )
+            remedy = "Shorten the prompt or ask for fewer tokens."
+        super().__init__(f"This model's context length is {limit} tokens, but {asked}. {remedy}", param=param)
+        self.limit = limit
+        self.prompt_tokens = prompt_tokens
+
+
+class ContextQuotaExceeded(ContextLengthExceeded):
+    """The model could hold the prompt; the caller's tier may not use that much of it."""
+
+    reason = "context_quota"
+
+
+class AuthenticationError(ApiError):
+    """No key, or a key nobody knows."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "www-authenticate": "Bearer"}
+
+
+class PermissionDenied(ApiError):
+    """A known key that may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
+
+
+class NotFound(ApiError):
+    """No such path or object."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No such model; the message lists the ones there are."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str, available: list[str]) -> None:
+        names = ", ".join(f"`{name}`" for name in sorted(available)) or "none yet"
+        super().__init__(f"The model `{model}` does not exist here. Available: {names}.", param="model")
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, the verb does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeout(ApiError):
+    """The request did not finish, or its body did not arrive, in the time allowed."""
+
+    status = 408
+    type = "timeout_error"
+    code = "timeout"
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The body is larger than `server.body_limit`."""
+
+    status = 413
+    code = "payload_too_large"
+
+    def __init__(self, *, limit: int, size: int | None = None) -> None:
+        found = "is larger" if size is None else f"has {size} bytes"
+        super().__init__(f"The request body {found}; the limit is {limit} bytes.")
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is not JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class RateLimitExceeded(ApiError):
+    """The caller's own limit, which refills by itself."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    reason = "rate_limit"
+
+
+class InsufficientQuota(ApiError):
+    """A spent budget: waiting does not help, so the client is told not to retry."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+    reason = "budget"
+    should_retry = False
+
+
+class ServerError(ApiError):
+    """Our fault. The message must not carry internals; those go to the log."""
+
+    code = "server_error"
+
+
+class ServiceUnavailable(ApiError):
+    """Base of the 503s: the same request may succeed a little later, here or elsewhere."""
+
+    status = 503
+    should_retry = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        reason: Reason | None = None,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, reason=reason, retry_after=retry_after)
+
+
+class Overloaded(ServiceUnavailable):
+    """More work than the engines can take now; `reason` says which limit was met."""
+
+    type = "overloaded"
+    code = "overloaded"
+    reason = "queue_full"
+
+
+class Draining(ServiceUnavailable):
+    """This server is shutting down and takes nothing new."""
+
+    type = "overloaded"
+    code = "draining"
+    reason = "draining"
+
+    def __init__(self, message: str = "The server is shutting down; send the request again.") -> None:
+        super().__init__(message, retry_after=1.0)
+
+
+class EngineUnavailable(ServiceUnavailable):
+    """No engine serves this model at the moment (starting, or restarting)."""
+
+    code = "engine_unavailable"
+
+
+class EngineLost(EngineUnavailable):
+    """The engine died under a running request. Nothing was wrong with the request; send it again."""
+
+    code = "engine_lost"
+
+    def __init__(
+        self,
+        message: str = "The engine stopped while running this request. It is being restarted; try again.",
+        *,
+        retry_after: float = 1.0,
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)

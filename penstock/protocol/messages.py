@@ -1,0 +1,94 @@
+"""The messages between a gateway and an engine: tagged structs around the engine's own dataclasses.
+
+The conversation, over one ZeroMQ pair (the engine binds ROUTER, each gateway connects DEALER with an identity
+of its own):
+
+    gateway                               engine
+    Hello            ──────────────────►            said at once, and again every HELLO_S (it is idempotent)
+                     ◄──────────────────  Ready     once per registration
+    Submit, Abort    ──────────────────►
+                     ◄──────────────────  Step      one per engine step that concerns this gateway;
+                                                    empty (a heartbeat) every HEARTBEAT_S otherwise
+    Goodbye          ──────────────────►            the engine aborts what this gateway still runs
+
+Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
+flight knows that they are lost (the engine restarted, or gave this gateway up because it did not read). That
+is why `Hello` is repeated: an engine that does not know the sender answers with `Ready`, one that does stays
+silent. A `Submit` from a sender that is not registered is refused with a final `Delta`, so nothing queued in
+a socket across a restart is ever run for nobody.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.engine.request import EngineInfo, Request, StepOutput
+
+PROTOCOL_VERSION = 1
+HELLO_S = 1.0
+"""How often a gateway repeats `Hello`."""
+HEARTBEAT_S = 0.5
+"""How often an idle engine sends an empty `Step`. Silence of several of these means: stuck or gone."""
+
+DRAINING = "draining"
+NOT_REGISTERED = "not_registered"
+"""First word of `Delta.error` when the server itself refuses; a colon and the explanation follow."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A gateway presents itself."""
+
+    gateway: str
+    version: int = PROTOCOL_VERSION
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Run this request. Its deltas come back in `Step`s to the gateway that sent it."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop this request, in prefill too. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The gateway leaves; whatever it still runs is aborted."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Accept nothing new, finish what runs, then exit."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Exit now; what runs is lost."""
+
+
+Control: TypeAlias = Drain | Shutdown
+ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Answer to the first `Hello`: what this engine is. It holds no request of the receiver."""
+
+    info: EngineInfo
+    version: int = PROTOCOL_VERSION
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """What a step produced for the receiver, with the engine's load. Without deltas it is a heartbeat."""
+
+    output: StepOutput
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The engine is leaving; every request of the receiver is lost."""
+
+    reason: str
+
+
+FromEngine: TypeAlias = Ready | Step | Stopped

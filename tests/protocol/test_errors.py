@@ -1,0 +1,96 @@
+"""WIRE.md, Errors: the body always has four keys, and the headers tell a client library what to do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PenstockError
+from penstock.protocol import errors
+from penstock.protocol.errors import ApiError
+
+EVERY = [
+    (errors.InvalidRequest("bad", param="n"), 400, "invalid_request_error", None),
+    (
+        errors.ContextLengthExceeded(limit=10, prompt_tokens=12),
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    ),
+    (
+        errors.ContextQuotaExceeded(limit=10, prompt_tokens=12),
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    ),
+    (errors.AuthenticationError("no key"), 401, "authentication_error", "invalid_api_key"),
+    (errors.PermissionDenied("no"), 403, "permission_error", "permission_denied"),
+    (errors.NotFound("no such path"), 404, "not_found_error", "not_found"),
+    (errors.ModelNotFound("x", ["a"]), 404, "not_found_error", "model_not_found"),
+    (errors.MethodNotAllowed("no"), 405, "invalid_request_error", "method_not_allowed"),
+    (errors.RequestTimeout("late"), 408, "timeout_error", "timeout"),
+    (errors.PayloadTooLarge(limit=5, size=9), 413, "invalid_request_error", "payload_too_large"),
+    (errors.UnsupportedMediaType("xml"), 415, "invalid_request_error", "unsupported_media_type"),
+    (errors.RateLimitExceeded("slow down", retry_after=3), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.InsufficientQuota("spent"), 429, "insufficient_quota", "insufficient_quota"),
+    (errors.ServerError("oops"), 500, "server_error", "server_error"),
+    (errors.Overloaded("full"), 503, "overloaded", "overloaded"),
+    (errors.Draining(), 503, "overloaded", "draining"),
+    (errors.EngineUnavailable("starting"), 503, "server_error", "engine_unavailable"),
+    (errors.EngineLost(), 503, "server_error", "engine_lost"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "code"), EVERY, ids=lambda v: type(v).__name__)
+def test_every_error_has_its_status_and_the_four_keys(
+    error: ApiError, status: int, kind: str, code: str | None
+) -> None:
+    assert isinstance(error, PenstockError)
+    assert error.status == status
+    detail = error.body()["error"]
+    assert set(detail) == {"message", "type", "param", "code"}
+    assert (detail["type"], detail["code"]) == (kind, code)
+    assert detail["message"] == str(error)
+
+
+def test_no_error_class_is_missing_from_the_table() -> None:
+    def leaves(cls: type[ApiError]) -> set[type[ApiError]]:
+        return {cls}.union(*(leaves(sub) for sub in cls.__subclasses__()))
+
+    assert leaves(ApiError) - {ApiError, errors.ServiceUnavailable} == {type(error) for error, *_ in EVERY}
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_retry_after_is_always_a_whole_number_that_clients_obey(seconds: float) -> None:
+    value = errors.Overloaded("full", retry_after=seconds).headers()["retry-after"]
+    assert 1 <= int(value) <= 120
+
+
+def test_retry_after_is_rounded_up() -> None:
+    assert errors.RateLimitExceeded("wait", retry_after=2.1).headers()["retry-after"] == "3"
+
+
+def test_a_spent_budget_is_not_worth_retrying_and_a_lost_engine_is() -> None:
+    assert errors.InsufficientQuota("spent").headers()["x-should-retry"] == "false"
+    assert errors.EngineLost().headers()["x-should-retry"] == "true"
+    assert "retry-after" in errors.EngineLost().headers()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.Overloaded("x", reason="queue_timeout"), "queue_timeout"),
+        (errors.Draining(), "draining"),
+        (errors.RateLimitExceeded("x"), "rate_limit"),
+        (errors.InsufficientQuota("x"), "budget"),
+        (errors.ContextQuotaExceeded(limit=1, prompt_tokens=2), "context_quota"),
+    ],
+)
+def test_every_rejection_says_why(error: ApiError, reason: str) -> None:
+    assert error.headers()["x-penstock-reason"] == reason
+
+
+def test_context_overflow_says_both_numbers() -> None:
+    alone = str(errors.ContextLengthExceeded(limit=2048, prompt_tokens=3000))
+    assert "2048" in alone and "3000" in alone
+    both = str(errors.ContextLengthExceeded(limit=2048, prompt_tokens=2000, max_tokens=100))
+    assert all(number in both for number in ("2048", "2100", "2000", "100"))
