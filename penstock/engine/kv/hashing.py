@@ -1,0 +1,33 @@
+"""Names for cached prefixes.
+
+The name of a full block is a digest of its parent's name and its own tokens, so equal names mean equal prefixes.
+Digests, not `hash()`: a router in another process must arrive at the same names, and a collision would hand one
+request's keys to another. No torch here, so that the router can import it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+
+DIGEST_SIZE = 16
+
+
+def root_name(salt: str) -> bytes:
+    """The parent of a sequence's first block. Different salts never share blocks."""
+    return blake2b(salt.encode(), digest_size=DIGEST_SIZE).digest()
+
+
+def block_name(parent: bytes, tokens: list[int]) -> bytes:
+    """The name of the block that holds `tokens` after the prefix called `parent`."""
+    return blake2b(parent + array("I", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
+
+
+def block_names(tokens: list[int], block_size: int, salt: str = "") -> list[bytes]:
+    """Names of every full block of `tokens`."""
+    names: list[bytes] = []
+    parent = root_name(salt)
+    for end in range(block_size, len(tokens) + 1, block_size):
+        parent = block_name(parent, tokens[end - block_size : end])
+        names.append(parent)
+    return names

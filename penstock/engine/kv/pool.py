@@ -1,0 +1,109 @@
+"""The pool of KV blocks: who holds which block, and which free blocks still hold a known prefix.
+
+Invariant: a block is either held (`references > 0`), free and empty, or free and cached (its content has a name and
+can be taken up again). Cached blocks count as free: they are given away, least recently used first, when no empty
+block is left. Block 0 is never handed out; padding writes land there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Reference-counted blocks with an LRU of reusable ones. Every operation is O(1)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError("a pool needs at least one block besides the null block")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be held at the same time."""
+        return self.num_blocks - 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Free blocks whose content can still be reused."""
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.capacity - self.free
+
+    def allocate(self) -> int:
+        """Take a free block; the least recently used prefix is forgotten when no empty one is left."""
+        if self._empty:
+            block = self._empty.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._name_of.pop(block)]
+        else:
+            raise MemoryError("no free KV block")
+        self._references[block] = 1
+        return block
+
+    def find(self, name: bytes) -> int | None:
+        """The block that holds the prefix `name`, held or not."""
+        return self._block_of.get(name)
+
+    def share(self, block: int) -> None:
+        """Hold a block found by name, together with whoever else holds it."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def is_held(self, block: int) -> bool:
+        return self._references[block] > 0
+
+    def release(self, block: int) -> None:
+        """Let go of a block. The last holder's release frees it at once."""
+        count = self._references[block]
+        if count <= 0:
+            raise AssertionError(f"block {block} released more often than held")
+        self._references[block] = count - 1
+        if count == 1:
+            if block in self._name_of:
+                self._cached[block] = None
+            else:
+                self._empty.append(block)
+
+    def name(self, block: int, name: bytes) -> bool:
+        """Make a held, full block findable. False when another block already has that content."""
+        if name in self._block_of:
+            return False
+        self._block_of[name] = block
+        self._name_of[block] = name
+        return True
+
+    def forget_all(self) -> None:
+        """Drop every name: the contents can no longer be trusted (a step failed half-way)."""
+        self._block_of.clear()
+        self._name_of.clear()
+        self._empty.extend(self._cached)
+        self._cached.clear()
+
+    def check(self) -> None:
+        """Assert the invariant; used by tests and by the idle-time integrity check."""
+        empty, cached = set(self._empty), set(self._cached)
+        held = {b for b in range(1, self.num_blocks) if self._references[b] > 0}
+        assert len(empty) == len(self._empty), "an empty block is listed twice"
+        assert not empty & cached and not empty & held and not cached & held, "a block is in two states"
+        assert empty | cached | held == set(range(1, self.num_blocks)), "a block is lost"
+        assert cached <= set(self._name_of), "a cached block has no name"
+        assert not empty & set(self._name_of), "an empty block has a name"
+        assert {self._block_of[n] for n in self._block_of} == set(self._name_of), "names out of step"
+        assert all(r >= 0 for r in self._references) and self._references[NULL_BLOCK] == 0

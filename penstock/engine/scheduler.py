@@ -1,0 +1,262 @@
+"""Which sequences run in the next step, and how many tokens of each.
+
+There is no prefill or decode phase: a sequence has tokens that are not computed yet, and a step computes some of
+them, at most `token_budget` over all sequences. Sequences with one token left to compute (decodes) go first, then
+unfinished prompts in chunks, then waiting requests.
+
+Order is by `key = arrival + priority * ageing_s`: a request of priority p stands where it would if it had come
+p * ageing_s seconds later, so urgent ones overtake, and nothing waits for ever. When blocks run out the sequence with
+the largest key is preempted: its blocks go back to the pool (most stay findable by name) and it waits again with its
+old key. The clock is passed in; the scheduler is a plain object without I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.request import Request
+from penstock.engine.sequence import Sequence
+
+AGEING_S = 30.0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence to compute in a step."""
+
+    seq: Sequence
+    start: int
+    length: int
+    samples: bool
+    """The chunk reaches the end of the sequence, so the step also samples its next token."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work; chunks of a single token come first."""
+
+    chunks: list[Chunk]
+    num_decodes: int
+    num_tokens: int
+
+
+class Scheduler:
+    """Token-budget scheduling with preemption. Owns every live sequence."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_running: int,
+        token_budget: int,
+        max_model_len: int,
+        ageing_s: float = AGEING_S,
+    ) -> None:
+        self.allocator = allocator
+        self.max_running = max_running
+        self.token_budget = token_budget
+        self.max_model_len = max_model_len
+        self.ageing_s = ageing_s
+        self.running: dict[Sequence, None] = {}
+        self._rows = list(range(max_running - 1, -1, -1))
+        self.preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._live: dict[str, Sequence] = {}
+        self._waiting: list[tuple[tuple[float, int], Sequence]] = []
+        self._waiting_count = 0
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._suspects: deque[Sequence] = deque()
+        self._arrivals = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting_count
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._live.get(request_id)
+
+    def add(self, request: Request, now: float) -> Sequence:
+        """Queue a request. Its id must not be live."""
+        self._arrivals += 1
+        key = (now + request.priority * self.ageing_s, self._arrivals)
+        seq = Sequence(request, now, key)
+        self._live[seq.id] = seq
+        self._wait(seq)
+        if seq.deadline is not None:
+            heapq.heappush(self._deadlines, (seq.deadline, self._arrivals, seq))
+        return seq
+
+    def finish(self, seq: Sequence) -> None:
+        """Forget a sequence whose `finish_reason` was just set; its blocks are free at once."""
+        assert seq.finished
+        del self._live[seq.id]
+        if seq in self.running:
+            self._stop(seq)
+        else:
+            self._waiting_count -= 1
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Live sequences whose deadline has passed."""
+        late: list[Sequence] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            seq = heapq.heappop(self._deadlines)[2]
+            if not seq.finished:
+                late.append(seq)
+        return late
+
+    def schedule(self, now: float) -> Batch | None:
+        """Choose the next step's chunks and take the blocks they need. None when nothing can run."""
+        if self._suspects:
+            return self._schedule_suspect(now)
+        chunks = self._continue_running()
+        # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
+        for chunk in chunks:
+            self.allocator.publish(chunk.seq)
+        budget = self.token_budget - sum(chunk.length for chunk in chunks)
+        while budget > 0 and self._rows:
+            admitted = self._admit(budget, now)
+            if admitted is None:
+                break
+            self.allocator.publish(admitted.seq)
+            chunks.append(admitted)
+            budget -= admitted.length
+        return self._commit(chunks)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Send a running sequence back to wait; it will be computed again, mostly from the cache."""
+        self._stop(seq)
+        self.preemptions += 1
+        self._wait(seq)
+
+    def isolate(self, sequences: list[Sequence]) -> None:
+        """After a failed step: run each of its sequences alone once, so that only the guilty one fails."""
+        for seq in sequences:
+            if seq in self.running:
+                self.preempt(seq)
+        self._suspects.extend(seq for seq in sequences if not seq.finished)
+
+    def _remaining(self, seq: Sequence) -> int:
+        """Tokens left to compute; none once every allowed output token has been sampled."""
+        if seq.output_len >= seq.params.max_tokens or seq.length >= self.max_model_len:
+            return 0
+        return seq.length - seq.computed
+
+    def _wait(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (seq.key, seq))
+        self._waiting_count += 1
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._waiting:
+            seq = self._waiting[0][1]
+            if not seq.finished:
+                return seq
+            heapq.heappop(self._waiting)
+        return None
+
+    def _continue_running(self) -> list[Chunk]:
+        ready = [(self._remaining(seq), seq) for seq in self.running]
+        decodes = [seq for remaining, seq in ready if remaining == 1]
+        prefills = [seq for remaining, seq in ready if remaining > 1]
+        budget = self.token_budget
+        chunks: dict[Sequence, Chunk] = {}
+        for seq in decodes + prefills:
+            if budget == 0:
+                break
+            if seq not in self.running:
+                continue  # preempted for a sequence before it in this very pass
+            length = min(self._remaining(seq), budget)
+            while not self.allocator.grow(seq, seq.computed + length):
+                victim = self._latest()
+                self.preempt(victim)
+                dropped = chunks.pop(victim, None)
+                budget += dropped.length if dropped else 0
+                if victim is seq:
+                    break
+            else:
+                chunks[seq] = self._chunk(seq, length)
+                budget -= length
+        return list(chunks.values())
+
+    def _admit(self, budget: int, now: float) -> Chunk | None:
+        """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""
+        seq = self._first_waiting()
+        if seq is None or seq.pending:
+            return None
+        cached = self.allocator.match(seq)
+        if self.allocator.shortfall(cached, seq.length) > 0:
+            return None
+        heapq.heappop(self._waiting)
+        return self._start(seq, cached, budget, now)
+
+    def _start(self, seq: Sequence, cached: list[int], budget: int, now: float) -> Chunk:
+        self._waiting_count -= 1
+        seq.row = self._rows.pop()
+        self.running[seq] = None
+        self.allocator.attach(seq, cached)
+        if seq.first_scheduled is None:
+            seq.first_scheduled = now
+            seq.cached_tokens = seq.computed
+            self.prefix_query_tokens += seq.length
+            self.prefix_hit_tokens += seq.computed
+        length = min(seq.length - seq.computed, budget)
+        grown = self.allocator.grow(seq, seq.computed + length)
+        assert grown, "admission promised these blocks"
+        return self._chunk(seq, length)
+
+    def _stop(self, seq: Sequence) -> None:
+        del self.running[seq]
+        self._rows.append(seq.row)
+        seq.row = -1
+        self.allocator.free(seq)
+
+    def _latest(self) -> Sequence:
+        return max(self.running, key=lambda seq: seq.key)
+
+    def _chunk(self, seq: Sequence, length: int) -> Chunk:
+        chunk = Chunk(seq, seq.computed, length, samples=seq.computed + length == seq.length)
+        seq.computed += length
+        return chunk
+
+    def _schedule_suspect(self, now: float) -> Batch | None:
+        """One suspect alone, chunk by chunk, until it has sampled a token or failed."""
+        seq = self._suspects[0]
+        if seq.finished or (seq in self.running and self._remaining(seq) == 0):
+            self._suspects.popleft()
+            return self.schedule(now)
+        if seq.pending and seq not in self.running:
+            return None
+        if seq not in self.running:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
+            heapq.heapify(self._waiting)
+            while not self._rows or self.allocator.shortfall([], seq.length) > 0:
+                self.preempt(self._latest())
+            chunk = self._start(seq, [], self.token_budget, now)
+        else:
+            length = min(self._remaining(seq), self.token_budget)
+            while not self.allocator.grow(seq, seq.computed + length):
+                self.preempt(max((s for s in self.running if s is not seq), key=lambda s: s.key))
+            chunk = self._chunk(seq, length)
+        if chunk.samples:
+            self._suspects.popleft()
+        return self._commit([chunk])
+
+    def _commit(self, chunks: list[Chunk]) -> Batch | None:
+        if not chunks:
+            return None
+        chunks.sort(key=lambda chunk: chunk.length > 1)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.seq.pending += 1
+        return Batch(
+            chunks,
+            num_decodes=sum(chunk.length == 1 for chunk in chunks),
+            num_tokens=sum(chunk.length for chunk in chunks),
+        )

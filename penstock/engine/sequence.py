@@ -1,0 +1,84 @@
+"""The state of one request inside the engine."""
+
+from __future__ import annotations
+
+from penstock.engine.kv.hashing import root_name
+from penstock.engine.request import FinishReason, Request, TokenLogprob
+
+
+class Sequence:
+    """Tokens of a request and how far they have been computed.
+
+    With overlap the engine schedules a step before it has seen the previous step's tokens. Those are `pending`:
+    they exist on the device and count towards `length`, but their values are not yet in `tokens`.
+    """
+
+    __slots__ = (
+        "arrived",
+        "block_names",
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "deadline",
+        "finish_reason",
+        "first_scheduled",
+        "key",
+        "named",
+        "params",
+        "pending",
+        "prompt_len",
+        "prompt_logprobs",
+        "request",
+        "root",
+        "row",
+        "started",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, arrived: float, key: tuple[float, int]) -> None:
+        self.request = request
+        self.params = request.params
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.arrived = arrived
+        self.key = key
+        """Scheduling order: smaller runs first and is preempted last."""
+        self.deadline = None if request.timeout_s is None else arrived + request.timeout_s
+        self.computed = 0
+        """Tokens whose keys and values are in the cache once the scheduled steps have run."""
+        self.pending = 0
+        self.blocks: list[int] = []
+        self.root = root_name(request.cache_salt)
+        self.block_names: list[bytes] = []
+        self.named = 0
+        """How many leading blocks are already known to the prefix cache."""
+        self.row = -1
+        """Row in the runner's device tensors while running."""
+        self.first_scheduled: float | None = None
+        self.cached_tokens: int | None = None
+        self.started = False
+        """Whether a delta has been sent."""
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def length(self) -> int:
+        """Tokens that exist, pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def output_len(self) -> int:
+        return self.length - self.prompt_len
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.id} {self.computed}/{self.length} blocks={len(self.blocks)}>"
