@@ -1,0 +1,18 @@
+"""Configuration: one YAML file, overridden by the environment, overridden by flags.
+
+`Config` is frozen and complete: whoever receives one never looks at files or variables again.
+"""
+
+from penstock.config.load import dump, load, load_resolved
+from penstock.config.schema import Config, GenerationConfig, LoggingConfig, ModelConfig, ServerConfig
+
+__all__ = [
+    "Config",
+    "GenerationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ServerConfig",
+    "dump",
+    "load",
+    "load_resolved",
+]

@@ -1,0 +1,138 @@
+"""From a tree of written values to the frozen dataclasses of the schema, collecting every mistake on the way.
+
+A message says where (file and line, variable or flag), which key, what was found, what is allowed, and the nearest
+valid key for a typo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from penstock.config.schema import Config
+from penstock.config.tree import Node
+from penstock.config.units import SIZE_HELP, parse_size
+
+_INVALID: Any = object()
+
+
+class Checker:
+    """One pass over one tree; `problems` holds what was wrong, in the order it was met."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def section(self, cls: type, node: Node, path: str) -> Any:
+        """An instance of the dataclass `cls`; keys that are not given, or wrong, take their defaults."""
+        if node.value is None:
+            return cls()
+        if not isinstance(node.value, dict):
+            self._problem(node, path, f"expected a mapping of settings, found {_shown(node.value)}")
+            return cls()
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for key, child in node.value.items():
+            where = f"{path}.{key}" if path else key
+            if key not in fields:
+                self._problem(child, where, _unknown(key, list(fields)))
+                continue
+            value = self.value(hints[key], fields[key].metadata, child, where)
+            if value is not _INVALID:
+                values[key] = value
+        return cls(**values)
+
+    def value(self, kind: Any, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            return self.section(kind, node, path)
+        if get_origin(kind) is tuple:
+            return self._items(get_args(kind)[0], metadata, node, path)
+        options = [kind]
+        if get_origin(kind) in (Union, types.UnionType):
+            options = [option for option in get_args(kind) if option is not types.NoneType]
+            if node.value is None and len(options) < len(get_args(kind)):
+                return None
+        value = _scalar(options[0], metadata, node)
+        if value is _INVALID:
+            found = _shown(node.value if node.text is None else node.text)
+            self._problem(node, path, f"expected {describe_kind(kind, metadata)}, found {found}")
+        return value
+
+    def _items(self, kind: Any, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
+        items = node.value
+        if node.text is not None and isinstance(items, str | int | float) and kind is str:
+            items = [Node(part.strip(), node.origin) for part in node.text.split(",") if part.strip()]
+        if not isinstance(items, list):
+            self._problem(node, path, f"expected a list, found {_shown(node.value)}")
+            return _INVALID
+        values = [self.value(kind, metadata, item, f"{path}[{index}]") for index, item in enumerate(items)]
+        return _INVALID if any(value is _INVALID for value in values) else tuple(values)
+
+    def _problem(self, node: Node, path: str, message: str) -> None:
+        self.problems.append(f"{node.origin}: {path or 'configuration'}: {message}")
+
+
+def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
+    value = node.value
+    if get_origin(kind) is Literal:
+        return value if isinstance(value, str) and value in get_args(kind) else _INVALID
+    if kind is str:
+        text = value if node.text is None else node.text
+        return text if isinstance(text, str) else _INVALID
+    if kind is bool:
+        return value if isinstance(value, bool) else _INVALID
+    if isinstance(value, str) and metadata.get("size"):
+        try:
+            value = parse_size(value)
+        except ValueError:
+            return _INVALID
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        return _INVALID
+    least, most = metadata.get("least"), metadata.get("most")
+    fits = (least is None or value >= least) and (most is None or value <= most)
+    return kind(value) if fits and math.isfinite(value) else _INVALID
+
+
+def describe_kind(kind: Any, metadata: Mapping[str, Any]) -> str:
+    """What a setting accepts, in words."""
+    if get_origin(kind) in (Union, types.UnionType):
+        inner = [option for option in get_args(kind) if option is not types.NoneType]
+        return f"{describe_kind(inner[0], metadata)}, or null"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(option) for option in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "a list"
+    if metadata.get("size"):
+        return SIZE_HELP
+    name = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[kind]
+    least, most = metadata.get("least"), metadata.get("most")
+    if least is not None and most is not None:
+        return f"{name} from {least:g} to {most:g}"
+    return f"{name} of at least {least:g}" if least is not None else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return "nothing" if value is None else repr(value)
+
+
+def _unknown(key: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), allowed, n=1, cutoff=0.6)
+    hint = f' (did you mean "{near[0]}"?)' if near else _elsewhere(key)
+    return f"unknown key{hint}; allowed here: {', '.join(allowed)}"
+
+
+def _elsewhere(key: str) -> str:
+    """Where a key that exists, but not here, belongs."""
+    for section, kind in get_type_hints(Config).items():
+        cls = get_args(kind)[0] if get_origin(kind) is tuple else kind
+        if key in {field.name for field in dataclasses.fields(cls)}:
+            return f' (it belongs under "{section}")'
+    return ""

@@ -1,0 +1,133 @@
+"""Reading the configuration: file, then environment, then flags; the last one wins.
+
+Invariant: `load` either returns a complete `Config` or raises one `ConfigError` that lists every mistake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config.check import Checker
+from penstock.config.schema import Config, ModelConfig
+from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
+from penstock.errors import ConfigError
+
+DEFAULT_FILE = "penstock.yaml"
+FILE_VARIABLE = "PENSTOCK_CONFIG"
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    models: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration of `path`, or of $PENSTOCK_CONFIG, or of ./penstock.yaml, or the defaults.
+
+    `models` restricts what is served to these names of the file, or to sources it does not mention. `flags` maps
+    dotted keys (`server.port`, `models.*.device`) to text as typed on the command line.
+    """
+    environ = os.environ if environ is None else environ
+    root = _read_file(path, environ)
+    for keys, node in from_env(environ):
+        assign(root, keys, node)
+    if models:
+        _select(root, models)
+    for key, text in (flags or {}).items():
+        _ensure_models(root)
+        assign(root, tuple(key.split(".")), from_text(text, f"flag {key}"))
+    return check(root)
+
+
+def load_resolved(path: str | Path) -> Config:
+    """A configuration written by `dump`: environment and flags are already in it."""
+    return check(parse_yaml(Path(path).read_text(), str(path)))
+
+
+def dump(config: Config, path: str | Path) -> None:
+    """Write `config` for a child process; JSON, which the YAML reader also reads."""
+    Path(path).write_text(json.dumps(dataclasses.asdict(config)))
+
+
+def check(root: Node) -> Config:
+    """The checked configuration of a tree; ConfigError lists every mistake, one per line."""
+    checker = Checker()
+    config: Config = checker.section(Config, root, "")
+    problems = checker.problems
+    if not problems:
+        config = dataclasses.replace(config, models=tuple(_named(model) for model in config.models))
+        problems = list(_conflicts(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def model_name(source: str) -> str:
+    """What clients call a model whose configuration gives no name."""
+    name = re.split(r"[/:]", source.rstrip("/").removesuffix(".gguf"))[-1]
+    return re.split(r"==|@", name)[0] or source
+
+
+def _named(model: ModelConfig) -> ModelConfig:
+    return model if model.name else dataclasses.replace(model, name=model_name(model.source))
+
+
+def _conflicts(config: Config) -> list[str]:
+    problems = [] if config.models else ["models: name at least one model to serve"]
+    seen: dict[str, str] = {}
+    for index, model in enumerate(config.models):
+        for name in (model.name, *model.aliases):
+            if name in seen:
+                problems.append(f'models[{index}]: the name "{name}" is already taken by {seen[name]}')
+            seen[name] = f"models[{index}]"
+    return problems
+
+
+def _read_file(path: str | Path | None, environ: Mapping[str, str]) -> Node:
+    named = path or environ.get(FILE_VARIABLE)
+    if not named and not Path(DEFAULT_FILE).is_file():
+        return Node({}, "defaults")
+    file = Path(named or DEFAULT_FILE)
+    try:
+        return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; `penstock config --example > {file}` writes one") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _ensure_models(root: Node) -> None:
+    """Give flags for every model something to apply to when no file names one."""
+    if isinstance(root.value, dict):
+        root.value.setdefault("models", Node([Node({}, "defaults")], "defaults"))
+
+
+def _select(root: Node, names: Sequence[str]) -> None:
+    if not isinstance(root.value, dict):
+        return
+    given = root.value.get("models")
+    entries = given.value if given is not None and isinstance(given.value, list) else []
+    chosen = [_find(entries, name) or Node({"source": Node(name, "--model", name)}, "--model") for name in names]
+    root.value["models"] = Node(chosen, "--model")
+
+
+def _find(entries: list[Node], name: str) -> Node | None:
+    for entry in entries:
+        if isinstance(entry.value, dict) and name in _names(entry.value):
+            return entry
+    return None
+
+
+def _names(entry: dict[str, Any]) -> set[Any]:
+    source = entry["source"].value if "source" in entry else None
+    implied = {source, model_name(source)} if isinstance(source, str) else set()
+    return implied | ({entry["name"].value} if "name" in entry else set())

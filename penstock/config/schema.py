@@ -1,0 +1,138 @@
+"""Every setting there is: its type, default, range and explanation, in one place.
+
+Validation, `penstock config` and the example file are all derived from these dataclasses, so a key cannot exist
+without being documented.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.engine.config import DType, EngineConfig
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    least: float | None = None,
+    most: float | None = None,
+    size: bool = False,
+    example: str | None = None,
+) -> Any:
+    """A documented field. `size`: bytes, also written as "2GiB". `example`: shown where the default says little."""
+    metadata: Mapping[str, Any] = {"doc": doc, "least": least, "most": most, "size": size, "example": example}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = setting("127.0.0.1", doc="Address to listen on; 0.0.0.0 listens on all of them.")
+    port: int = setting(8000, doc="Port to listen on.", least=1, most=65535)
+    body_limit: int = setting(
+        4 * 2**20, doc="Largest request body; a larger one gets 413.", least=1024, size=True, example="4MiB"
+    )
+    drain_s: float = setting(
+        30.0, doc="On SIGTERM: seconds that running requests may still take before they are cut.", least=0
+    )
+    keep_alive_s: float = setting(
+        15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One model: where it comes from and how its engine runs."""
+
+    source: str = setting(
+        DEFAULT_MODEL,
+        doc="What to serve: a known name, pypi:PACKAGE==VERSION, hf:ORG/NAME[@REVISION], a folder or a .gguf file.",
+    )
+    name: str = setting("", doc="What clients call it; made from the source when empty.")
+    aliases: tuple[str, ...] = setting((), doc="Other names that clients may use for it.", example="[default]")
+    device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
+    dtype: DType = setting("auto", doc="Type of weights and activations.")  # noqa: RUF009
+    max_model_len: int | None = setting(
+        None, doc="Context window in tokens; the checkpoint's own when not set.", least=1, example="2048"
+    )
+    max_running: int | None = setting(
+        None, doc="Most sequences in one step; 64 on CPU and 256 on CUDA when not set.", least=1, example="64"
+    )
+    max_waiting: int = setting(4096, doc="Requests that may wait in the engine; more are refused.", least=1)
+    token_budget: int | None = setting(
+        None, doc="Most tokens computed in one step; 512 on CPU, 8192 on CUDA when not set.", least=1, example="512"
+    )
+    block_size: int = setting(16, doc="Tokens in one block of the KV cache.", least=1, most=1024)
+    kv_memory: int | None = setting(
+        None, doc="Memory for the KV cache; taken from what is free when not set.", least=1, size=True, example="2GiB"
+    )
+    num_blocks: int | None = setting(
+        None, doc="Exact number of KV blocks; overrides kv_memory.", least=1, example="4096"
+    )
+    prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
+    threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")
+    watchdog_s: float = setting(
+        60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1
+    )
+
+    def engine_config(self, path: str) -> EngineConfig:
+        """Settings for the engine of this model, whose source was resolved to `path`."""
+        return EngineConfig(
+            model=path,
+            name=self.name,
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_running=self.max_running,
+            token_budget=self.token_budget,
+            block_size=self.block_size,
+            kv_memory=self.kv_memory,
+            num_blocks=self.num_blocks,
+            prefix_cache=self.prefix_cache,
+            max_waiting=self.max_waiting,
+            threads=self.threads,
+            watchdog_s=self.watchdog_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """Limits and defaults of one request."""
+
+    default_max_tokens: int | None = setting(
+        None, doc="Completion tokens when a chat request names no limit; the rest of the context when not set.",
+        least=1, example="1024",
+    )  # fmt: skip
+    max_tokens: int | None = setting(
+        None, doc="Most completion tokens one request may ask for; the context window when not set.",
+        least=1, example="4096",
+    )  # fmt: skip
+    time_limit_s: float | None = setting(
+        30.0, doc="Seconds one request may generate before it ends with what it has; null for no limit.", least=0.1
+    )
+    max_choices: int = setting(16, doc="Most choices (n) and prompts one request may ask for.", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = setting("info", doc="Least important level shown.")
+    format: Literal["text", "json"] = setting("text", doc="Lines for people, or one JSON object per line.")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration, complete and checked."""
+
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    models: tuple[ModelConfig, ...] = (ModelConfig(name=DEFAULT_MODEL),)
+    generation: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
