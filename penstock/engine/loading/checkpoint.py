@@ -1,0 +1,161 @@
+"""Opening a model's weights, whatever they are stored in.
+
+A `Checkpoint` speaks Hugging Face: `config` has the keys of `config.json`, tensors have the names the reference
+implementation gives them. Tensors are read one at a time, when asked for, so a loader's peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.engine.loading.dequantize import dequantize
+from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
+from penstock.engine.loading.gguf_config import architecture, config_from_gguf
+from penstock.engine.loading.gguf_names import origins, raw_of
+from penstock.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and weights."""
+
+    config: dict[str, Any]
+
+    def names(self) -> Collection[str]:
+        """The tensors there are, under their Hugging Face names."""
+        ...
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        """One dense tensor on `device`: as stored if it is a float type, float32 if it was quantized. On the
+        CPU it may be a view of the file: copy before writing."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder with `config.json` and safetensors files, a GGUF file, or a folder holding one GGUF file."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    gguf = gguf_in(path)
+    if gguf is not None:
+        return GGUFCheckpoint(gguf)
+    if path.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
+    return SafetensorsCheckpoint(path)
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = GGUFFile(path)
+        self.config = config_from_gguf(self.file)
+        self._origins = origins(self.file, architecture(self.file), self.config)
+
+    def names(self) -> Collection[str]:
+        return self._origins.keys()
+
+    def raw(self, name: str) -> RawTensor:
+        """The stored bytes of a tensor, rows already in Hugging Face order."""
+        origin = self._origins.get(name)
+        if origin is None:
+            raise CheckpointError(f"{self.file.path} has no tensor for {name!r}")
+        return raw_of(self.file, origin)
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        raw = self.raw(name)
+        dense = dequantize(torch.from_numpy(raw.data).to(device), raw.type, raw.shape)
+        shift = self._origins[name].shift
+        return dense + shift if shift else dense
+
+
+class SafetensorsCheckpoint:
+    """A folder with `config.json` and one or more safetensors files."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config: dict[str, Any] = read_json(self.folder / "config.json")
+        self._files: dict[Path, Any] = {}
+        self._where = self._indexed() if (self.folder / INDEX).exists() else self._listed()
+
+    def _indexed(self) -> dict[str, Path]:
+        weight_map = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.folder / INDEX} has no weight_map; fetch the file again")
+        where = {}
+        missing = set()
+        for name, file in weight_map.items():
+            where[name] = self.folder / Path(str(file)).name
+            if not where[name].exists():
+                missing.add(where[name].name)
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} is incomplete: {INDEX} names {', '.join(sorted(missing))}, which "
+                f"{'is' if len(missing) == 1 else 'are'} not there; fetch the model again"
+            )
+        present = {path: set(self._open(path).keys()) for path in set(where.values())}
+        for name, path in where.items():
+            if name not in present[path]:
+                raise CheckpointError(f"{path} does not hold {name!r}, though {INDEX} says so; fetch the model again")
+        return where
+
+    def _listed(self) -> dict[str, Path]:
+        single = self.folder / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            others = [*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")]
+            hint = "; its weights are pickled: convert them to safetensors first" if others else ""
+            raise CheckpointError(f"{self.folder} holds no safetensors or GGUF weights{hint}")
+        where: dict[str, Path] = {}
+        for file in files:
+            for name in self._open(file).keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+                if name in where:
+                    raise CheckpointError(f"{name!r} is in both {where[name].name} and {file.name} of {self.folder}")
+                where[name] = file
+        return where
+
+    def _open(self, file: Path) -> Any:
+        handle = self._files.get(file)
+        if handle is None:
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{file} is damaged or incomplete ({error}): delete it and fetch it again"
+                ) from error
+            self._files[file] = handle
+        return handle
+
+    def names(self) -> Collection[str]:
+        return self._where.keys()
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        file = self._where.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        try:
+            tensor: Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {name!r} cannot be read ({error}); fetch the file again") from error
+        return tensor.to(device)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a `CheckpointError` that names the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
