@@ -1,0 +1,217 @@
+"""The `penstock bench` commands. Only argument handling: each command imports what it runs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="bench",
+    help="Measure the engine, a server, or both against a peer.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+class _DType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")]
+
+ENGINE_HELP = """
+Offline benchmark of the engine: fixed workloads, tokens/s beside the bandwidth they reach.
+
+Examples:
+
+    penstock bench engine
+
+    penstock bench engine -w b1 -w c16 --repeat 5 --json results.json
+
+    penstock bench engine --shape llama-8b --device cuda -w b1 -w b64 -w mix
+
+    penstock bench engine --list
+"""
+
+
+@app.command(help=ENGINE_HELP)
+def engine(
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", "-w", help="Workload name; repeat for several. Default: c1, c16.")
+    ] = None,
+    model: Model = "smollm2-135m",
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights of a named shape instead of a model (see --list).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each workload; medians are shown.")] = 1,
+    warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Run short requests first.")] = True,
+    device: Device = "auto",
+    dtype: Annotated[_DType, typer.Option(help="Type of weights and KV cache.")] = _DType.auto,
+    threads: Threads = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Context window.")] = None,
+    json_file: Json = None,
+    show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
+) -> None:
+    if show:
+        _list()
+        return
+
+    def body() -> None:
+        from penstock.bench import offline
+
+        settings = offline.Settings(
+            model=model,
+            shape=shape,
+            device=device,
+            dtype=dtype.value,
+            threads=threads,
+            max_running=max_running,
+            token_budget=token_budget,
+            max_model_len=max_model_len,
+            repeat=repeat,
+            warm_up=warm_up,
+        )
+        offline.main(settings, workload or ["c1", "c16"], json_file, _console())
+
+    _run(body)
+
+
+SERVE_HELP = """
+Closed-loop load on a running OpenAI-compatible server: TTFT, ITL, end-to-end percentiles, throughput, errors.
+
+Examples:
+
+    penstock bench serve --url http://127.0.0.1:8000 --concurrency 16
+
+    penstock bench serve -c 64 --requests 256 --input-len 512 --output-len 64 --json results.json
+
+    penstock bench serve --url https://api.example.com --model my-model --api-key $KEY --vocab-size 100000
+"""
+
+
+@app.command(help=SERVE_HELP)
+def serve(
+    url: Annotated[str, typer.Option(help="Server's address.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Requests in flight.")] = 16,
+    requests: Annotated[int | None, typer.Option("--requests", "-n", min=1, help="Default: 4 per slot.")] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the prompts; another seed avoids the server's prefix cache.")] = 0,
+    warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 per slot.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one request.")] = 300.0,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import serve as load
+
+        settings = load.Settings(
+            url=url,
+            model=model,
+            concurrency=concurrency,
+            requests=requests,
+            input_len=input_len,
+            output_len=output_len,
+            temperature=temperature,
+            seed=seed,
+            warm_up=warm_up,
+            timeout_s=timeout,
+            vocab_size=vocab_size,
+        )
+        if not load.main(settings, api_key, json_file, _console()):
+            raise typer.Exit(1)
+
+    _run(body)
+
+
+COMPARE_HELP = """
+This engine against `transformers` generate, turn by turn on the same machine, and the ratio.
+
+Examples:
+
+    penstock bench compare
+
+    penstock bench compare --batch 16 --rounds 5 --json results.json
+"""
+
+
+@app.command(help=COMPARE_HELP)
+def compare(
+    model: Model = "smollm2-135m",
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
+    device: Device = "auto",
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import compare as comparison
+
+        settings = comparison.Settings(
+            model=model,
+            batch=batch,
+            input_len=input_len,
+            output_len=output_len,
+            rounds=rounds,
+            device=device,
+            threads=threads,
+        )
+        comparison.main(settings, json_file, _console())
+
+    _run(body)
+
+
+def _list() -> None:
+    from penstock.bench import report, shapes, workloads
+
+    names = report.table("Workloads", "name", "what")
+    for workload in workloads.WORKLOADS.values():
+        names.add_row(workload.name, workload.summary)
+    forms = report.table("Shapes", "name", "hidden", "ffn", "layers", "heads", "vocabulary")
+    for name, config in shapes.SHAPES.items():
+        heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}"
+        sizes = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+        forms.add_row(name, *(f"{size:,}" for size in sizes), heads, f"{config['vocab_size']:,}")
+    console = _console()
+    console.print(names)
+    console.print(forms)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _run(body: Callable[[], None]) -> None:
+    """Runs a command's body; an error raised on purpose is one red line and exit code 1, not a traceback."""
+    try:
+        body()
+    except PenstockError as error:
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,173 @@
+"""`penstock bench engine`: load once, run each workload a few times, print medians beside the machine's bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from penstock.bench import bounds, report, shapes, stats, workloads
+from penstock.bench.engine import Metrics, Run, run, summarize
+from penstock.bench.workloads import Workload
+from penstock.engine.config import DType, EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading import Checkpoint, RandomCheckpoint, open_checkpoint
+from penstock.engine.loading.sources import resolve
+
+COLUMNS = (
+    "workload",
+    "output tok/s",
+    "total tok/s",
+    "ms/step",
+    "TTFT p50 ms",
+    "p99 ms",
+    "GB/s",
+    "of read bound",
+    "TFLOP/s",
+    "of bound",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to load and how often to run."""
+
+    model: str = "smollm2-135m"
+    shape: str | None = None
+    """Random weights of a named shape instead of `model`."""
+    device: str = "auto"
+    dtype: DType = "auto"
+    threads: int | None = None
+    max_running: int | None = None
+    token_budget: int | None = None
+    max_model_len: int | None = None
+    repeat: int = 1
+    warm_up: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: Engine
+    checkpoint: Checkpoint
+    label: str
+    seconds: float
+
+
+def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Loaded:
+    """Resolves, opens and loads, with a progress line for each phase."""
+    with report.progress_bar(console) as bar:
+        task = bar.add_task("starting", total=100)
+
+        def engine_progress(phase: str, fraction: float) -> None:
+            bar.update(task, description=phase, completed=round(100 * fraction))
+
+        begin = time.perf_counter()
+        if settings.shape is not None:
+            label = f"{settings.shape} (random weights)"
+            checkpoint: Checkpoint = RandomCheckpoint(shapes.named(settings.shape))
+            model = settings.shape
+        else:
+            label = settings.model
+            path = resolve(settings.model)
+            checkpoint = open_checkpoint(path)
+            model = str(path)
+        wanted = [workload.max_running for workload in chosen if workload.max_running is not None]
+        config = EngineConfig(
+            model=model,
+            name=settings.shape or settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            max_running=settings.max_running or max(wanted, default=None),
+            token_budget=settings.token_budget,
+            max_model_len=settings.max_model_len,
+        )
+        engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
+    return Loaded(engine, checkpoint, label, time.perf_counter() - begin)
+
+
+def measure(
+    loaded: Loaded, workload: Workload, settings: Settings, limits: bounds.Bounds, console: Console
+) -> list[Metrics]:
+    """Warm up once, then `repeat` runs, each with a cache salt of its own."""
+    info = loaded.engine.info
+    size = shapes.DTYPE_BYTES[info.dtype]
+    cost = shapes.cost(loaded.checkpoint.config, weight_bytes=size, kv_bytes=size)
+    total = sum(outputs for _, outputs in workload.lengths())
+    results = []
+    with report.progress_bar(console) as bar:
+        if settings.warm_up:
+            task = bar.add_task(f"{workload.name}: warm-up", total=None)
+            Run(loaded.engine, workloads.warm_up(workload, info.vocab_size), None)()
+            bar.remove_task(task)
+        for attempt in range(settings.repeat):
+            task = bar.add_task(f"{workload.name}: run {attempt + 1} of {settings.repeat}", total=total)
+            tell = partial(_tell, bar, task)
+            trace = run(loaded.engine, workload, salt=f"run{attempt}", progress=tell)
+            bar.remove_task(task)
+            results.append(summarize(trace, cost, limits.read_gbps, limits.matmul_tflops))
+    return results
+
+
+def _tell(bar: Progress, task: TaskID, done: int) -> None:
+    bar.update(task, completed=done)
+
+
+def medians(runs: Sequence[Metrics]) -> dict[str, float | None]:
+    return {
+        field.name: stats.median(getattr(metrics, field.name) for metrics in runs)
+        for field in dataclasses.fields(Metrics)
+    }
+
+
+def main(settings: Settings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
+    chosen = [workloads.named(name) for name in names]
+    loaded = load(settings, chosen, console)
+    info = loaded.engine.info
+    with console.status("measuring the machine's bounds"):
+        limits = bounds.probe(torch.device(info.device), getattr(torch, info.dtype))
+    console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {info.dtype}: {report.machine_line()}")
+    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in info.startup.items())
+    console.print(f"Started in {loaded.seconds:.2f} s" + (f" ({phases})" if phases else ""))
+    console.print(
+        f"KV cache {info.num_blocks:,} blocks of {info.block_size} tokens; at most {info.max_running} running. "
+        f"Bounds measured now: read {limits.read_gbps:,.1f} GB/s, "
+        f"matrix product {limits.matmul_tflops:,.3f} TFLOP/s ({limits.matmul_dtype})"
+    )
+    runs = f"median of {settings.repeat} runs" if settings.repeat > 1 else "one run"
+    rows = report.table(f"Offline engine, {runs}", *COLUMNS)
+    results = []
+    for workload in chosen:
+        console.print(f"{workload.name}: {workload.summary}", style="dim")
+        measured = measure(loaded, workload, settings, limits, console)
+        middle = medians(measured)
+        rows.add_row(
+            workload.name,
+            report.number(middle["output_tps"]),
+            report.number(middle["total_tps"]),
+            report.number(middle["step_ms"], 2),
+            report.number(middle["ttft_ms"]),
+            report.number(middle["ttft_p99_ms"]),
+            report.number(middle["gbps"]),
+            report.share(middle["memory_share"]),
+            report.number(middle["tflops"], 3),
+            report.share(middle["bound_share"]),
+        )
+        runs_json = [dataclasses.asdict(metrics) for metrics in measured]
+        results.append({"workload": workload.name, "median": middle, "runs": runs_json})
+    console.print(rows)
+    console.print(
+        "ms/step, GB/s and its share are of steps that only decode; 'of bound' is the least time the whole run "
+        "could take on this machine over the time it took.",
+        style="dim",
+    )
+    if json_file is not None:
+        facts = dataclasses.asdict(settings) | {"engine": dataclasses.asdict(info)}
+        report.write_json(json_file, "engine", facts | {"bounds": dataclasses.asdict(limits)}, results)

@@ -1,0 +1,106 @@
+"""How results look: one rich table per benchmark, and the same figures as JSON for machines.
+
+The JSON carries what a reader needs to judge a figure: the date, the command's settings, the machine, the versions.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+def progress_bar(console: Console) -> Progress:
+    """Goes to the console's own stream and leaves nothing behind, so that a saved report stays clean."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Thousands separated; a dash where there is nothing to say."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def table(title: str, *columns: str) -> Table:
+    result = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    return result
+
+
+def cpu_name() -> str:
+    """The processor in words, as the operating system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields = dict(
+            (part.strip() for part in line.split(":", 1))  # type: ignore[misc]
+            for line in info.read_text(errors="replace").splitlines()
+            if ":" in line
+        )
+        if "model name" in fields:
+            return fields["model name"]
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were taken."""
+    versions = {}
+    for package in ("penstock", "torch", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu_name(),
+        "arch": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def machine_line() -> str:
+    facts = machine()
+    packages = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return f"{facts['cpu']} ({facts['arch']}), {facts['cores']} cores; Python {facts['python']}, {packages}"
+
+
+def write_json(path: Path, kind: str, settings: dict[str, Any], results: Any) -> None:
+    """One self-describing file per benchmark run."""
+    document = {
+        "benchmark": kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": settings,
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
