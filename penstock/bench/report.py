@@ -59,13 +59,10 @@ def cpu_name() -> str:
     """The processor in words, as the operating system tells it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        fields = dict(
-            (part.strip() for part in line.split(":", 1))  # type: ignore[misc]
-            for line in info.read_text(errors="replace").splitlines()
-            if ":" in line
-        )
-        if "model name" in fields:
-            return fields["model name"]
+        for line in info.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
     return platform.processor() or platform.machine()
 
 
