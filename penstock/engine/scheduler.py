@@ -199,6 +199,7 @@ class Scheduler:
     def _start(self, seq: Sequence, cached: list[int], budget: int, now: float) -> Chunk:
         self._waiting_count -= 1
         seq.row = self._rows.pop()
+        seq.epoch += 1
         self.running[seq] = None
         self.allocator.attach(seq, cached)
         if seq.first_scheduled is None:

@@ -20,6 +20,7 @@ class Sequence:
         "cached_tokens",
         "computed",
         "deadline",
+        "epoch",
         "finish_reason",
         "first_scheduled",
         "key",
@@ -54,6 +55,8 @@ class Sequence:
         """How many leading blocks are already known to the prefix cache."""
         self.row = -1
         """Row in the runner's device tensors while running."""
+        self.epoch = 0
+        """Grows with every (re)start, so that a row can tell a resumed sequence from one that never left."""
         self.first_scheduled: float | None = None
         self.cached_tokens: int | None = None
         self.started = False

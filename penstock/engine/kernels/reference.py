@@ -49,7 +49,7 @@ class ReferenceOps:
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None:
             q = _rms(q, q_norm, eps)
         if k_norm is not None:

@@ -1,0 +1,235 @@
+"""The engine: receive, schedule, run, emit, over and over.
+
+Continuous batching in one sentence: at every step the scheduler picks whatever tokens are worth computing next, from
+any mix of requests at any stage, the runner computes them in one forward pass, and requests join and leave between
+steps. `step()` below is the whole loop.
+
+Overlap: on CUDA the step just launched is still running when `step()` goes on to collect the one before it, so the
+host schedules and emits while the device computes. A sequence that turns out to have stopped has by then been computed
+one token too far; that token is dropped. On CPU nothing is gained by that, and each step is collected at once.
+
+A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
+run again one by one so that only the one that raises again is failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.request import Delta, EngineInfo, FinishReason, Load, Request, StepOutput, TokenLogprob
+from penstock.engine.runner.runner import PendingStep, Runner
+from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.steps = 0
+        self._depth = 1 if overlap else 0
+        self._in_flight: deque[PendingStep] = deque()
+        self._deltas: list[Delta] = []
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] | None = None,
+        checkpoint: object | None = None,
+    ) -> Engine:
+        """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is."""
+        from penstock.engine.startup import load_engine
+
+        return load_engine(config, progress, checkpoint)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._deltas)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. One that can never run is answered with an error delta."""
+        problem = self._problem(request)
+        if problem is not None:
+            self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
+            return
+        self.scheduler.add(request, self.clock())
+        self._prompt_tokens += len(request.prompt)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
+        seq = self.scheduler.get(request_id)
+        if seq is not None:
+            self._finish(seq, "abort")
+
+    def step(self) -> StepOutput | None:
+        """Launch the next step and collect what is due. None when there was nothing to say."""
+        now = self.clock()
+        for seq in self.scheduler.expired(now):
+            self._finish(seq, "timeout")
+        batch = self.scheduler.schedule(now)
+        if batch is not None:
+            self._launch(batch)
+        if len(self._in_flight) > self._depth or (batch is None and self._in_flight):
+            self._collect(self._in_flight.popleft())
+        if not self._deltas:
+            return None
+        deltas, self._deltas = self._deltas, []
+        return StepOutput(deltas, self.load_snapshot())
+
+    def load_snapshot(self) -> Load:
+        scheduler, pool = self.scheduler, self.scheduler.allocator.pool
+        return Load(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting,
+            used_blocks=pool.used,
+            cached_blocks=pool.cached,
+            total_blocks=pool.capacity,
+            steps=self.steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def reset_counters(self) -> None:
+        """Forget what was counted and cached so far (the warm-up)."""
+        self.steps = self._prompt_tokens = self._generation_tokens = 0
+        self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = 0
+        self.scheduler.allocator.pool.forget_all()
+
+    def _launch(self, batch: Batch) -> None:
+        try:
+            self._in_flight.append(self.runner.run(batch))
+        except torch.OutOfMemoryError as error:
+            self._shrink(batch, error)
+        except Exception as error:
+            log.exception("step of %d sequences failed", len(batch.chunks))
+            self._recover(batch, f"{type(error).__name__}: {error}")
+
+    def _collect(self, step: PendingStep) -> None:
+        """Turn a finished step into deltas, and finish the sequences that end here."""
+        done = step.wait()
+        self.steps += 1
+        for index, (chunk, token) in enumerate(zip(done.chunks, done.tokens, strict=True)):
+            seq = chunk.seq
+            if seq.finished:
+                continue  # aborted, expired or stopped while this step was in flight
+            seq.pending -= 1
+            seq.tokens.append(token)
+            if seq.row >= 0:
+                self.scheduler.allocator.publish(seq)
+            self._generation_tokens += 1
+            logprob = done.logprobs[index] if done.logprobs is not None else None
+            self._deltas.append(self._delta(seq, token, logprob))
+            reason = self._stop_reason(seq, token)
+            if reason is not None:
+                seq.finish_reason = reason
+                self._deltas[-1].finish_reason = reason
+                self.scheduler.finish(seq)
+
+    def _delta(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> Delta:
+        delta = Delta(seq.id, [token], logprobs=None if logprob is None else [logprob])
+        if not seq.started:
+            self._introduce(seq, delta)
+        return delta
+
+    def _introduce(self, seq: Sequence, delta: Delta) -> None:
+        """What only a request's first delta carries."""
+        seq.started = True
+        delta.cached_tokens = seq.cached_tokens or 0
+        delta.prompt_logprobs = seq.prompt_logprobs
+        if seq.first_scheduled is not None:
+            delta.queue_s = seq.first_scheduled - seq.arrived
+            delta.prefill_s = self.clock() - seq.first_scheduled
+
+    def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        if token in seq.params.stop_token_ids:
+            return "stop"
+        known = len(seq.tokens)
+        if known - seq.prompt_len >= seq.params.max_tokens or known >= self.scheduler.max_model_len:
+            return "length"
+        return None
+
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        seq.finish_reason = reason
+        self.scheduler.finish(seq)
+        self._deltas.append(Delta(seq.id, finish_reason=reason, error=error))
+
+    def _problem(self, request: Request) -> str | None:
+        """Why a request can never run, or None."""
+        prompt, window = request.prompt, self.scheduler.max_model_len
+        if not prompt:
+            return "the prompt is empty"
+        if len(prompt) >= window:
+            return f"the prompt has {len(prompt)} tokens; with at least one to generate, at most {window - 1} fit"
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            return f"token ids must be between 0 and {self.info.vocab_size - 1}"
+        ids = (*request.params.stop_token_ids, *request.params.logit_bias)
+        if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
+            return f"stop and bias token ids must be between 0 and {self.info.vocab_size - 1}"
+        if request.params.max_tokens < 1:
+            return "max_tokens must be at least 1"
+        if self.scheduler.get(request.request_id) is not None:
+            return f"request id {request.request_id!r} is already running"
+        if self.scheduler.waiting >= self.config.max_waiting:
+            return f"the engine's queue is full ({self.config.max_waiting} requests)"
+        return None
+
+    def _shrink(self, batch: Batch, error: Exception) -> None:
+        """Out of device memory: compute less per step from now on, and start this step's sequences again."""
+        floor = self.config.block_size
+        if self.scheduler.token_budget <= floor:
+            self._recover(batch, f"out of memory even for small steps: {error}")
+            return
+        self.scheduler.token_budget = max(floor, self.scheduler.token_budget // 2)
+        budget = self.scheduler.token_budget
+        log.warning("out of memory in a step of %d tokens; token budget is now %d", batch.num_tokens, budget)
+        for seq in self._unwind(batch):
+            self.scheduler.preempt(seq)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _recover(self, batch: Batch, message: str) -> None:
+        """A step raised. A sequence that was alone in it is to blame; otherwise try each of them alone."""
+        sequences = self._unwind(batch)
+        if len(batch.chunks) > 1:
+            self.scheduler.isolate(sequences)
+            return
+        for seq in sequences:
+            self._finish(seq, "error", f"the engine could not run this request ({message})")
+
+    def _unwind(self, batch: Batch) -> list[Sequence]:
+        """Undo a batch that did not run; its running sequences. Cached prefixes cannot be trusted any more."""
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
+        self.scheduler.allocator.pool.forget_all()
+        for chunk in batch.chunks:
+            if chunk.samples and not chunk.seq.finished:
+                chunk.seq.pending -= 1
+        return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]

@@ -1,0 +1,54 @@
+"""Linear layers: y = x W^T + b, in the form that is fastest where they run.
+
+On CPU, weights are prepacked once into oneDNN's blocked layout (2 to 4 times faster than packing at every call); on
+CUDA they stay dense. A layer is a plain callable: no module machinery on the hot path.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Linear(Protocol):
+    """A weight matrix ready to be applied to packed tokens [T, in] -> [T, out]."""
+
+    weight_bytes: int
+    """Bytes read from memory when the layer is applied once."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DenseLinear:
+    """Row-major weights, the vendor library's matmul."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """oneDNN weights in their blocked layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self.bias = bias
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Choose the form for the device and dtype of `weight`."""
+    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)

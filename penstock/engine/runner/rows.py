@@ -1,0 +1,121 @@
+"""Stable rows: what the device remembers of every running sequence between steps.
+
+A running sequence owns one row in each tensor: its block table, its last sampled token, its sampling parameters.
+Only differences are uploaded. The host keeps a mirror (the same memory on CPU) to compute slots from.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.request import SamplingParams
+from penstock.engine.runner.staging import Staging
+from penstock.engine.scheduler import Batch
+from penstock.engine.sequence import Sequence
+
+
+class Flag(IntFlag):
+    """Which parts of the sampler a row needs; a step runs the union over its rows."""
+
+    RANDOM = 1
+    FILTER = 2
+    PENALTY = 4
+    BIAS = 8
+    MIN_TOKENS = 16
+    LOGPROBS = 32
+
+
+def flags_of(params: SamplingParams) -> Flag:
+    flags = Flag(0)
+    if not params.greedy:
+        flags |= Flag.RANDOM
+        if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+            flags |= Flag.FILTER
+    if params.penalized:
+        flags |= Flag.PENALTY
+    if params.logit_bias:
+        flags |= Flag.BIAS
+    if params.min_tokens > 0 and params.stop_token_ids:
+        flags |= Flag.MIN_TOKENS
+    if params.logprobs is not None:
+        flags |= Flag.LOGPROBS
+    return flags
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class Rows:
+    """Per-row tensors on the device and their host mirrors."""
+
+    def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
+        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(max_rows, len(FLOATS), dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        on_cpu = device.type == "cpu"
+        self.host_tables = self.block_tables.numpy() if on_cpu else np.zeros((max_rows, max_blocks), np.int32)
+        self.seeds = np.zeros(max_rows, np.uint64)
+        self.flags = np.zeros(max_rows, np.uint8)
+        self.output_counts: Tensor | None = None
+        """int32 [max_rows, vocab]: how often each token was generated; only once a penalty was asked for."""
+        self.prompt_seen: Tensor | None = None
+        self._occupant: list[Sequence | None] = [None] * max_rows
+        self._epoch = [0] * max_rows
+        self._known_blocks = [0] * max_rows
+        self._staging = Staging(device)
+
+    def update(self, batch: Batch) -> None:
+        """Bring the rows of a batch up to date with its sequences."""
+        cells: list[tuple[int, int, int]] = []
+        fresh: list[Sequence] = []
+        for chunk in batch.chunks:
+            seq, row = chunk.seq, chunk.seq.row
+            if self._occupant[row] is not seq or self._epoch[row] != seq.epoch:
+                self._occupant[row], self._epoch[row] = seq, seq.epoch
+                self._known_blocks[row] = 0
+                fresh.append(seq)
+            known = self._known_blocks[row]
+            if known < len(seq.blocks):
+                self.host_tables[row, known : len(seq.blocks)] = seq.blocks[known:]
+                if self.device.type != "cpu":
+                    cells.extend((row, col, seq.blocks[col]) for col in range(known, len(seq.blocks)))
+                self._known_blocks[row] = len(seq.blocks)
+        if fresh:
+            self._load_parameters(fresh)
+        if cells:
+            flat = np.array(cells, np.int64)
+            rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
+            self.block_tables[rows, cols] = values.to(torch.int32)
+
+    def _load_parameters(self, sequences: list[Sequence]) -> None:
+        rows = np.array([seq.row for seq in sequences], np.int64)
+        floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)
+        top_k = np.array([seq.params.top_k for seq in sequences], np.int64)
+        self.seeds[rows] = np.array([seq.params.seed & (2**64 - 1) for seq in sequences], np.uint64)
+        self.flags[rows] = np.array([int(flags_of(seq.params)) for seq in sequences], np.uint8)
+        at, values, ks = self._staging.upload([rows, floats.reshape(-1), top_k])
+        self.floats[at] = values.view(len(sequences), len(FLOATS))
+        self.top_k[at] = ks
+        for seq in sequences:
+            if seq.params.penalized:
+                self._count_tokens(seq)
+
+    def _count_tokens(self, seq: Sequence) -> None:
+        if self.output_counts is None or self.prompt_seen is None:
+            shape = (len(self._occupant), self.vocab_size)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        prompt = torch.tensor(seq.tokens[: seq.prompt_len], dtype=torch.int64)
+        output = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64)
+        counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
+        seen = torch.zeros(self.vocab_size, dtype=torch.bool)
+        seen[prompt] = True
+        self.output_counts[seq.row] = counts.to(self.device)
+        self.prompt_seen[seq.row] = seen.to(self.device)

@@ -1,0 +1,107 @@
+"""Runs a batch on the device: inputs, decoder, sampler, and an asynchronous way back for the tokens.
+
+`run` returns without waiting. On CUDA the result is copied to pinned memory behind the step and `wait` blocks on its
+event; the next step takes the sampled tokens from the device rows, so it can be launched before anybody waited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.request import TokenLogprob
+from penstock.engine.runner.inputs import InputBuilder, chunk_targets
+from penstock.engine.runner.rows import Rows
+from penstock.engine.runner.sampler import LogprobTensors, logprobs_of, sample
+from penstock.engine.scheduler import Batch, Chunk
+
+_SCORED_AT_ONCE = 128
+"""Prompt positions whose logits exist at the same time; bounds the memory of prompt log-probabilities."""
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """What a step sampled, on the host: one entry per sampling chunk, in batch order."""
+
+    chunks: list[Chunk]
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None] | None
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step that has been launched."""
+
+    batch: Batch
+    chunks: list[Chunk] = field(default_factory=list)
+    tokens: Tensor | None = None
+    logprobs: LogprobTensors | None = None
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> StepTokens:
+        """Block until the step's tokens are on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens = [] if self.tokens is None else self.tokens.tolist()
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
+        return StepTokens(self.chunks, tokens, logprobs)
+
+
+class Runner:
+    """Owns the decoder, the KV cache tensor and the device rows."""
+
+    def __init__(self, decoder: Decoder, kv: Tensor, *, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        max_blocks = -(-max_model_len // block_size)
+        self.rows = Rows(max_rows, max_blocks, decoder.config.vocab_size, kv.device)
+        self.inputs = InputBuilder(self.rows, block_size)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> PendingStep:
+        """Launch one step."""
+        step = PendingStep(batch)
+        inputs = self.inputs.build(batch)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
+        self._score_prompts(batch, hidden)
+        request = inputs.sampling
+        if request is not None:
+            logits = self.decoder.logits(hidden[inputs.sample_at])
+            tokens, logprobs = sample(logits, request, self.rows)
+            self.rows.last_tokens[request.rows] = tokens
+            step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs
+            if tokens.is_cuda:
+                self._send_home(step)
+        return step
+
+    def _send_home(self, step: PendingStep) -> None:
+        """Queue copies to pinned memory behind the step; `wait` then needs only the event."""
+        assert step.tokens is not None
+        step.tokens = _to_pinned(step.tokens)
+        if step.logprobs is not None:
+            step.logprobs = LogprobTensors(
+                _to_pinned(step.logprobs.chosen), _to_pinned(step.logprobs.top_ids), _to_pinned(step.logprobs.top)
+            )
+        step.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        step.event.record()
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> None:
+        for index, begin, wanted in chunk_targets(batch):
+            seq = batch.chunks[index].seq
+            count = seq.params.prompt_logprobs or 0
+            assert seq.prompt_logprobs is not None
+            for part in range(0, len(wanted), _SCORED_AT_ONCE):
+                targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
+                logits = self.decoder.logits(hidden[begin + part : begin + part + len(targets)])
+                scored = logprobs_of(logits, targets, count)
+                seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

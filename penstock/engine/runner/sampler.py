@@ -1,0 +1,190 @@
+"""From logits to tokens, for all rows of a step at once.
+
+Order: bias, penalties, minimum length, temperature, min-p, top-k, top-p, then Gumbel-max: the sample is the argmax of
+scaled logits plus noise. A step runs only the parts that some row of it needs. Log-probabilities are of the model's
+own distribution, before any of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.request import TokenLogprob
+from penstock.engine.runner.noise import gumbel
+from penstock.engine.runner.rows import FLOATS, Flag, Rows
+from penstock.engine.scheduler import Chunk
+
+_CANDIDATES = 512
+"""Filters look at this many most likely tokens first, and sort the whole vocabulary only when that is not enough."""
+
+
+@dataclass(slots=True)
+class SampleRequest:
+    """The sampling side of a step: which chunks sample, in the order of the logits' rows."""
+
+    chunks: list[Chunk]
+    rows: Tensor
+    """int64 [S] on the device."""
+    keys: Tensor
+    """int64 [S]: noise keys."""
+    flags: Flag
+    """Union over the rows."""
+    row_flags: np.ndarray
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """Log-probabilities of the chosen tokens and of the `top` most likely ones."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def to_lists(self, wanted: list[int | None]) -> list[TokenLogprob | None]:
+        """One entry per row; None where none were asked for."""
+        chosen, ids, top = self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist()
+        return [
+            None if count is None else TokenLogprob(chosen[i], ids[i][:count], top[i][:count])
+            for i, count in enumerate(wanted)
+        ]
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
+    """Log-probabilities under `logits` [n, vocab] of `tokens` [n] and of the `count` most likely tokens."""
+    norm = logits.logsumexp(-1, keepdim=True)
+    top = logits.topk(count, dim=-1) if count else None
+    chosen = logits.gather(1, tokens.unsqueeze(1)) - norm
+    empty = tokens.new_zeros((len(tokens), 0))
+    return LogprobTensors(
+        chosen.squeeze(1), empty if top is None else top.indices, empty.float() if top is None else top.values - norm
+    )
+
+
+def sample(logits: Tensor, request: SampleRequest, rows: Rows) -> tuple[Tensor, LogprobTensors | None]:
+    """Choose one token per row of float32 `logits` [S, vocab], which may be overwritten."""
+    flags = request.flags
+    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS)
+    raw = logits.clone() if flags & Flag.LOGPROBS and edits else logits
+    if flags & Flag.BIAS:
+        _add_bias(logits, request)
+    if flags & Flag.PENALTY:
+        _penalize(logits, request, rows)
+    if flags & Flag.MIN_TOKENS:
+        _forbid_early_stops(logits, request)
+    tokens = _choose(logits, request, rows)
+    if flags & Flag.PENALTY and rows.output_counts is not None:
+        rows.output_counts.index_put_((request.rows, tokens), tokens.new_ones(len(tokens)).int(), accumulate=True)
+    logprobs = None
+    if flags & Flag.LOGPROBS:
+        logprobs = logprobs_of(raw, tokens, max(chunk.seq.params.logprobs or 0 for chunk in request.chunks))
+    return tokens, logprobs
+
+
+def _choose(logits: Tensor, request: SampleRequest, rows: Rows) -> Tensor:
+    if not request.flags & Flag.RANDOM:
+        return logits.argmax(-1)
+    values = rows.floats[request.rows]
+    temperature = values[:, FLOATS.index("temperature")]
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    if request.flags & Flag.FILTER:
+        filtered = np.flatnonzero(request.row_flags & Flag.FILTER)
+        at = torch.from_numpy(filtered).to(logits.device)
+        scaled[at] = _filter(
+            scaled[at],
+            top_k=rows.top_k[request.rows][at],
+            top_p=values[at, FLOATS.index("top_p")],
+            min_p=values[at, FLOATS.index("min_p")],
+        )
+    scaled += gumbel(request.keys, logits.shape[1]) * ~greedy.unsqueeze(1)
+    return scaled.argmax(-1)
+
+
+def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what min-p, top-k and top-p exclude. Ties at the boundary stay in."""
+    vocab = scaled.shape[1]
+    norm = scaled.logsumexp(-1, keepdim=True)
+    floor = scaled.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
+    count = min(_CANDIDATES, vocab)
+    if scaled.device.type != "cpu":
+        count = vocab  # looking whether the candidates suffice would be a sync
+    cut = _cutoff(scaled, norm, top_k, top_p, count)
+    if cut is None:
+        cut = _cutoff(scaled, norm, top_k, top_p, vocab)
+    assert cut is not None
+    return scaled.masked_fill(scaled < torch.maximum(cut, floor), float("-inf"))
+
+
+def _cutoff(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, count: int) -> Tensor | None:
+    """The smallest logit that top-k and top-p keep; None when `count` candidates do not decide it."""
+    vocab = scaled.shape[1]
+    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    ordered = scaled.topk(count, dim=-1).values
+    mass = (ordered - norm).exp()
+    # top-p is taken over what top-k left, so its mass is renormalized to that.
+    inside = torch.arange(count, device=scaled.device) < limit.unsqueeze(1)
+    mass = mass * inside
+    total = torch.where(top_k > 0, mass.sum(-1), 1.0)
+    before = mass.cumsum(-1) - mass
+    keep = inside & (before < (top_p * total).unsqueeze(1))
+    keep[:, 0] = True
+    if count < vocab:
+        undecided = keep[:, -1] & ((limit > count) & (top_p >= 0))
+        unlimited = (top_p >= 1.0) & (top_k == 0)
+        if bool((undecided & ~unlimited).any()):
+            return None
+        last = ordered.gather(1, keep.sum(-1, keepdim=True) - 1)
+        return torch.where(unlimited.unsqueeze(1), float("-inf"), last)
+    return ordered.gather(1, keep.sum(-1, keepdim=True) - 1)
+
+
+def _add_bias(logits: Tensor, request: SampleRequest) -> None:
+    at: list[int] = []
+    ids: list[int] = []
+    values: list[float] = []
+    for index in np.flatnonzero(request.row_flags & Flag.BIAS):
+        bias = request.chunks[index].seq.params.logit_bias
+        at.extend([int(index)] * len(bias))
+        ids.extend(bias)
+        values.extend(bias.values())
+    device = logits.device
+    logits.index_put_(
+        (torch.tensor(at, device=device), torch.tensor(ids, device=device)),
+        torch.tensor(values, dtype=logits.dtype, device=device),
+        accumulate=True,
+    )
+
+
+def _penalize(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
+    """Repetition (prompt and output), frequency and presence (output only), as their usual definitions say."""
+    assert rows.output_counts is not None and rows.prompt_seen is not None
+    at = torch.from_numpy(np.flatnonzero(request.row_flags & Flag.PENALTY)).to(logits.device)
+    where = request.rows[at]
+    counts, values = rows.output_counts[where], rows.floats[where]
+    presence, frequency, repetition = (
+        values[:, FLOATS.index(name)].unsqueeze(1)
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    )
+    part = logits[at]
+    generated = counts > 0
+    repeated = generated | rows.prompt_seen[where]
+    part = torch.where(repeated, torch.where(part > 0, part / repetition, part * repetition), part)
+    part -= counts * frequency + generated * presence
+    logits[at] = part
+
+
+def _forbid_early_stops(logits: Tensor, request: SampleRequest) -> None:
+    at: list[int] = []
+    ids: list[int] = []
+    for index in np.flatnonzero(request.row_flags & Flag.MIN_TOKENS):
+        seq = request.chunks[index].seq
+        # The token being sampled is already counted as pending.
+        if seq.output_len <= seq.params.min_tokens:
+            at.extend([int(index)] * len(seq.params.stop_token_ids))
+            ids.extend(seq.params.stop_token_ids)
+    if at:
+        logits[torch.tensor(at, device=logits.device), torch.tensor(ids, device=logits.device)] = float("-inf")

@@ -1,0 +1,55 @@
+"""Getting small host arrays to the device without waiting.
+
+All arrays of a step go into one pinned buffer and cross in one copy. Buffers rotate: the engine never has more than
+two steps in flight, so with three buffers the host never writes into one that the device may still read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGN = 16
+_DEPTH = 3
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
+
+
+class Staging:
+    """Uploads lists of arrays; on CPU the tensors alias the arrays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pinned: list[Tensor | None] = [None] * _DEPTH
+        self._turn = 0
+
+    def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Device tensors with the content and dtype of `arrays` (1-D, C-contiguous)."""
+        if self.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        offsets: list[int] = []
+        total = 0
+        for array in arrays:
+            offsets.append(total)
+            total += -(-array.nbytes // _ALIGN) * _ALIGN
+        pinned = self._buffer(total)
+        view = pinned.numpy()
+        for array, offset in zip(arrays, offsets, strict=True):
+            view[offset : offset + array.nbytes] = array.view(np.uint8)
+        device = pinned[:total].to(self.device, non_blocking=True)
+        return [
+            device[offset : offset + array.nbytes].view(_DTYPES[array.dtype])
+            for array, offset in zip(arrays, offsets, strict=True)
+        ]
+
+    def _buffer(self, size: int) -> Tensor:
+        self._turn = (self._turn + 1) % _DEPTH
+        buffer = self._pinned[self._turn]
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(max(size, 1 << 16), dtype=torch.uint8, pin_memory=True)
+            self._pinned[self._turn] = buffer
+        return buffer

@@ -1,0 +1,53 @@
+"""Driving an engine in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.request import Delta, Request, SamplingParams
+
+
+def make_engine(folder: Path, **settings: Any) -> Engine:
+    settings = {"device": "cpu", "dtype": "float32", "threads": 2, **settings}
+    return Engine.load(EngineConfig(model=str(folder), **settings))
+
+
+def greedy(request_id: str, prompt: list[int], count: int, **params: Any) -> Request:
+    return Request(request_id, prompt, SamplingParams(max_tokens=count, temperature=0.0, **params))
+
+
+def drain(engine: Engine, limit: int = 100_000) -> list[Delta]:
+    """Step until idle; everything that came out."""
+    deltas: list[Delta] = []
+    for _ in range(limit):
+        if not engine.has_work:
+            return deltas
+        output = engine.step()
+        if output is not None:
+            deltas.extend(output.deltas)
+    raise AssertionError("the engine did not become idle")
+
+
+def collect(deltas: Iterable[Delta]) -> dict[str, list[int]]:
+    """Tokens of every request."""
+    tokens: dict[str, list[int]] = {}
+    for delta in deltas:
+        tokens.setdefault(delta.request_id, []).extend(delta.tokens)
+    return tokens
+
+
+def generate(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    for request in requests:
+        engine.submit(request)
+    return collect(drain(engine))
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing runs, nothing is held, the pool is whole."""
+    load = engine.load_snapshot()
+    assert load.running == 0 and load.waiting == 0 and load.used_blocks == 0
+    engine.scheduler.allocator.pool.check()

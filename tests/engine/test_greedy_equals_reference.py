@@ -1,0 +1,45 @@
+"""Greedy tokens equal `transformers` in float32: alone, and inside a busy batch with everything switched on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.tiny import FAMILIES, Reference, write_checkpoint
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 130, 257, 600)
+OUTPUT = 12
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
+    rng = random.Random(7)
+    reference = Reference(checkpoint)
+    prompts = {f"r{n}": [rng.randrange(199) for _ in range(n)] for n in LENGTHS}
+    expected = {name: reference.greedy(prompt, OUTPUT) for name, prompt in prompts.items()}
+
+    alone = make_engine(checkpoint, token_budget=1024, prefix_cache=False)
+    for name, prompt in prompts.items():
+        assert generate(alone, greedy(name, prompt, OUTPUT))[name] == expected[name]
+
+    # Small chunks, too few blocks for all (preemption), shared prefixes, everything at once.
+    mixed = make_engine(checkpoint, token_budget=48, num_blocks=44, max_running=6)
+    requests = [greedy(name, prompt, OUTPUT) for name, prompt in prompts.items()]
+    requests += [greedy(f"again-{name}", prompt, OUTPUT) for name, prompt in prompts.items()]
+    rng.shuffle(requests)
+    growing = {f"grow-{i}": [rng.randrange(199) for _ in range(5 + i)] for i in range(5)}
+    expected |= {name: reference.greedy(prompt, 90) for name, prompt in growing.items()}
+    got = generate(mixed, *(greedy(name, prompt, 90) for name, prompt in growing.items()), *requests)
+    for name, tokens in expected.items():
+        assert got[name] == tokens
+        assert got.get(f"again-{name}", tokens) == tokens
+    load = mixed.load_snapshot()
+    assert load.preemptions > 0 and load.prefix_hit_tokens > 0
+    assert_idle(mixed)

@@ -1,0 +1,89 @@
+"""Tiny random checkpoints of every family, written by `transformers`, and greedy references from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("LlamaConfig", {}),
+    "llama-mqa-tied": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-mha-bias": ("LlamaConfig", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": ("LlamaConfig", {"rope_parameters": LINEAR_ROPE}),
+    "llama-yarn-rope": ("LlamaConfig", {"rope_parameters": YARN_ROPE}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 40, "head_dim": 32}),
+    "qwen2-bias": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3-qknorm": ("Qwen3Config", {"head_dim": 32}),
+}
+
+
+def write_checkpoint(family: str, folder: Path, *, shard_size: str = "5GB") -> Path:
+    """A reproducible random checkpoint of `family`, as a folder of safetensors."""
+    name, overrides = FAMILIES[family]
+    config = getattr(transformers, name)(**{**COMMON, **overrides})
+    torch.manual_seed(sum(map(ord, family)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.4)
+            elif "norm" in key:
+                parameter.normal_(1, 0.2)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+class Reference:
+    """Greedy generation by `transformers` in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
