@@ -18,7 +18,9 @@ from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.loading import Checkpoint, RandomCheckpoint, open_checkpoint
+from penstock.engine.device import pick_device, pick_dtype
+from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.loading.sources import resolve
 
 COLUMNS = (
@@ -71,7 +73,9 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
         begin = time.perf_counter()
         if settings.shape is not None:
             label = f"{settings.shape} (random weights)"
-            checkpoint: Checkpoint = RandomCheckpoint(shapes.named(settings.shape))
+            device = pick_device(settings.device)
+            dtype = pick_dtype(settings.dtype, device)
+            checkpoint: Checkpoint = RandomCheckpoint(shapes.named(settings.shape), device=device, dtype=dtype)
             model = settings.shape
         else:
             label = settings.model
