@@ -1,0 +1,253 @@
+"""An engine behind a socket: one thread that receives, steps and sends, and nothing else.
+
+Invariants: the loop never blocks while the engine has work, whatever gateways do; it blocks on the socket when
+there is none; no message, however malformed, ends it. A step that raises fails the requests that were running;
+if the engine cannot go on after that, `run` returns non-zero and the supervisor starts a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import zmq
+
+from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.protocol.codec import ProtocolError, decode_to_engine
+from penstock.protocol.messages import (
+    DRAINING,
+    HEARTBEAT_S,
+    NOT_REGISTERED,
+    PROTOCOL_VERSION,
+    Abort,
+    Drain,
+    Goodbye,
+    Hello,
+    Ready,
+    Shutdown,
+    Step,
+    Stopped,
+    Submit,
+    ToEngine,
+)
+from penstock.protocol.peers import BACKLOG_LIMIT, Peers
+from penstock.protocol.transport import Listener
+from penstock.protocol.watchdog import Watchdog
+
+EXIT_FAILED = 1
+RECEIVE_LIMIT = 1024
+"""Messages taken between two steps, so that a flood of them cannot hold up those who run."""
+FAILURE_LIMIT = 3
+"""Steps that may fail in a row before the engine is given up."""
+STARVED_S = 0.001
+"""Pause after a step that could do nothing, so that waiting for memory does not burn a core."""
+SPIN_S = 0.0005
+"""How long to poll without sleeping after work ended: a follow-up request often comes at once."""
+
+log = logging.getLogger("penstock.engine")
+
+
+class EngineLike(Protocol):
+    """What the server needs of an engine."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def step(self) -> StepOutput | None: ...
+
+    def load_snapshot(self) -> Load: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class EngineServer:
+    """Serves `engine` on `listener` until told to stop. `run` is the whole life of an engine process."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        listener: Listener,
+        *,
+        watchdog: Watchdog | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        backlog_limit: int = BACKLOG_LIMIT,
+    ) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._socket = listener.socket
+        self._peers = Peers(listener.socket, backlog_limit=backlog_limit)
+        self._watchdog = watchdog
+        self._heartbeat_s = heartbeat_s
+        self._stop_reason: str | None = None
+        self._drain_until: float | None = None
+        self._failures = 0
+        self._complained_at = float("-inf")
+
+    def stop(self, reason: str = "shut down") -> None:
+        """Leave the loop soon; safe from a signal handler or another thread."""
+        self._stop_reason = self._stop_reason or reason
+
+    def drain(self, limit_s: float = float("inf")) -> None:
+        """Take nothing new, finish what runs (for at most `limit_s`), then leave; safe like `stop`."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + limit_s
+
+    def run(self) -> int:
+        """The loop; returns the process's exit code."""
+        if self._watchdog is not None:
+            self._watchdog.start()
+        worked_at = float("-inf")
+        progressing = True
+        try:
+            while self._stop_reason is None:
+                if self._engine.has_work:
+                    self._receive(0.0 if progressing else STARVED_S)
+                    progressing = self._step()
+                    worked_at = time.monotonic()
+                else:
+                    self._alive()
+                    spinning = time.monotonic() - worked_at < SPIN_S
+                    self._receive(0.0 if spinning else self._heartbeat_s)
+                self._after_step()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+        log.info("engine stops: %s", self._stop_reason)
+        self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
+        return EXIT_FAILED if self._failures else 0
+
+    def _receive(self, wait_s: float) -> None:
+        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
+            return
+        for _ in range(RECEIVE_LIMIT):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames where one was expected")
+                self._handle(identity, decode_to_engine(frames[0]))
+            except ProtocolError as error:
+                self._complain(identity, error)
+
+    def _handle(self, identity: bytes, message: ToEngine) -> None:
+        peer = self._peers.get(identity)
+        match message:
+            case Submit(request):
+                self._submit(identity, request)
+            case Abort(request_id):
+                if peer is not None and request_id in peer.requests:
+                    self._engine.abort(request_id)
+            case Hello(gateway, version):
+                if peer is None:
+                    self._register(identity, gateway, version)
+            case Goodbye():
+                if peer is not None:
+                    self._peers.give_up(peer, "says goodbye")
+            case Drain():
+                self.drain()
+            case Shutdown():
+                self.stop("told to shut down")
+
+    def _register(self, identity: bytes, gateway: str, version: int) -> None:
+        ready = Ready(self._engine.info)
+        if version != PROTOCOL_VERSION:
+            # The answer carries our version, so the other side can say what is wrong; it is not served.
+            log.error("gateway %s speaks protocol %d, this engine %d", gateway, version, PROTOCOL_VERSION)
+            self._peers.reply(identity, ready)
+            return
+        log.info("gateway %s connected", gateway)
+        self._peers.send(self._peers.register(identity, gateway), ready, time.monotonic())
+
+    def _submit(self, identity: bytes, request: Request) -> None:
+        peer = self._peers.get(identity)
+        request_id = request.request_id
+        if peer is None:
+            self._refuse(identity, request_id, f"{NOT_REGISTERED}: this engine has restarted; say hello first")
+        elif self._drain_until is not None:
+            self._refuse(identity, request_id, f"{DRAINING}: the engine is shutting down")
+        elif (owner := self._peers.owner(request_id)) is not None:
+            log.error("request id %s is already running for gateway %s", request_id, owner.name)
+            if owner is not peer:
+                self._refuse(identity, request_id, "this request id is already running")
+        else:
+            self._peers.own(peer, request_id)
+            try:
+                self._engine.submit(request)
+            except Exception as error:
+                log.exception("request %s was not accepted", request_id)
+                self._fail([request_id], f"the engine did not accept the request: {error}")
+
+    def _step(self) -> bool:
+        """False when the engine, although it has work, found nothing it could do."""
+        if self._watchdog is not None:
+            self._watchdog.busy()
+        try:
+            output = self._engine.step()
+        except Exception as error:
+            self._recover(error)
+            return True
+        self._failures = 0
+        if output is None:
+            return False
+        self._alive()
+        self._peers.deliver(output.deltas, output.load, time.monotonic())
+        return True
+
+    def _alive(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.idle()
+
+    def _recover(self, error: Exception) -> None:
+        """Fail what was running and see whether the engine can go on without it."""
+        self._failures += 1
+        running = self._peers.requests
+        log.exception("a step failed; failing the %d requests it may have touched", len(running))
+        self._fail(running, f"the engine failed while running this request: {error}")
+        try:
+            for request_id in running:
+                self._engine.abort(request_id)
+        except Exception:
+            log.exception("the engine cannot let go of its requests")
+            self._failures = FAILURE_LIMIT
+        if self._failures >= FAILURE_LIMIT:
+            self.stop("its steps keep failing")
+
+    def _after_step(self) -> None:
+        now = time.monotonic()
+        self._peers.heartbeat(self._engine.load_snapshot, now, self._heartbeat_s)
+        if self._peers.lost:
+            for request_id in self._peers.lost:
+                self._engine.abort(request_id)
+            self._peers.lost.clear()
+        if self._drain_until is not None:
+            if not self._engine.has_work and self._peers.flushed:
+                self.stop("drained")
+            elif now > self._drain_until:
+                self.stop("the time to drain is over")
+
+    def _fail(self, request_ids: list[str], why: str) -> None:
+        deltas = [Delta(request_id, finish_reason="error", error=why) for request_id in request_ids]
+        self._peers.deliver(deltas, self._engine.load_snapshot(), time.monotonic())
+
+    def _refuse(self, identity: bytes, request_id: str, why: str) -> None:
+        delta = Delta(request_id, finish_reason="error", error=why)
+        message = Step(StepOutput([delta], self._engine.load_snapshot()))
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._peers.reply(identity, message)
+        else:
+            self._peers.send(peer, message, time.monotonic())
+
+    def _complain(self, identity: bytes, error: ProtocolError) -> None:
+        """Log a malformed message, at most once a second."""
+        now = time.monotonic()
+        if now - self._complained_at >= 1.0:
+            self._complained_at = now
+            log.warning("dropped a message of %r: %s", identity, error)

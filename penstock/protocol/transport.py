@@ -1,0 +1,178 @@
+"""Where an engine listens: `ipc://` on one machine, `tcp://` between machines, `inproc://` in tests.
+
+Invariants: a socket file left by a dead engine is replaced, one of a live engine is never taken over; a TCP
+endpoint that other machines can reach is encrypted and admits only clients whose public keys are listed (CURVE).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket as sockets
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+import zmq.auth.thread
+
+from penstock.errors import ConfigError
+
+SEND_LIMIT = 1024
+"""Messages queued in the socket for one gateway before sends report that it is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveServer:
+    """An engine's identity on the network. Keys are Z85 text, as `generate_keypair` makes them."""
+
+    secret_key: str
+    clients: Collection[str]
+    """Public keys of the gateways that may connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveClient:
+    """What a gateway needs to connect to an engine that uses CURVE."""
+
+    server_public_key: str
+    secret_key: str
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Set before `connect`."""
+        secret = self.secret_key.encode()
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+
+
+def generate_keypair() -> tuple[str, str]:
+    """(public, secret), as text."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def public_key(secret: str) -> str:
+    try:
+        return str(zmq.curve_public(secret.encode()).decode())
+    except (zmq.ZMQError, ValueError) as error:
+        raise ConfigError("this is not a CURVE secret key (40 characters of Z85)") from error
+
+
+class Listener:
+    """A bound ROUTER socket and everything that must be closed with it."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        curve: CurveServer | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        send_limit: int = SEND_LIMIT,
+    ) -> None:
+        _check(endpoint, curve)
+        self._owns_context = context is None
+        self._context = context or zmq.Context()
+        self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+        self._path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A gateway that reconnects keeps its identity, also when its old connection has not been noticed dead.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.SNDHWM, send_limit)
+        self.socket.setsockopt(zmq.LINGER, 300)
+        if endpoint.startswith("tcp://"):
+            # Half-open connections are found by the socket itself, also while a long step runs.
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        try:
+            if curve is not None:
+                self._admit(curve)
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
+        self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where it really listens: `tcp://127.0.0.1:*` becomes a port."""
+
+    def _admit(self, curve: CurveServer) -> None:
+        public_key(curve.secret_key)
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key.encode())
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"engine")
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("engine", _Allowed(frozenset(curve.clients)))
+
+    def close(self) -> None:
+        """Idempotent; waits briefly for the last messages to leave."""
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if self._owns_context:
+            self._context.term()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Allowed:
+    """The credentials provider that the authenticator asks about each client's key."""
+
+    def __init__(self, clients: frozenset[str]) -> None:
+        self._clients = clients
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return domain == "engine" and key.decode() in self._clients
+
+
+def _check(endpoint: str, curve: CurveServer | None) -> None:
+    scheme, separator, address = endpoint.partition("://")
+    if not separator or scheme not in ("ipc", "tcp", "inproc") or not address:
+        raise ConfigError(f"{endpoint}: an endpoint is ipc://PATH, tcp://HOST:PORT or inproc://NAME")
+    if scheme == "ipc":
+        _release(Path(address))
+    if scheme == "tcp" and curve is None and not _is_loopback(address.rpartition(":")[0]):
+        raise ConfigError(
+            f"{endpoint}: other machines can reach this address, so it needs CURVE keys; "
+            "give the engine a secret key and the public keys of its gateways, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _release(path: Path) -> None:
+    """Remove a socket file nobody listens on; refuse when somebody does, or when it is something else."""
+    if len(os.fsencode(path)) > 100:
+        raise ConfigError(f"{path}: too long for a socket path (the system allows about 100 bytes)")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path}: exists and is not a socket; choose another endpoint")
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot tell whether it is in use: {error.strerror}") from error
+    raise ConfigError(f"{path}: another engine listens here")

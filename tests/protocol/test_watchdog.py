@@ -1,0 +1,67 @@
+"""R-ENG-15: an engine with work that completes no step is declared stuck and becomes a dead process."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+from penstock.protocol.watchdog import EXIT_STUCK, Watchdog
+
+
+def _watch(advance_to: list[float], script: str) -> list[float]:
+    now = [0.0]
+    stuck: list[float] = []
+    fired = threading.Event()
+
+    def on_stuck(stalled: float) -> None:
+        stuck.append(stalled)
+        fired.set()
+
+    watchdog = Watchdog(0.02, on_stuck=on_stuck, clock=lambda: now[0], last_resort=False)
+    watchdog.start()
+    for word, moment in zip(script.split(), advance_to, strict=True):
+        now[0] = moment
+        getattr(watchdog, word)()
+    now[0] += 1.0
+    fired.wait(0.2)
+    watchdog.stop()
+    return stuck
+
+
+def test_a_step_that_does_not_end_is_noticed() -> None:
+    assert _watch([0.0], "busy") == [1.0]
+
+
+def test_steps_that_do_nothing_count_as_one_that_does_not_end() -> None:
+    assert _watch([0.0, 0.5], "busy busy")[0] >= 0.5
+
+
+def test_an_idle_engine_is_never_stuck() -> None:
+    assert _watch([0.0, 0.01], "busy idle") == []
+
+
+STUCK = """
+    import threading
+    from penstock.engine.request import Request, SamplingParams
+    from penstock.protocol.messages import Hello, Submit
+    from penstock.protocol.server import EngineServer
+    from penstock.protocol.transport import Listener
+    from penstock.protocol.watchdog import Watchdog
+    from tests.protocol.client import Client
+    from tests.protocol.scripted import ScriptedEngine
+
+    def stuck_here():
+        threading.Event().wait()
+
+    with Listener("tcp://127.0.0.1:*") as listener:
+        client = Client(listener.endpoint)
+        client.send(Hello("test"))
+        client.submit("a")
+        EngineServer(ScriptedEngine(before_step=stuck_here), listener, watchdog=Watchdog(0.3)).run()
+"""
+
+
+def test_a_stuck_engine_process_shows_its_stacks_and_exits_with_its_code() -> None:
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(STUCK)], capture_output=True, text=True, timeout=30)
+    assert result.returncode == EXIT_STUCK
+    assert "stuck_here" in result.stderr
