@@ -29,17 +29,23 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
     for name, prompt in prompts.items():
         assert generate(alone, greedy(name, prompt, OUTPUT))[name] == expected[name]
 
-    # Small chunks, too few blocks for all (preemption), shared prefixes, everything at once.
+    # Small chunks, few rows, shared prefixes, everything at once.
     mixed = make_engine(checkpoint, token_budget=48, num_blocks=44, max_running=6)
     requests = [greedy(name, prompt, OUTPUT) for name, prompt in prompts.items()]
     requests += [greedy(f"again-{name}", prompt, OUTPUT) for name, prompt in prompts.items()]
     rng.shuffle(requests)
-    growing = {f"grow-{i}": [rng.randrange(199) for _ in range(5 + i)] for i in range(5)}
-    expected |= {name: reference.greedy(prompt, 90) for name, prompt in growing.items()}
-    got = generate(mixed, *(greedy(name, prompt, 90) for name, prompt in growing.items()), *requests)
+    got = generate(mixed, *requests)
     for name, tokens in expected.items():
         assert got[name] == tokens
-        assert got.get(f"again-{name}", tokens) == tokens
-    load = mixed.load_snapshot()
-    assert load.preemptions > 0 and load.prefix_hit_tokens > 0
+        assert got[f"again-{name}"] == tokens
+    assert mixed.load_snapshot().prefix_hit_tokens > 0
     assert_idle(mixed)
+
+    # Sequences that start small and outgrow the pool together: some must be preempted and computed again.
+    growing = {f"grow-{i}": [rng.randrange(199) for _ in range(5 + 20 * i)] for i in range(5)}
+    tight = make_engine(checkpoint, token_budget=48, num_blocks=18, max_running=6)
+    got = generate(tight, *(greedy(name, prompt, 60) for name, prompt in growing.items()))
+    for name, prompt in growing.items():
+        assert got[name] == reference.greedy(prompt, 60)
+    assert tight.load_snapshot().preemptions > 0
+    assert_idle(tight)
