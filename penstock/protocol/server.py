@@ -41,7 +41,8 @@ RECEIVE_LIMIT = 1024
 FAILURE_LIMIT = 3
 """Steps that may fail in a row before the engine is given up."""
 STARVED_S = 0.001
-"""Pause after a step that could do nothing, so that waiting for memory does not burn a core."""
+"""Pause after two steps that could do nothing, so that waiting for memory does not burn a core. (The first step
+of a device that runs asynchronously has nothing to show yet.)"""
 SPIN_S = 0.0005
 """How long to poll without sleeping after work ended: a follow-up request often comes at once."""
 
@@ -86,6 +87,8 @@ class EngineServer:
         self._stop_reason: str | None = None
         self._drain_until: float | None = None
         self._failures = 0
+        self._fruitless = 0
+        self._steps = 0
         self._complained_at = float("-inf")
 
     def stop(self, reason: str = "shut down") -> None:
@@ -102,12 +105,11 @@ class EngineServer:
         if self._watchdog is not None:
             self._watchdog.start()
         worked_at = float("-inf")
-        progressing = True
         try:
             while self._stop_reason is None:
                 if self._engine.has_work:
-                    self._receive(0.0 if progressing else STARVED_S)
-                    progressing = self._step()
+                    self._receive(STARVED_S if self._fruitless > 1 else 0.0)
+                    self._step()
                     worked_at = time.monotonic()
                 else:
                     self._alive()
@@ -184,21 +186,25 @@ class EngineServer:
                 log.exception("request %s was not accepted", request_id)
                 self._fail([request_id], f"the engine did not accept the request: {error}")
 
-    def _step(self) -> bool:
-        """False when the engine, although it has work, found nothing it could do."""
+    def _step(self) -> None:
         if self._watchdog is not None:
             self._watchdog.busy()
         try:
             output = self._engine.step()
         except Exception as error:
             self._recover(error)
-            return True
+            return
         self._failures = 0
-        if output is None:
-            return False
-        self._alive()
-        self._peers.deliver(output.deltas, output.load, time.monotonic())
-        return True
+        if output is not None:
+            self._peers.deliver(output.deltas, output.load, time.monotonic())
+        # A step without deltas may still have advanced a long prefill; its counter tells.
+        steps = output.load.steps if output is not None else self._engine.load_snapshot().steps
+        if output is not None or steps != self._steps:
+            self._steps = steps
+            self._fruitless = 0
+            self._alive()
+        else:
+            self._fruitless += 1
 
     def _alive(self) -> None:
         if self._watchdog is not None:

@@ -5,6 +5,8 @@ import sys
 import textwrap
 import threading
 
+import pytest
+
 from penstock.protocol.watchdog import EXIT_STUCK, Watchdog
 
 
@@ -59,6 +61,41 @@ STUCK = """
         client.submit("a")
         EngineServer(ScriptedEngine(before_step=stuck_here), listener, watchdog=Watchdog(0.3)).run()
 """
+
+
+SILENT = """
+    import threading
+    from penstock.engine.request import Load
+    from penstock.protocol.messages import Hello
+    from penstock.protocol.server import EngineServer
+    from penstock.protocol.transport import Listener
+    from penstock.protocol.watchdog import Watchdog
+    from tests.protocol.client import Client
+    from tests.protocol.scripted import ScriptedEngine
+
+    class Prefilling(ScriptedEngine):
+        def step(self):
+            output = super().step()
+            return None if self.steps < SILENT_STEPS else output
+
+        def load_snapshot(self):
+            return Load(steps=self.steps * ADVANCES)
+
+    with Listener("tcp://127.0.0.1:*") as listener:
+        client = Client(listener.endpoint)
+        client.send(Hello("test"))
+        client.submit("a", tokens=100)
+        server = EngineServer(Prefilling(step_s=0.01), listener, watchdog=Watchdog(0.3))
+        threading.Timer(1.5, server.stop).start()
+        raise SystemExit(server.run())
+"""
+
+
+@pytest.mark.parametrize(("advances", "code"), [(1, 0), (0, EXIT_STUCK)])
+def test_steps_without_tokens_are_progress_only_if_the_counter_moves(advances: int, code: int) -> None:
+    script = textwrap.dedent(SILENT).replace("ADVANCES", str(advances)).replace("SILENT_STEPS", "60")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert result.returncode == code, result.stderr
 
 
 def test_a_stuck_engine_process_shows_its_stacks_and_exits_with_its_code() -> None:
