@@ -200,11 +200,17 @@ def summarize(trace: Trace, cost: Cost, read_gbps: float, matmul_tflops: float) 
 
 
 def run(engine: Steppable, workload: Workload, *, salt: str, progress: Callable[[int], None] | None = None) -> Trace:
-    """One measured run; `salt` must differ between runs, or prefixes would be reused."""
+    """One measured run; `salt` must differ between runs of a workload, or prefixes would be reused."""
     info = engine.info
     if workload.longest > info.max_model_len:
         raise BenchError(
             f"workload {workload.name} needs a context of {workload.longest} tokens; "
             f"{info.model} is loaded with {info.max_model_len}"
         )
-    return Run(engine, workload.build(info.vocab_size, salt=salt), workload.concurrency)(progress)
+    before = engine.load_snapshot().prefix_hit_tokens
+    requests = workload.build(info.vocab_size, salt=f"{workload.name}-{salt}")
+    trace = Run(engine, requests, workload.concurrency)(progress)
+    reused = engine.load_snapshot().prefix_hit_tokens - before
+    if reused:
+        raise BenchError(f"{reused} prompt tokens of workload {workload.name} came from the cache: not a fair run")
+    return trace

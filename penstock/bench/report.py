@@ -9,6 +9,8 @@ import datetime
 import json
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,11 +59,13 @@ def table(title: str, *columns: str) -> Table:
 
 def cpu_name() -> str:
     """The processor in words, as the operating system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
+    lscpu = shutil.which("lscpu")
+    if lscpu is not None:
+        env = os.environ | {"LC_ALL": "C"}
+        listed = subprocess.run([lscpu], capture_output=True, text=True, check=False, timeout=10, env=env).stdout
+        for line in listed.splitlines():
             name, _, value = line.partition(":")
-            if name.strip() == "model name":
+            if name.strip() == "Model name" and value.strip() != "-":
                 return value.strip()
     return platform.processor() or platform.machine()
 

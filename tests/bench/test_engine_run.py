@@ -77,11 +77,19 @@ def test_figures_follow_from_the_trace(engine: Engine) -> None:
     assert 0 < metrics.bound_share < 1
 
 
-def test_repeated_runs_reuse_no_prefix(engine: Engine) -> None:
+def test_neither_another_run_nor_another_workload_reuses_a_prefix(engine: Engine) -> None:
     before = engine.load_snapshot().prefix_hit_tokens
-    for salt in ("x", "y"):
-        run(engine, LOOP, salt=salt)
+    single, twin = (Workload(name, 1, (64, 64), (2, 2)) for name in ("single", "twin"))
+    for workload, salt in ((single, "x"), (single, "y"), (twin, "x")):
+        run(engine, workload, salt=salt)
     assert engine.load_snapshot().prefix_hit_tokens == before
+
+
+def test_a_run_that_reused_a_prefix_is_refused(engine: Engine) -> None:
+    workload = Workload("again", 1, (64, 64), (2, 2))
+    run(engine, workload, salt="x")
+    with pytest.raises(BenchError, match="48 prompt tokens of workload again came from the cache"):
+        run(engine, workload, salt="x")
 
 
 def test_the_warm_up_runs(engine: Engine) -> None:
