@@ -1,0 +1,218 @@
+// The steps between the matrix products of a decoder layer: norms, gate, rotary embedding with cache write.
+// Invariant: each row is read once and written once; the arithmetic is float32 whatever the storage.
+
+#include "context.h"
+#include "simd.h"
+
+using namespace pk;
+
+namespace {
+
+constexpr int64_t kGrainElements = 8192;  // below this much work per piece, waking a thread costs more
+
+int64_t grain(int64_t width) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(width, 1)); }
+
+template <class T>
+PK_INLINE void scale_row(const T* x, const float* weight, T* out, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) store(out + i, load(x + i) * splat(factor) * load(weight + i));
+    if (int rest = int(n - i))
+        store_part(out + i, load_part(x + i, rest) * splat(factor) * load_part(weight + i, rest), rest);
+}
+
+template <class T>
+PK_INLINE float square_sum(const T* x, int64_t n) {
+    vf a = splat(0), b = splat(0);
+    int64_t i = 0;
+    for (; i + 2 * VL <= n; i += 2 * VL) {
+        vf u = load(x + i), v = load(x + i + VL);
+        a += u * u;
+        b += v * v;
+    }
+    for (; i + VL <= n; i += VL) {
+        vf u = load(x + i);
+        a += u * u;
+    }
+    if (int rest = int(n - i)) {
+        vf u = load_part(x + i, rest);
+        b += u * u;
+    }
+    return hsum(a + b);
+}
+
+template <class T>
+PK_INLINE void add_row(T* residual, const T* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) store(residual + i, load(residual + i) + load(x + i));
+    if (int rest = int(n - i))
+        store_part(residual + i, load_part(residual + i, rest) + load_part(x + i, rest), rest);
+}
+
+PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
+    return 1.0f / std::sqrt(squares / float(n) + eps);
+}
+
+PK_INLINE vf silu(vf x) { return x / (splat(1.0f) + vexp(-x)); }
+
+template <class T>
+void silu_mul_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
+    for (int64_t r = begin; r < end; ++r) {
+        const T *gate = x + r * 2 * ffn, *up = gate + ffn;
+        T* y = out + r * ffn;
+        int64_t i = 0;
+        for (; i + VL <= ffn; i += VL) store(y + i, silu(load(gate + i)) * load(up + i));
+        if (int rest = int(ffn - i))
+            store_part(y + i, silu(load_part(gate + i, rest)) * load_part(up + i, rest), rest);
+    }
+}
+
+// Rotates dimension i with i + half, in float32, from `head` to `out` (which may be the same memory).
+template <class T, class O>
+PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin, int half) {
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        vf low = load(head + i), high = load(head + half + i), c = load(cos + i), s = load(sin + i);
+        store(out + i, low * c - high * s);
+        store(out + half + i, high * c + low * s);
+    }
+    if (int rest = half - i) {
+        vf low = load_part(head + i, rest), high = load_part(head + half + i, rest);
+        vf c = load_part(cos + i, rest), s = load_part(sin + i, rest);
+        store_part(out + i, low * c - high * s, rest);
+        store_part(out + half + i, high * c + low * s, rest);
+    }
+}
+
+template <class T, class O>
+PK_INLINE void convert(const T* x, O* out, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) store(out + i, load(x + i));
+    if (int rest = n - i) store_part(out + i, load_part(x + i, rest), rest);
+}
+
+}  // namespace
+
+struct RopeArgs {
+    void* qkv;
+    const float* cos_sin;
+    const int64_t *positions, *slots;
+    void *k_cache, *v_cache;
+    const void *q_norm, *k_norm;
+    int64_t tokens, max_positions, num_slots;
+    int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
+    int32_t heads, kv_heads, head_dim, block_size;
+    int32_t dtype, cache_dtype, norm_dtype;
+    float eps;
+};
+
+namespace {
+
+// Norm weights arrive in their checkpoint's type; one float32 copy keeps the kernels to one type of weight.
+const float* as_floats(Buffer& buffer, const void* weight, int64_t n, int dtype) {
+    if (dtype == 0 || weight == nullptr) return static_cast<const float*>(weight);
+    float* out = buffer.floats(n);
+    dispatch(dtype, [&](auto* w) {
+        using W = elem<decltype(w)>;
+        convert(static_cast<const W*>(weight), out, int(n));
+    });
+    return out;
+}
+
+}  // namespace
+
+namespace {
+
+template <class T, class C>
+void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, int64_t begin, int64_t end) {
+    const int dim = a.head_dim, half = dim / 2;
+    const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
+    for (int64_t t = begin; t < end; ++t) {
+        T* row = static_cast<T*>(a.qkv) + t * width;
+        const float *cos = a.cos_sin + a.positions[t] * dim, *sin = cos + half;
+        const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+        for (int h = 0; h < a.heads + a.kv_heads; ++h) {
+            T* head = row + h * dim;
+            const float* norm = h < a.heads ? q_norm : k_norm;
+            if (norm) scale_row(head, norm, head, dim, rms_factor(square_sum(head, dim), dim, a.eps));
+            if (h < a.heads) {
+                rotate(head, head, cos, sin, half);
+            } else {
+                C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
+                         (h - a.heads) * a.k_head_stride + offset * dim;
+                rotate(head, key, cos, sin, half);
+            }
+        }
+        for (int h = 0; h < a.kv_heads; ++h) {
+            C* value = static_cast<C*>(a.v_cache) + block * a.v_block_stride + h * a.v_head_stride + offset * dim;
+            convert(row + (a.heads + a.kv_heads + h) * dim, value, dim);
+        }
+    }
+}
+
+}  // namespace
+
+PK_API void pk_rms_norm(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
+                        float eps, int dtype, int weight_dtype) {
+    Guard hold(ctx->busy);
+    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                const T* row = static_cast<const T*>(x) + r * n;
+                float factor = rms_factor(square_sum(row, n), n, eps);
+                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+            }
+        });
+    });
+}
+
+PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const void* weight, void* out,
+                            int64_t rows, int64_t n, float eps, int dtype, int weight_dtype) {
+    Guard hold(ctx->busy);
+    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                T* row = static_cast<T*>(residual) + r * n;
+                add_row(row, static_cast<const T*>(x) + r * n, n);
+                float factor = rms_factor(square_sum(row, n), n, eps);
+                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+            }
+        });
+    });
+}
+
+PK_API void pk_silu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    Guard hold(ctx->busy);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(4 * ffn), [&](int64_t begin, int64_t end, int) {
+            silu_mul_rows(static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
+        });
+    });
+}
+
+// 0: done; 1: a position outside the rotary table; 2: a slot outside the cache. Nothing is written then.
+PK_API int pk_rope_and_cache(Context* ctx, const RopeArgs* args) {
+    Guard hold(ctx->busy);
+    const RopeArgs& a = *args;
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        if (uint64_t(a.positions[t]) >= uint64_t(a.max_positions)) return 1;
+        if (uint64_t(a.slots[t]) >= uint64_t(a.num_slots)) return 2;
+    }
+    const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * a.head_dim;
+    const float* q_norm = as_floats(ctx->shared, a.q_norm, a.head_dim, a.norm_dtype);
+    const float* k_norm = as_floats(ctx->tasks, a.k_norm, a.head_dim, a.norm_dtype);
+    dispatch(a.dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        dispatch(a.cache_dtype, [&](auto* c) {
+            using C = elem<decltype(c)>;
+            ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int) {
+                rope_tokens<T, C>(a, q_norm, k_norm, begin, end);
+            });
+        });
+    });
+    return 0;
+}

@@ -1,0 +1,93 @@
+"""The C side of the CPU kernels, as Python sees it: argument structs, prototypes, handles.
+
+Nothing here knows tensors beyond `data_ptr()`; shapes and dtypes are checked by the callers in `ops` and
+`linear`. A `Handle` owns a thread pool; libraries are loaded once per instruction set and stay loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+
+from penstock.engine.kernels.cpu.build import BuildError, build
+
+_ABI = 1
+_SPIN_US = 50
+"""How long an idle worker spins before it sleeps: longer than the gap between two kernels of one step."""
+
+
+class RopeArgs(ctypes.Structure):
+    """Mirror of `RopeArgs` in elementwise.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "cos_sin", "positions", "slots", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, c_int64) for name in ("tokens", "max_positions", "num_slots")),
+        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_int32) for name in ("dtype", "cache_dtype", "norm_dtype")),
+        ("eps", c_float),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirror of `AttentionArgs` in attention.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "out", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("query_starts", "context_lens", "rows", "block_tables")),
+        *((name, c_int64) for name in ("q_stride", "table_stride")),
+        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
+        *((name, c_int32) for name in ("sequences", "heads", "kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("block_size", "window", "dtype", "cache_dtype")),
+        ("scale", c_float),
+    )
+
+
+_PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "pk_abi": (c_int, ()),
+    "pk_isa": (c_char_p, ()),
+    "pk_create": (c_void_p, (c_int, c_int)),
+    "pk_destroy": (None, (c_void_p,)),
+    "pk_rms_norm": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_float, c_int, c_int)),
+    "pk_add_rms_norm": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64, c_float, c_int, c_int)),
+    "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
+    "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
+    "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
+    "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
+    "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
+    "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),
+}
+
+
+@cache
+def library(isa: str = "native") -> ctypes.CDLL:
+    """The loaded library for an instruction set; raises `BuildError` when it cannot be had."""
+    path = build(isa)
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(loaded, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled library {path} cannot be loaded ({error}); delete it to rebuild") from error
+    if loaded.pk_abi() != _ABI:
+        raise BuildError(f"the compiled library {path} is of another version; delete it to rebuild")
+    return loaded
+
+
+class Handle:
+    """A thread pool and its scratch memory. Calls on one handle run one at a time."""
+
+    def __init__(self, threads: int, isa: str = "native") -> None:
+        self.lib = library(isa)
+        self.isa = str(self.lib.pk_isa().decode())
+        self.threads = threads
+        pointer = self.lib.pk_create(max(1, threads), _SPIN_US)
+        if not pointer:
+            raise BuildError(f"could not start {threads} CPU worker threads")
+        self.pointer: int = pointer
+        self._finalizer = weakref.finalize(self, self.lib.pk_destroy, pointer)

@@ -1,0 +1,151 @@
+// One persistent thread pool per context; the calling thread works too.
+//
+// Invariant: `run` returns when every task has finished, and never waits for a worker that did not start:
+// when other processes hold the cores, the caller simply does the work itself. Workers spin for a few
+// microseconds between jobs (a decoder step issues hundreds) and then sleep, so an idle engine costs nothing.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pk {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");  // `yield` is a no-op on most cores; isb stalls for a few tens of cycles
+#endif
+}
+
+class Pool {
+  public:
+    explicit Pool(int threads, int spin_us) : spin_(std::chrono::microseconds(spin_us)) {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> hold(mutex_);
+            stop_ = true;
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+
+    int threads() const { return int(workers_.size()) + 1; }
+
+    // task(index, thread) for every index in [0, count), in any order, on any thread.
+    template <class F>
+    void run(int count, F&& task) {
+        if (count <= 1 || workers_.empty()) {
+            for (int i = 0; i < count; ++i) task(i, 0);
+            return;
+        }
+        call_ = [](void* body, int index, int thread) { (*static_cast<F*>(body))(index, thread); };
+        body_ = (void*)&task;
+        count_ = count;
+        next_.store(0, std::memory_order_relaxed);
+        open_.store(true);
+        epoch_.fetch_add(1);
+        if (sleepers_.load() > 0) {
+            { std::lock_guard<std::mutex> hold(mutex_); }
+            wake_.notify_all();
+        }
+        work(0);
+        // A worker enters by raising `inside_` and then looking at `open_`; we close and then look at
+        // `inside_`. Both are sequentially consistent, so one of the two sees the other.
+        open_.store(false);
+        await_workers();
+    }
+
+    // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread).
+    template <class F>
+    void rows(int64_t rows, int64_t grain, F&& body) {
+        int64_t pieces = std::min<int64_t>(int64_t(threads()) * 4, rows / std::max<int64_t>(grain, 1));
+        if (pieces <= 1 || workers_.empty()) {
+            if (rows > 0) body(int64_t(0), rows, 0);
+            return;
+        }
+        run(int(pieces), [&](int i, int thread) {
+            body(rows * i / pieces, rows * (i + 1) / pieces, thread);
+        });
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+
+    void work(int thread) {
+        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(body_, i, thread);
+    }
+
+    void await_workers() {
+        if (inside_.load() == 0) return;
+        auto deadline = Clock::now() + spin_;
+        do {
+            for (int i = 0; i < 16; ++i) {
+                if (inside_.load(std::memory_order_acquire) == 0) return;
+                cpu_relax();
+            }
+        } while (Clock::now() < deadline);
+        std::unique_lock<std::mutex> hold(mutex_);
+        caller_waits_.store(true);
+        done_.wait(hold, [this] { return inside_.load() == 0; });
+        caller_waits_.store(false);
+    }
+
+    void serve(int thread) {
+        uint64_t seen = 0;
+        while (await_epoch(seen)) {
+            seen = epoch_.load();
+            inside_.fetch_add(1);
+            if (open_.load()) work(thread);
+            if (inside_.fetch_sub(1) == 1 && caller_waits_.load()) {
+                { std::lock_guard<std::mutex> hold(mutex_); }
+                done_.notify_one();
+            }
+        }
+    }
+
+    bool await_epoch(uint64_t seen) {
+        auto deadline = Clock::now() + spin_;
+        do {
+            for (int i = 0; i < 16; ++i) {
+                if (epoch_.load(std::memory_order_acquire) != seen) return true;
+                cpu_relax();
+            }
+        } while (Clock::now() < deadline);
+        std::unique_lock<std::mutex> hold(mutex_);
+        sleepers_.fetch_add(1);
+        wake_.wait(hold, [&] { return stop_ || epoch_.load() != seen; });
+        sleepers_.fetch_sub(1);
+        return !stop_;
+    }
+
+    std::vector<std::thread> workers_;
+    const Clock::duration spin_;
+    void (*call_)(void*, int, int) = nullptr;
+    void* body_ = nullptr;
+    int count_ = 0;
+    alignas(64) std::atomic<int> next_{0};
+    alignas(64) std::atomic<uint64_t> epoch_{0};
+    std::atomic<bool> open_{false};
+    alignas(64) std::atomic<int> inside_{0};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> caller_waits_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_, done_;
+    bool stop_ = false;
+};
+
+}  // namespace pk
