@@ -1,0 +1,98 @@
+"""The block pool under any interleaving: no leak, no double free, names only on blocks that keep their content."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.engine.kv.pool import BlockPool
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders allocate, share, name and release blocks in any order; a model tracks what must be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(9)
+        self.held: list[int] = []
+        self.content: dict[bytes, int] = {}
+        self.counter = 0
+
+    @precondition(lambda self: self.pool.free > 0)
+    @rule()
+    def allocate(self) -> None:
+        block = self.pool.allocate()
+        assert block != 0 and block not in self.held
+        self.content = {name: b for name, b in self.content.items() if b != block}
+        self.held.append(block)
+
+    @precondition(lambda self: self.pool.free == 0)
+    @rule()
+    def allocating_from_a_full_pool_fails(self) -> None:
+        with pytest.raises(MemoryError):
+            self.pool.allocate()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.held.remove(block)
+        self.pool.release(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def name(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        if block not in self.content.values():
+            self.counter += 1
+            name = str(self.counter).encode()
+            assert self.pool.name(block, name)
+            self.content[name] = block
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.content)))
+        block = self.pool.find(name)
+        assert block == self.content[name], "a name led to a block with other content"
+        assert block is not None
+        self.pool.share(block)
+        self.held.append(block)
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget_all()
+        self.content.clear()
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        self.pool.check()
+        assert self.pool.used == len(set(self.held))
+        assert self.pool.free == self.pool.capacity - len(set(self.held))
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_releasing_a_free_block_is_an_error() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate()
+    pool.release(block)
+    with pytest.raises(AssertionError, match="more often than held"):
+        pool.release(block)
+
+
+def test_least_recently_used_prefix_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    blocks = [pool.allocate() for _ in range(3)]
+    for block in blocks:
+        pool.name(block, bytes([block]))
+        pool.release(block)
+    pool.share(blocks[0])
+    pool.release(blocks[0])
+    pool.allocate()
+    assert pool.find(bytes([blocks[1]])) is None
+    assert pool.find(bytes([blocks[0]])) == blocks[0]
