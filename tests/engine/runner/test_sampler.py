@@ -1,0 +1,180 @@
+"""Sampling: each parameter does what its definition says, and noise depends on the request alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.runner.noise import gumbel, row_keys
+from penstock.engine.runner.rows import Flag, Rows
+from penstock.engine.runner.sampler import SampleRequest, sample
+from penstock.engine.scheduler import Batch, Chunk
+from penstock.engine.sequence import Sequence
+
+VOCAB = 1000
+DEVICE = torch.device("cpu")
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], position: int = 7, output: list[int] | None = None
+) -> tuple[list[int], Any]:
+    """Sample each row of `logits` with its own parameters."""
+    rows = Rows(len(params), 4, logits.shape[1], DEVICE)
+    chunks = []
+    for index, p in enumerate(params):
+        seq = Sequence(Request(f"r{index}", [1, 2, 3], p), 0.0, (0.0, index))
+        seq.tokens += output or []
+        seq.row, seq.pending = index, 1
+        chunks.append(Chunk(seq, 0, 3, True))
+    rows.update(Batch(chunks, 0, 3))
+    keys = row_keys(rows.seeds, np.full(len(params), position))
+    request = SampleRequest(
+        chunks,
+        torch.arange(len(params)),
+        torch.from_numpy(keys),
+        Flag(int(np.bitwise_or.reduce(rows.flags))),
+        rows.flags,
+    )
+    tokens, logprobs = sample(logits.clone(), request, rows)
+    return tokens.tolist(), logprobs
+
+
+def frequencies(logits: torch.Tensor, count: int, **params: Any) -> torch.Tensor:
+    """How often each token is drawn over `count` seeds."""
+    drawn: list[int] = []
+    for start in range(0, count, 500):
+        batch = [SamplingParams(seed=seed, **params) for seed in range(start, start + 500)]
+        drawn += draw(logits.expand(500, -1), batch)[0]
+    return torch.bincount(torch.tensor(drawn), minlength=logits.shape[-1]) / count
+
+
+def chi_square_p(observed: torch.Tensor, expected: torch.Tensor, count: int) -> float:
+    """Upper-tail probability by the Wilson-Hilferty approximation."""
+    live = expected * count > 5
+    statistic = float((((observed - expected) ** 2 / expected)[live] * count).sum())
+    degrees = int(live.sum()) - 1
+    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def test_temperature_sampling_follows_the_softmax() -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(0)) * 1.5
+    observed = frequencies(logits, 20_000, temperature=0.8)
+    assert chi_square_p(observed, (logits[0] / 0.8).softmax(-1), 20_000) > 1e-3
+    assert chi_square_p(observed, (logits[0] / 1.0).softmax(-1), 20_000) < 1e-6, "the test must see a wrong temperature"
+
+
+def test_positions_of_one_request_are_independent() -> None:
+    logits = torch.zeros(1, 50)
+    pairs = [draw(logits, [SamplingParams(seed=3)], position=position)[0][0] for position in range(2000)]
+    counts = torch.bincount(torch.tensor(pairs), minlength=50) / 2000
+    assert chi_square_p(counts, torch.full((50,), 1 / 50), 2000) > 1e-3
+    repeats = sum(a == b for a, b in zip(pairs, pairs[1:], strict=False)) / 1999
+    assert 0.005 < repeats < 0.045
+
+
+@pytest.mark.parametrize("vocab", [1000, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_p": 0.4},
+        {"top_p": 0.999},
+        {"min_p": 0.2},
+        {"top_k": 40, "top_p": 0.7},
+        {"top_k": 900, "top_p": 0.99},
+        {"top_p": 1e-6},
+        {"top_k": 5, "min_p": 0.3},
+    ],
+)
+def test_filters_keep_exactly_the_defined_set(params: dict[str, Any], vocab: int) -> None:
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 0.3
+    kept = {int(t) for t in kept_by_definition(logits[0], **params)}
+    drawn = {
+        token
+        for start in range(0, 2000, 500)
+        for token in draw(
+            logits.expand(500, -1), [SamplingParams(seed=s, **params) for s in range(start, start + 500)]
+        )[0]
+    }
+    assert drawn <= kept
+    if len(kept) <= 10:
+        assert drawn == kept
+
+
+def kept_by_definition(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    order = logits.argsort(descending=True).tolist()
+    p = logits.double().softmax(-1)
+    if top_k:
+        order = order[:top_k]
+    total, mass, kept = float(sum(p[t] for t in order)), 0.0, []
+    for token in order:
+        if kept and mass >= top_p * total:
+            break
+        kept.append(token)
+        mass += float(p[token])
+    return [token for token in kept if p[token] >= min_p * p.max()]
+
+
+def test_greedy_rows_are_untouched_by_random_neighbours() -> None:
+    logits = torch.randn(3, VOCAB)
+    params = [SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.9), SamplingParams(temperature=0.0)]
+    tokens, _ = draw(logits, params)
+    assert [tokens[0], tokens[2]] == logits.argmax(-1)[[0, 2]].tolist()
+
+
+def test_a_seed_draws_the_same_in_any_batch() -> None:
+    logits = torch.randn(1, VOCAB)
+    mine = SamplingParams(seed=42, temperature=1.3, top_p=0.95)
+    alone, _ = draw(logits, [mine])
+    others = [SamplingParams(seed=seed, top_k=3) for seed in range(6)]
+    crowd, _ = draw(torch.cat([torch.randn(6, VOCAB), logits]), [*others, mine])
+    assert crowd[-1] == alone[0]
+
+
+def test_bias_and_minimum_length() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 3.0
+    greedy = {"temperature": 0.0}
+    assert draw(logits, [SamplingParams(**greedy)])[0] == [5]
+    assert draw(logits, [SamplingParams(**greedy, logit_bias={5: -100.0, 9: 2.0})])[0] == [9]
+    assert draw(logits, [SamplingParams(**greedy, min_tokens=1, stop_token_ids=(5,))])[0] != [5]
+    late = SamplingParams(**greedy, min_tokens=1, stop_token_ids=(5,))
+    assert draw(logits, [late], output=[8])[0] == [5]
+
+
+def test_penalties_follow_their_definitions() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8], logits[0, 3], logits[0, 4] = 2.0, 1.5, 1.0
+    zero = {"temperature": 0.0}
+    # 8 was generated twice; 3 is in the prompt ([1, 2, 3]) only.
+    assert draw(logits, [SamplingParams(**zero, presence_penalty=0.4)], output=[8, 8])[0] == [8]
+    assert draw(logits, [SamplingParams(**zero, presence_penalty=0.6)], output=[8, 8])[0] == [3]
+    assert draw(logits, [SamplingParams(**zero, frequency_penalty=0.3)], output=[8, 8])[0] == [3]
+    assert draw(logits, [SamplingParams(**zero, repetition_penalty=3.0)], output=[8, 8])[0] == [4]
+
+
+def test_logprobs_are_of_the_model_not_of_the_sampler() -> None:
+    logits = torch.randn(2, VOCAB)
+    params = [SamplingParams(temperature=0.0, logprobs=3, logit_bias={7: 100.0}), SamplingParams(temperature=0.0)]
+    tokens, logprobs = draw(logits, params)
+    assert tokens[0] == 7
+    expected = logits.log_softmax(-1)
+    first, second = logprobs.to_lists([3, None])
+    assert second is None
+    assert first.logprob == pytest.approx(float(expected[0, 7]), abs=1e-4)
+    assert first.top_ids == expected[0].topk(3).indices.tolist()
+    assert first.top_logprobs == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-4)
+
+
+def test_noise_is_finite_and_gumbel() -> None:
+    noise = gumbel(torch.from_numpy(row_keys(np.arange(64), np.arange(64))), 50_000)
+    assert torch.isfinite(noise).all()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.005)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)

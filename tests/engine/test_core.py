@@ -1,0 +1,220 @@
+"""The engine as its callers see it: stops, aborts, deadlines, log-probabilities, seeds, and failures that stay alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.core import Engine
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.scheduler import Batch
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.tiny import Reference, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("core"), shard_size="50KB")
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Engine:
+    return make_engine(checkpoint, num_blocks=64, token_budget=64)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(199) for _ in range(length)]
+
+
+def test_it_reads_sharded_checkpoints(checkpoint: Path, engine: Engine) -> None:
+    assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    assert generate(engine, greedy("a", prompt(20), 4))["a"] == Reference(checkpoint).greedy(prompt(20), 4)
+
+
+def test_a_stop_token_ends_the_sequence_and_is_its_last_token(engine: Engine) -> None:
+    full = generate(engine, greedy("a", prompt(20), 10))["a"]
+    stop = full[4]
+    engine.submit(greedy("b", prompt(20), 10, stop_token_ids=(stop,)))
+    deltas = drain(engine)
+    assert collect(deltas)["b"] == full[: full.index(stop) + 1]
+    assert deltas[-1].finish_reason == "stop"
+    engine.submit(greedy("c", prompt(20), 10, stop_token_ids=(stop,), min_tokens=8))
+    assert len(collect(drain(engine))["c"]) >= 8
+
+
+def test_the_window_ends_a_sequence(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_model_len=32)
+    engine.submit(greedy("a", prompt(20), 100))
+    deltas = drain(engine)
+    assert len(collect(deltas)["a"]) == 12 and deltas[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (greedy("x", [], 3), "empty"),
+        (greedy("x", [1, 500], 3), "between 0 and 198"),
+        (greedy("x", [-1], 3), "between 0 and 198"),
+        (greedy("x", [1] * 5000, 3), "5000 tokens"),
+        (greedy("x", [1], 0), "max_tokens"),
+        (greedy("x", [1], 3, logit_bias={999: 1.0}), "bias token ids"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_alone(engine: Engine, bad: Request, says: str) -> None:
+    engine.submit(greedy("good", prompt(9), 3))
+    engine.submit(bad)
+    deltas = drain(engine)
+    (error,) = [delta for delta in deltas if delta.request_id == "x"]
+    assert error.finish_reason == "error" and error.error is not None and says in error.error
+    assert len(collect(deltas)["good"]) == 3
+    assert_idle(engine)
+
+
+def test_the_queue_is_bounded(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_waiting=2)
+    for index in range(4):
+        engine.submit(greedy(f"r{index}", prompt(5), 2))
+    refused = [delta.request_id for delta in drain(engine) if delta.finish_reason == "error"]
+    assert refused == ["r2", "r3"]
+
+
+def test_abort_frees_blocks_at_once_also_in_prefill(engine: Engine) -> None:
+    engine.submit(greedy("long", prompt(300), 5))
+    engine.submit(greedy("short", prompt(4), 40))
+    engine.step()
+    assert engine.load_snapshot().used_blocks > 0
+    engine.abort("long")
+    engine.abort("short")
+    engine.abort("never seen")
+    load = engine.load_snapshot()
+    assert load.used_blocks == 0 and load.running == 0 and load.waiting == 0
+    assert {d.request_id: d.finish_reason for d in drain(engine) if d.finish_reason} == {
+        "long": "abort",
+        "short": "abort",
+    }
+    assert_idle(engine)
+
+
+def test_deadlines_are_enforced_while_waiting_and_while_running(engine: Engine) -> None:
+    now = 0.0
+    engine.clock = lambda: now
+    params = SamplingParams(max_tokens=500, temperature=0.0)
+    engine.submit(Request("a", prompt(10), params, timeout_s=5.0))
+    engine.step()
+    engine.submit(Request("b", prompt(10), params, timeout_s=1.0))
+    now = 6.0
+    output = engine.step()
+    assert output is not None
+    assert {d.request_id: d.finish_reason for d in output.deltas if d.finish_reason} == {"a": "timeout", "b": "timeout"}
+    assert_idle(engine)
+
+
+def test_a_seed_gives_the_same_text_in_any_company(engine: Engine) -> None:
+    def sampled(name: str, seed: int) -> Request:
+        return Request(name, prompt(30), SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=seed))
+
+    alone = generate(engine, sampled("a", 11))["a"]
+    crowd = [greedy(f"g{i}", prompt(17 * i + 1, seed=i), 30) for i in range(5)]
+    busy = generate(engine, *crowd, sampled("a", 11), sampled("b", 12))
+    assert busy["a"] == alone
+    assert busy["b"] != alone
+
+
+def test_logprobs_match_the_reference(checkpoint: Path, engine: Engine) -> None:
+    reference = Reference(checkpoint)
+    tokens = prompt(40)
+    engine.submit(greedy("a", tokens, 5, logprobs=3, prompt_logprobs=2))
+    deltas = drain(engine)
+    output = collect(deltas)["a"]
+    truth = reference.logprobs(tokens + output)
+    scored = [logprob for delta in deltas for logprob in delta.logprobs or []]
+    assert len(scored) == 5
+    for index, got in enumerate(scored):
+        row = truth[len(tokens) + index - 1]
+        assert got.logprob == pytest.approx(float(row[output[index]]), abs=2e-3)
+        assert got.top_ids == row.topk(3).indices.tolist()
+    prompt_scores = deltas[0].prompt_logprobs
+    assert prompt_scores is not None and len(prompt_scores) == 40 and prompt_scores[0] is None
+    for index, got_prompt in enumerate(prompt_scores[1:], start=1):
+        assert got_prompt is not None and len(got_prompt.top_ids) == 2
+        assert got_prompt.logprob == pytest.approx(float(truth[index - 1][tokens[index]]), abs=2e-3)
+
+
+def test_a_repeated_prefix_is_taken_from_the_cache(engine: Engine) -> None:
+    shared = prompt(200)
+    engine.submit(greedy("first", shared + [1], 4))
+    drain(engine)
+    engine.submit(greedy("second", shared + [2], 4))
+    deltas = drain(engine)
+    assert deltas[0].cached_tokens == 192
+    engine.submit(Request("other tenant", shared + [3], SamplingParams(max_tokens=1), cache_salt="other"))
+    assert drain(engine)[0].cached_tokens == 0
+
+
+class _Poison:
+    """Makes the runner raise whenever a certain token is in the batch, as a kernel fault would."""
+
+    def __init__(self, engine: Engine, token: int, error: Exception) -> None:
+        self.run = engine.runner.run
+        self.token, self.error, self.raised = token, error, 0
+        engine.runner.run = self  # type: ignore[method-assign]
+
+    def __call__(self, batch: Batch) -> object:
+        if any(self.token in chunk.seq.tokens for chunk in batch.chunks):
+            self.raised += 1
+            raise self.error
+        return self.run(batch)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_breaks_the_step_fails_alone(engine: Engine, overlap: bool) -> None:
+    engine._depth = int(overlap)
+    healthy = [greedy(f"ok{i}", [t % 190 for t in prompt(20 * i + 3, seed=i)], 12) for i in range(4)]
+    expected = generate(engine, *healthy)
+    _Poison(engine, 198, RuntimeError("illegal instruction"))
+    engine.submit(healthy[0])
+    engine.submit(healthy[1])
+    first = engine.step()
+    engine.submit(greedy("poison", [1, 198, 3], 4))
+    engine.submit(healthy[2])
+    engine.submit(healthy[3])
+    deltas = (first.deltas if first else []) + drain(engine)
+    failed = {d.request_id: d.error for d in deltas if d.finish_reason == "error"}
+    assert list(failed) == ["poison"] and "illegal instruction" in (failed["poison"] or "")
+    got = collect(deltas)
+    assert {name: got[name] for name in expected} == expected
+    assert_idle(engine)
+
+
+def test_out_of_memory_shrinks_the_step_instead_of_failing(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, token_budget=64, prefix_cache=False)
+    run = engine.runner.run
+
+    def small_device(batch: Batch) -> object:
+        if batch.num_tokens > 24:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(batch)
+
+    expected = generate(engine, greedy("a", prompt(150), 8))
+    engine.runner.run = small_device  # type: ignore[method-assign, assignment]
+    assert generate(engine, greedy("a", prompt(150), 8)) == expected
+    assert engine.scheduler.token_budget == 16
+    assert_idle(engine)
+
+
+def test_overlapped_steps_give_the_same_tokens(checkpoint: Path) -> None:
+    """The CUDA schedule, where a step is launched before the previous one's tokens are known, run on CPU."""
+    requests = [greedy(f"r{i}", prompt(23 * i + 1, seed=i), 15 + i) for i in range(6)]
+    plain = generate(make_engine(checkpoint, num_blocks=40, token_budget=50), *requests)
+    engine = make_engine(checkpoint, num_blocks=24, token_budget=50)
+    engine._depth = 1
+    assert generate(engine, *requests) == plain
+    stop = plain["r3"][6]
+    engine.submit(greedy("s", prompt(70, seed=3), 18, stop_token_ids=(stop,)))
+    deltas = drain(engine)
+    assert collect(deltas)["s"] == plain["r3"][: plain["r3"].index(stop) + 1]
+    assert_idle(engine)
