@@ -1,0 +1,9 @@
+"""Text: tokenizers, chat templates, incremental detokenization, stop strings. Used by the gateway; no torch."""
+
+from penstock.text.chat_template import ChatTemplateError
+from penstock.text.detokenizer import IncrementalDetokenizer
+from penstock.text.loading import load_text
+from penstock.text.model import TextModel
+from penstock.text.stop_strings import StopStrings
+
+__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "StopStrings", "TextModel", "load_text"]

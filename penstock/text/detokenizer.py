@@ -1,0 +1,61 @@
+"""From token ids to text as they arrive.
+
+Text is the concatenation of the tokens' bytes, read as UTF-8 with malformed bytes replaced. That rule is a fold
+over tokens, so text can be emitted as soon as its last byte is known: a token costs time proportional to its own
+length, no character is ever emitted in halves, and what is emitted adds up to exactly `TextModel.decode`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Vocabulary(Protocol):
+    """What the detokenizer needs to know of a tokenizer."""
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a space before the first word belongs to the encoding and not to the text."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def is_special(self, token: int) -> bool: ...
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence of tokens, a few at a time.
+
+    With `continuation` the tokens go on from a text rather than begin one, so a leading space is kept.
+    """
+
+    __slots__ = ("_decoder", "_skip_special", "_strip", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool = True, continuation: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special = skip_special
+        self._strip = vocabulary.strips_first_space and not continuation
+        self._decoder = _utf8("replace")
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that these tokens complete. Bytes of an unfinished character are kept for the next call."""
+        vocabulary = self._vocabulary
+        if self._skip_special:
+            data = b"".join([vocabulary.token_bytes(token) for token in tokens if not vocabulary.is_special(token)])
+        else:
+            data = b"".join([vocabulary.token_bytes(token) for token in tokens])
+        return self._first(self._decoder.decode(data)) if data else ""
+
+    def flush(self) -> str:
+        """What is left when no token follows: a replacement character if a character was cut short."""
+        return self._first(self._decoder.decode(b"", final=True))
+
+    def _first(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text

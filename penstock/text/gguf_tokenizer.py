@@ -1,0 +1,179 @@
+"""Building a tokenizer from GGUF metadata, equal to the one the model was published with.
+
+Two kinds exist: byte-level BPE (`gpt2`, cut into words by a named pre-tokenizer before merging) and SentencePiece
+BPE (`llama`, merges ordered by score, bytes as a fallback). A pre-tokenizer that is not known here is refused:
+a tokenizer that is almost right makes a model quietly worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.engine.loading.gguf import GGUFFile
+from penstock.errors import CheckpointError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Values of `tokenizer.ggml.token_type`."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+
+LLAMA3 = _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _REST
+QWEN2 = _CONTRACTIONS + _WORDS + r"|\p{N}" + _REST
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _single_digits() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(pattern: str) -> Callable[[], Any]:
+    def build() -> Any:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    return build
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "phi-2"), _gpt2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _single_digits),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _split(LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _split(QWEN2)),
+    "tekken": _split(TEKKEN),
+}
+"""By `tokenizer.ggml.pre`."""
+
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""Pre-tokenizers whose models take a word that is in the vocabulary as it is, without merging up to it."""
+
+_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+    """The tokenizer described by a file's metadata."""
+    metadata = file.metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise CheckpointError(f"{file.path} holds no tokenizer; use a file that was written with one")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type")
+    kinds = [NORMAL] * len(tokens) if types is None else types.tolist()
+    if kind == "gpt2":
+        tokenizer = _byte_level(file, tokens)
+        bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
+    elif kind == "llama":
+        tokenizer = _sentencepiece(file, tokens, kinds)
+        bos_default = True
+    else:
+        raise CheckpointError(f"{file.path}: tokenizer kind {kind!r} is not supported; supported: gpt2, llama")
+    _add_tokens(tokenizer, tokens, kinds)
+    _add_post_processor(tokenizer, file, tokens, bos_default)
+    return tokenizer
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    metadata = file.metadata
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{file.path}: pre-tokenizer {pre!r} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    model = models.BPE(
+        vocab=_by_token(tokens), merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE_WORDS
+    )
+    tokenizer = Tokenizer(model)
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    metadata = file.metadata
+    if "tokenizer.ggml.scores" not in metadata:
+        raise CheckpointError(f"{file.path}: a llama tokenizer needs tokenizer.ggml.scores, which is missing")
+    scores = metadata["tokenizer.ggml.scores"].tolist()
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = models.BPE(
+        vocab=_by_token(tokens),
+        merges=merges_by_score(tokens, kinds, scores),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """The pairs that SentencePiece would merge, best first: every way to put a token together from two others,
+    ordered by the token's score."""
+    pieces = {token: index for index, token in enumerate(tokens) if kinds[index] in (NORMAL, UNUSED)}
+    ranked = []
+    for token, index in pieces.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in pieces and right in pieces:
+                ranked.append((-scores[index], pieces[left], pieces[right], left, right))
+    ranked.sort()
+    return [(left, right) for _, _, _, left, right in ranked]
+
+
+def _by_token(tokens: list[str]) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        vocabulary.setdefault(token, index)
+    return vocabulary
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Control tokens are recognised in text only where the caller allows it; user-defined ones always are."""
+    special = [_added(token) for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    plain = [_added(token) for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _added(token: str) -> AddedToken:
+    return AddedToken(token, normalized=False)
+
+
+def _add_post_processor(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str], bos_default: bool) -> None:
+    metadata = file.metadata
+    bos, eos = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
+    pieces, used = ["$A"], []
+    if metadata.get("tokenizer.ggml.add_bos_token", bos_default) and bos is not None:
+        pieces.insert(0, tokens[bos])
+        used.append((tokens[bos], bos))
+    if metadata.get("tokenizer.ggml.add_eos_token", False) and eos is not None:
+        pieces.append(tokens[eos])
+        used.append((tokens[eos], eos))
+    if used:
+        tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)

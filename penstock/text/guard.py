@@ -1,0 +1,123 @@
+"""Keeping control tokens out of what users write.
+
+A prompt is a template with messages in it, and only the template may speak in control tokens. Before rendering,
+every control token that is spelled out in a message is replaced by a stand-in nobody can guess; after rendering,
+what is still spelled like a control token must come from the template, and is renamed to something equally
+unguessable; then the stand-ins turn back into the user's words. The tokenizer that reads the result (see
+`TextModel`) knows control tokens only under their secret names. Looking for literal spellings is enough: a spelling
+that some normalization would make literal is not a secret name either.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock.text.chat_template import ChatTemplateError
+
+
+class SpecialTokens:
+    """The control tokens of one tokenizer, and the secret names this process has for them."""
+
+    def __init__(self, spellings: Mapping[str, int]) -> None:
+        self.ids = dict(spellings)
+        self._nonce = secrets.token_hex(8)
+        self.pattern = re.compile(trie_pattern(spellings)) if spellings else None
+        self._prefixes = {token[:end] for token in spellings for end in range(1, len(token))}
+        self._longest = max(map(len, self._prefixes), default=0)
+
+    def secret(self, spelling: str) -> str:
+        """The name of a control token in the guarded tokenizer."""
+        return f"\ue000{self._nonce}-{self.ids[spelling]}\ue001"
+
+    def rename(self, text: str) -> str:
+        """Give every control token spelled out in `text` its secret name."""
+        return text if self.pattern is None else self.pattern.sub(lambda match: self.secret(match[0]), text)
+
+    def occurs_in(self, text: str) -> bool:
+        return self.pattern is not None and self.pattern.search(text) is not None
+
+    def unfinished(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a control token."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._prefixes:
+                return length
+        return 0
+
+
+class Guard:
+    """One rendering: hides users' spellings before it and puts them back after it."""
+
+    def __init__(self, special: SpecialTokens) -> None:
+        self._special = special
+        self._nonce = secrets.token_hex(8)
+        self._hidden: list[str] = []
+
+    def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of messages without control tokens in them."""
+        guarded = []
+        for index, message in enumerate(messages):
+            if self._special.occurs_in(message["role"]):
+                raise ChatTemplateError(f"messages[{index}].role must not contain control tokens")
+            rest = {key: value for key, value in message.items() if key != "role"}
+            guarded.append({"role": message["role"], **self.value(rest)})
+        return guarded
+
+    def value(self, value: Any) -> Any:
+        """A copy of any JSON-like value without control tokens in it."""
+        if isinstance(value, str):
+            return self._hide(value)
+        if isinstance(value, Mapping):
+            return {
+                self._hide(key) if self._special.occurs_in(key) else key: self.value(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        """Put the users' words back into rendered text."""
+        if not self._hidden:
+            return text
+        return re.sub(f"\ue000{self._nonce}-(\\d+)\ue001", lambda match: self._hidden[int(match[1])], text)
+
+    def _hide(self, text: str) -> str:
+        pattern = self._special.pattern
+        if pattern is None:
+            return text
+        hidden = pattern.sub(lambda match: self._stand_in(match[0]), text)
+        # Two strings that a template puts side by side must not complete a control token between them.
+        unfinished = self._special.unfinished(hidden)
+        if unfinished:
+            hidden = hidden[:-unfinished] + self._stand_in(hidden[-unfinished:])
+        return hidden
+
+    def _stand_in(self, text: str) -> str:
+        self._hidden.append(text)
+        return f"\ue000{self._nonce}-{len(self._hidden) - 1}\ue001"
+
+
+def trie_pattern(words: Iterable[str]) -> str:
+    """A regular expression that matches the longest of `words`, quickly even for thousands of them."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _node_pattern(root)
+
+
+def _node_pattern(node: dict[str, Any]) -> str:
+    ends = "" in node
+    single = [re.escape(c) for c, child in node.items() if c and list(child) == [""]]
+    branches = [re.escape(c) + _node_pattern(child) for c, child in node.items() if c and list(child) != [""]]
+    if single:
+        branches.append(single[0] if len(single) == 1 else f"[{''.join(single)}]")
+    if not branches:
+        return ""
+    body = branches[0] if len(branches) == 1 and not ends else f"(?:{'|'.join(branches)})"
+    return f"{body}?" if ends else body

@@ -1,0 +1,208 @@
+"""Everything about a model that concerns text: tokenizer, chat template, end tokens.
+
+A `TextModel` does not change once built (one table fills itself in as tokens are met), and the tokenizer releases
+the interpreter lock while it works, so any number of threads may use one. No torch here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from penstock.text.chat_template import ChatTemplate, ChatTemplateError, flatten
+from penstock.text.detokenizer import IncrementalDetokenizer
+from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.token_bytes import decoding_rule
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TextModel:
+    """Turns text and chats into token ids, and token ids into text."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None = None,
+        eos_token_ids: Iterable[int] = (),
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token for token, added in self._added.items() if added.special)
+        self._special = SpecialTokens({self._added[token].content: token for token in self._special_ids})
+        self._to_bytes, self.strips_first_space = decoding_rule(tokenizer.decoder)
+        self.vocab_size: int = vocab_size or tokenizer.get_vocab_size()
+        """Number of ids the model knows; some may stand for no token."""
+        self.context_length = context_length
+        self._bytes: list[bytes | None] = [None] * max(self.vocab_size, max(self._added, default=0) + 1)
+        self._before, self._after = self._surroundings()
+        self._guarded: tuple[Tokenizer, dict[int, int]] | None = None
+        self._guarded_lock = threading.Lock()
+        turn_end = self._turn_end()
+        ends = [*eos_token_ids, *([turn_end] if turn_end is not None else [])]
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        """Every id that ends an answer, the most usual one first."""
+
+    # --- text to ids
+
+    def encode(self, text: str, *, special: bool = True, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        `special`: control tokens spelled out in the text count as such; without it they are ordinary words.
+        `add_special_tokens`: begin (and end) as the model's tokenizer does, with a BOS token for instance.
+        """
+        if special:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        ids = self._encode_guarded(text)
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for a chat, to be read by people. To get its ids use `encode_chat`: in this text users' words
+        can no longer be told from control tokens."""
+        return self._chat_template().render(
+            flatten(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt for a chat. Control tokens come from the template only, never from messages."""
+        guard = Guard(self._special)
+        rendered = self._chat_template().render(
+            guard.messages(flatten(messages)),
+            add_generation_prompt=add_generation_prompt,
+            tools=guard.value(tools),
+            template_kwargs=guard.value(template_kwargs),
+        )
+        return self._encode_guarded(guard.restore(self._special.rename(rendered)))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; send a plain text prompt instead of messages")
+        return self._template
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens count only under their secret names."""
+        tokenizer, real = self._guarded_tokenizer()
+        return [real.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer over the same vocabulary with control tokens renamed, and their real ids by its ids."""
+        with self._guarded_lock:
+            if self._guarded is None:
+                source = self._tokenizer
+                guarded = Tokenizer(source.model)
+                if source.normalizer is not None:
+                    guarded.normalizer = source.normalizer
+                if source.pre_tokenizer is not None:
+                    guarded.pre_tokenizer = source.pre_tokenizer
+                names = []
+                for token in sorted(self._added):
+                    added = self._added[token]
+                    name = self._special.secret(added.content) if added.special else added.content
+                    names.append((name, token, added))
+                guarded.add_tokens(
+                    [
+                        AddedToken(
+                            name,
+                            single_word=added.single_word,
+                            lstrip=added.lstrip,
+                            rstrip=added.rstrip,
+                            normalized=added.normalized and not added.special,
+                        )
+                        for name, _, added in names
+                    ]
+                )
+                self._guarded = guarded, {guarded.token_to_id(name): token for name, token, _ in names}
+            return self._guarded
+
+    # --- ids to text
+
+    def decode(self, tokens: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of a sequence of ids; malformed UTF-8 becomes replacement characters."""
+        detokenizer = self.detokenizer(skip_special=skip_special)
+        return detokenizer.push(tokens) + detokenizer.flush()
+
+    def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> IncrementalDetokenizer:
+        """A decoder for one stream of ids. `continuation`: they go on from a prompt's text (completions)."""
+        return IncrementalDetokenizer(self, skip_special=skip_special, continuation=continuation)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token adds to the text; none for an id that stands for no token."""
+        if not 0 <= token < len(self._bytes):
+            return b""
+        known = self._bytes[token]
+        if known is None:
+            spelling = self._tokenizer.id_to_token(token)
+            known = self._bytes[token] = b"" if spelling is None else self._to_bytes(spelling)
+        return known
+
+    def token_text(self, token: int) -> str:
+        """A token as text on its own; bytes that are not a whole character become replacement characters."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_id(self, spelling: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary."""
+        found: int | None = self._tokenizer.token_to_id(spelling)
+        return found
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is a control token, which is not shown in text."""
+        return token in self._special_ids
+
+    # --- facts found out while building
+
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """Ids the tokenizer puts before and after every text."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        return [], []
+
+    def _turn_end(self) -> int | None:
+        """The control token with which the template closes an assistant's turn."""
+        if self._template is None or self._special.pattern is None:
+            return None
+        answer = "answer-to-find"
+        try:
+            rendered = self.render_chat(
+                [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}],
+                add_generation_prompt=False,
+            )
+        except ChatTemplateError:
+            return None  # a template with other roles; its end tokens are those the checkpoint names
+        rest = rendered.rpartition(answer)[2].lstrip()
+        match = self._special.pattern.match(rest)
+        return self._special.ids[match[0]] if match else None
