@@ -1,0 +1,1 @@
+"""The HTTP side: validation, text, streaming, errors. JSON and templates live here and nowhere below."""

@@ -1,0 +1,1 @@
+"""From the model a client names to the backend that runs it."""

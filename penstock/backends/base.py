@@ -1,0 +1,222 @@
+"""What every backend offers, and the bookkeeping that engine clients share.
+
+A backend turns `Request`s into deltas in a `Mailbox`. Invariant: every accepted request ends in its mailbox
+with exactly one final delta or one error, also when the engine dies; after `abort` it gets neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from penstock.backends.mailbox import Mailbox
+from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.protocol.errors import (
+    ApiError,
+    Draining,
+    EngineLost,
+    EngineUnavailable,
+    Overloaded,
+    ServerError,
+)
+from penstock.protocol.messages import DRAINING, NOT_REGISTERED
+
+Clock = Callable[[], float]
+QUEUE_FULL = "the engine's queue is full"
+"""How `Delta.error` begins when the engine's waiting queue is at its limit."""
+
+
+class Backend(Protocol):
+    """A place that can run requests for one model."""
+
+    name: str
+    """Says which replica answered (`x-penstock-replica`)."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine said of itself; None until it has been ready once."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine last completed a step, while it has work; 0 when it is idle."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the engine last produced a token."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def wait_ready(self, within: float) -> EngineInfo:
+        """The engine's info once it is ready; `EngineUnavailable` after `within` seconds."""
+
+    def submit(self, request: Request, mailbox: Mailbox, index: int = 0) -> None:
+        """Run `request`; its deltas go to `mailbox` as choice `index`. Raises `ApiError` when it cannot."""
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and forget it. Unknown ids are ignored."""
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """The deltas of one request. Closing the iterator early aborts it."""
+
+
+class EngineClient:
+    """Routes step outputs to mailboxes and watches the engine's progress; subclasses move the messages."""
+
+    def __init__(self, name: str, *, max_in_flight: int, max_waiters: int, clock: Clock) -> None:
+        self.name = name
+        self._max_in_flight = max_in_flight
+        self._max_waiters = max_waiters
+        self._clock = clock
+        self._routes: dict[str, tuple[Mailbox, int]] = {}
+        self._info: EngineInfo | None = None
+        self._ready = asyncio.Event()
+        self._waiters = 0
+        self._load = Load()
+        self._progress_at = clock()
+        self._token_at = float("-inf")
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._info
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    @property
+    def load(self) -> Load:
+        return self._load
+
+    @property
+    def stalled_s(self) -> float:
+        busy = bool(self._routes) or self._load.running > 0 or self._load.waiting > 0
+        return self._clock() - self._progress_at if busy else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        return self._clock() - self._token_at
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._routes)
+
+    async def wait_ready(self, within: float) -> EngineInfo:
+        if not self._ready.is_set():
+            if self._waiters >= self._max_waiters:
+                raise EngineUnavailable(
+                    f"The engine for this model is not up and {self._waiters} requests already wait for it.",
+                    reason="queue_full",
+                    retry_after=within,
+                )
+            self._waiters += 1
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ready.wait(), within)
+            finally:
+                self._waiters -= 1
+        if not self._ready.is_set() or self._info is None:
+            raise EngineUnavailable(
+                f"The engine for this model is not up (waited {within:g} s). It may be starting; try again.",
+                reason="queue_timeout",
+                retry_after=5.0,
+            )
+        return self._info
+
+    def submit(self, request: Request, mailbox: Mailbox, index: int = 0) -> None:
+        if not self._ready.is_set():
+            raise EngineUnavailable("The engine for this model is restarting; try again.")
+        if len(self._routes) >= self._max_in_flight:
+            raise Overloaded(
+                f"{len(self._routes)} requests are already running or waiting; try again shortly.",
+                retry_after=2.0,
+            )
+        if not self._routes:
+            self._progress_at = self._clock()
+        self._routes[request.request_id] = (mailbox, index)
+        try:
+            self._send_submit(request)
+        except BaseException:
+            del self._routes[request.request_id]
+            raise
+
+    def abort(self, request_id: str) -> None:
+        if self._routes.pop(request_id, None) is not None and self._ready.is_set():
+            self._send_abort(request_id)
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        mailbox = Mailbox()
+        self.submit(request, mailbox)
+        try:
+            while True:
+                for arrival in await mailbox.take():
+                    yield arrival.delta
+                    if arrival.delta.finish_reason is not None:
+                        return
+        finally:
+            self.abort(request.request_id)
+
+    def _send_submit(self, request: Request) -> None:
+        raise NotImplementedError
+
+    def _send_abort(self, request_id: str) -> None:
+        raise NotImplementedError
+
+    def _came_up(self, info: EngineInfo) -> None:
+        self._info = info
+        self._load = Load()
+        self._progress_at = self._clock()
+        self._ready.set()
+
+    def _went_down(self, error: ApiError) -> None:
+        """The engine is gone, and with it every request it held."""
+        self._ready.clear()
+        self._load = Load(total_blocks=self._load.total_blocks)
+        routes, self._routes = self._routes, {}
+        for mailbox, _ in routes.values():
+            mailbox.fail(error)
+
+    def _deliver(self, output: StepOutput) -> None:
+        if output.load.steps != self._load.steps:
+            self._progress_at = self._clock()
+        if output.load.generation_tokens > self._load.generation_tokens:
+            self._token_at = self._clock()
+        self._load = output.load
+        for delta in output.deltas:
+            route = self._routes.get(delta.request_id)
+            if route is None:
+                continue  # aborted here; the engine's last words about it are not for anybody
+            if delta.finish_reason is not None:
+                del self._routes[delta.request_id]
+            if delta.finish_reason == "error":
+                route[0].fail(error_of(delta))
+            else:
+                route[0].put(route[1], delta)
+
+
+def error_of(delta: Delta) -> ApiError:
+    """What a client should hear about a request the engine refused or failed."""
+    message = delta.error or "The engine failed this request."
+    if message.startswith(DRAINING):
+        return Draining()
+    if message.startswith(NOT_REGISTERED):
+        return EngineLost()
+    if message.startswith(QUEUE_FULL):
+        return Overloaded(message, retry_after=2.0)
+    return ServerError(message)
+
+
+monotonic: Clock = time.monotonic

@@ -1,0 +1,111 @@
+"""A real engine on a thread of this process: the same interface as the ZeroMQ client, for tests and embedding.
+
+The thread alone touches the engine. Requests reach it through a queue, step outputs come back by
+`call_soon_threadsafe`. torch is imported only when `load` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.backends.base import Clock, EngineClient, monotonic
+from penstock.engine.config import EngineConfig
+from penstock.engine.request import EngineInfo, Load, Request, StepOutput
+from penstock.protocol.errors import EngineLost
+
+log = logging.getLogger("penstock.backends.inprocess")
+
+
+class EngineLike(Protocol):
+    """What this backend needs of an engine."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def step(self) -> StepOutput | None: ...
+
+    def load_snapshot(self) -> Load: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class InProcessBackend(EngineClient):
+    """Runs `engine` on its own thread between `start` and `close`."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        *,
+        name: str = "0",
+        heartbeat_s: float = 0.5,
+        max_in_flight: int = 16384,
+        clock: Clock = monotonic,
+    ) -> None:
+        super().__init__(name, max_in_flight=max_in_flight, max_waiters=max_in_flight, clock=clock)
+        self._engine = engine
+        self._heartbeat_s = heartbeat_s
+        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def load_engine(
+        cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None, *, name: str = "0"
+    ) -> InProcessBackend:
+        from penstock.engine.core import Engine
+
+        return cls(Engine.load(config, progress), name=name)
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name=f"engine {self.name}", daemon=True)
+        self._thread.start()
+        self._came_up(self._engine.info)
+
+    async def close(self) -> None:
+        if self._thread is None:
+            return
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+        self._went_down(EngineLost("The engine is being closed."))
+
+    def _send_submit(self, request: Request) -> None:
+        self._inbox.put(request)
+
+    def _send_abort(self, request_id: str) -> None:
+        self._inbox.put(request_id)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        def tell(callback: Callable[..., None], *args: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(callback, *args)
+
+        engine = self._engine
+        try:
+            while True:
+                try:
+                    message = self._inbox.get(block=not engine.has_work, timeout=self._heartbeat_s)
+                    while True:
+                        if message is None:
+                            return
+                        if isinstance(message, Request):
+                            engine.submit(message)
+                        else:
+                            engine.abort(message)
+                        message = self._inbox.get_nowait()
+                except queue.Empty:
+                    pass
+                output = engine.step() or StepOutput([], engine.load_snapshot())
+                tell(self._deliver, output)
+        except Exception:
+            log.exception("engine failed", extra={"engine": self.name})
+            tell(self._went_down, EngineLost("The engine failed; see the server's log."))

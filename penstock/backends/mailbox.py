@@ -1,0 +1,84 @@
+"""Where an engine's deltas wait for the one coroutine that answers a client.
+
+One mailbox serves one HTTP request, however many choices it has. Invariant: memory is bounded by what the
+request may produce, because deltas of the same choice are merged while nobody reads; so a slow reader costs a
+few integers, and never makes the engine's reader wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from penstock.engine.request import Delta
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A delta, the choice it belongs to, and when its newest token reached the gateway."""
+
+    index: int
+    delta: Delta
+    at: float
+
+
+class Mailbox:
+    """Deltas of one HTTP request, in order of arrival, for a single reader."""
+
+    __slots__ = ("_arrivals", "_error", "_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: list[Arrival] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def put(self, index: int, delta: Delta) -> None:
+        now = time.monotonic()
+        for arrival in self._arrivals:
+            if arrival.index == index:
+                _merge(arrival.delta, delta)
+                arrival.at = now
+                break
+        else:
+            self._arrivals.append(Arrival(index, delta, now))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the conversation; the reader gets what has arrived first, then `error`. The first error wins."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def take(self, within: float | None = None) -> list[Arrival]:
+        """Everything that has arrived; waits for something. Empty when `within` seconds pass first."""
+        if not self._arrivals and self._error is None:
+            self._waiter = self._loop.create_future()
+            timer = None if within is None else self._loop.call_later(max(within, 0.0), self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        if self._arrivals:
+            arrivals, self._arrivals = self._arrivals, []
+            return arrivals
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+
+def _merge(older: Delta, newer: Delta) -> None:
+    """Append `newer` to `older`. Only the first delta of a request carries the prompt's fields."""
+    older.tokens.extend(newer.tokens)
+    if newer.logprobs is not None:
+        older.logprobs = (older.logprobs or []) + newer.logprobs
+    if newer.finish_reason is not None:
+        older.finish_reason = newer.finish_reason
+        older.error = newer.error

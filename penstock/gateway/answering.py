@@ -1,0 +1,105 @@
+"""Answer a generation request, streamed or whole: one loop each, shared by chat and text completions.
+
+A stream's status line waits for the first token, so that an early failure is a real status code; after
+`hold_status_s` it goes out with comment lines instead. An error after the first byte is one `data:` line with
+the error object, then the stream ends without `[DONE]`. A slow reader makes only this coroutine wait; tokens
+gather in its mailbox meanwhile and go out together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Protocol
+
+from penstock.gateway.choice import Piece
+from penstock.gateway.exchange import ClientGone, Exchange, encode_json
+from penstock.gateway.generation import Generation
+from penstock.gateway.service import Service
+from penstock.protocol.errors import ApiError
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Renderer(Protocol):
+    """How an endpoint writes what was generated."""
+
+    def opening(self) -> bytes:
+        """The first events of a stream."""
+
+    def event(self, piece: Piece) -> bytes:
+        """One piece of a choice, as an event."""
+
+    def closing(self) -> bytes:
+        """What follows the last piece, before `[DONE]`."""
+
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        """The body of an answer that is not streamed; `pieces` per choice."""
+
+
+async def answer(
+    service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
+) -> None:
+    service.track(generation)
+    watcher = asyncio.create_task(_watch(exchange, generation), name="client watcher")
+    try:
+        generation.submit()
+        if stream:
+            await _stream(service, exchange, generation, renderer)
+        else:
+            await _whole(exchange, generation, renderer)
+    finally:
+        generation.close()
+        service.untrack(generation)
+        _record(exchange, generation)
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
+
+
+async def _watch(exchange: Exchange, generation: Generation) -> None:
+    """Stops generating as soon as the client leaves, whatever the answering coroutine is doing."""
+    await exchange.gone()
+    generation.fail(ClientGone())
+
+
+async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer) -> None:
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+    while not generation.done:
+        for piece in await generation.next():
+            pieces[piece.index].append(piece)
+    await exchange.reply(200, renderer.whole(pieces))
+
+
+async def _stream(service: Service, exchange: Exchange, generation: Generation, renderer: Renderer) -> None:
+    settings = service.settings
+    pieces = await generation.next(settings.hold_status_s)
+    await exchange.start_stream()
+    try:
+        head = renderer.opening()
+        while True:
+            if pieces:
+                data = head + b"".join(map(renderer.event, pieces))
+            else:
+                data = head or KEEP_ALIVE
+            head = b""
+            if generation.done:
+                await exchange.end_stream(data + renderer.closing() + DONE)
+                return
+            await exchange.write(data)
+            pieces = await generation.next(settings.keep_alive_s)
+    except ApiError as error:
+        exchange.record.finish_reason = "error"
+        await exchange.end_stream(b"data: " + encode_json(error.body()) + b"\n\n")
+
+
+def _record(exchange: Exchange, generation: Generation) -> None:
+    record = exchange.record
+    record.prompt_tokens = generation.prompt_tokens
+    record.cached_tokens = generation.cached_tokens
+    record.completion_tokens = generation.completion_tokens
+    if generation.first_token_at is not None:
+        record.ttft_ms = round((generation.first_token_at - exchange.started_at) * 1000, 3)
+    if record.finish_reason is None:
+        record.finish_reason = generation.outcome

@@ -1,0 +1,202 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from penstock.gateway.answering import answer
+from penstock.gateway.choice import Piece, TokenPiece
+from penstock.gateway.decoding import decode, given, not_supported
+from penstock.gateway.exchange import Exchange, encode_json
+from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.messages import template_messages
+from penstock.gateway.preparing import open_route
+from penstock.gateway.sampling import (
+    PRIORITIES,
+    check_choices,
+    fit,
+    limits,
+    sampling_params,
+    stop_strings,
+    with_seed,
+)
+from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
+from penstock.gateway.service import Service
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ServedModel
+from penstock.text import TextModel
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    request = decode(_decoder, await exchange.body(service.settings.body_limit))
+    exchange.record.user_id = request.user or request.safety_identifier
+    exchange.record.metadata = request.metadata
+    _check(request)
+    n = request.n or 1
+    check_choices(1, n, service.settings)
+    asked, param = _max_tokens(request)
+    limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
+    messages = template_messages(request.messages)
+    stops = stop_strings(request)
+    model, info = await open_route(service, exchange, request.model)
+    params = sampling_params(
+        request, info, model.text.eos_token_ids, logprobs=(request.top_logprobs or 0) if request.logprobs else None
+    )
+    tokens = await service.render_chat(model, messages)
+    params = fit(params, len(tokens), limit, info.max_model_len, "messages")
+    generation = Generation(
+        model,
+        [Prompt(tokens, [with_seed(params, i) for i in range(n)])],
+        request_id=exchange.request_id,
+        metrics=service.metrics,
+        started_at=exchange.started_at,
+        stops=stops,
+        priority=PRIORITIES[request.service_tier or "auto"],
+        time_limit_s=service.settings.time_limit_s,
+        want_logprobs=bool(request.logprobs),
+    )
+    renderer = ChatRenderer(request, model, generation)
+    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+
+def _check(request: ChatRequest) -> None:
+    for name in CHAT_UNSUPPORTED:
+        if given(getattr(request, name)):
+            raise not_supported(name)
+    if given(request.tool_choice) and _plain(request.tool_choice) != "none":
+        raise not_supported("tool_choice")
+    if given(request.response_format) and _plain(request.response_format) != {"type": "text"}:
+        raise not_supported("response_format")
+    if given(request.modalities) and _plain(request.modalities) != ["text"]:
+        raise not_supported("modalities")
+    if request.store:
+        raise not_supported("store")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
+
+
+def _plain(raw: Any) -> Any:
+    return msgspec.json.decode(bytes(raw))
+
+
+def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            "`max_tokens` and `max_completion_tokens` differ; send one of them.", param="max_completion_tokens"
+        )
+    if old == 0:
+        raise InvalidRequest("`max_tokens` must be at least 1.", param="max_tokens")
+    return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
+
+
+class ChatRenderer:
+    """`chat.completion` and `chat.completion.chunk` objects."""
+
+    def __init__(self, request: ChatRequest, model: ServedModel, generation: Generation) -> None:
+        self._generation = generation
+        self._text = model.text
+        self._logprobs = bool(request.logprobs)
+        self._top = request.top_logprobs or 0
+        self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default" if request.service_tier == "auto" else request.service_tier
+        # Everything around the text of a chunk is the same every time; encode it once.
+        self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+
+    def opening(self) -> bytes:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
+
+    def event(self, piece: Piece) -> bytes:
+        data = b""
+        if piece.text or piece.tokens:
+            if not piece.tokens:
+                data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                    self._before,
+                    piece.index,
+                    encode_json(piece.text),
+                    self._after,
+                )
+            else:
+                logprobs = chat_logprobs(self._text, piece.tokens, self._top)
+                data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
+        if piece.finish_reason is not None:
+            data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
+        return data
+
+    def closing(self) -> bytes:
+        if not self._usage:
+            return b""
+        return b"data: " + encode_json({**self._head, "choices": [], "usage": self._generation.usage()}) + b"\n\n"
+
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        choices = []
+        for index, parts in enumerate(pieces):
+            tokens = [token for part in parts for token in part.tokens]
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": {
+                    "role": "assistant",
+                    "content": "".join(part.text for part in parts),
+                    "refusal": None,
+                    "annotations": [],
+                },
+                "logprobs": chat_logprobs(self._text, tokens, self._top) if self._logprobs else None,
+                "finish_reason": parts[-1].finish_reason,
+            }
+            if parts[-1].stop_reason is not None:
+                choice["stop_reason"] = parts[-1].stop_reason
+            choices.append(choice)
+        return encode_json({**self._head, "choices": choices, "usage": self._generation.usage()})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._before + encode_json(choice) + self._after
+
+
+def chat_logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
+    content = []
+    for token in tokens:
+        pairs = zip(token.logprob.top_ids[:top], token.logprob.top_logprobs[:top], strict=True)
+        content.append(
+            {
+                **_entry(text, token.id, token.logprob.logprob),
+                "top_logprobs": [_entry(text, id, logprob) for id, logprob in pairs],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def _entry(text: TextModel, id: int, logprob: float) -> dict[str, Any]:
+    data = text.token_bytes(id)
+    return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's own floor stands for "impossible"."""
+    return max(logprob, -9999.0)

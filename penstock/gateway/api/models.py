@@ -1,0 +1,45 @@
+"""GET /v1/models and /v1/models/{model}"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.service import Service
+from penstock.routing.registry import ServedModel
+
+
+async def list_models(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json({"object": "list", "data": [describe(service, model) for model in service.registry]})
+
+
+async def get_model(service: Service, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix("/v1/models/")
+    await exchange.reply_json(describe(service, service.registry.route(name).model))
+
+
+def describe(service: Service, model: ServedModel) -> dict[str, Any]:
+    window = model.context_window
+    cap = service.settings.max_tokens
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "penstock",
+        "root": model.name,
+        "parent": None,
+        "aliases": list(model.aliases),
+        "context_window": window,
+        "max_model_len": window,
+        "max_output_tokens": window if cap is None else cap if window is None else min(cap, window),
+        "ready": model.backend.ready,
+        "capabilities": {
+            "chat": model.text.has_chat_template,
+            "completions": True,
+            "streaming": True,
+            "logprobs": True,
+            "tools": False,
+            "structured_output": False,
+        },
+        "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
+    }

@@ -1,0 +1,73 @@
+"""POST /v1/tokenize and /v1/detokenize: what a prompt will count and cost, with no inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.gateway.decoding import decode
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.messages import template_messages
+from penstock.gateway.preparing import find_model
+from penstock.gateway.sampling import check_token_ids
+from penstock.gateway.schemas import DetokenizeRequest, TokenizeRequest
+from penstock.gateway.service import Service
+from penstock.protocol.errors import InvalidRequest
+
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    request = decode(_tokenize, await exchange.body(service.settings.body_limit))
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("Send either `prompt` or `messages`.", param="prompt")
+    if request.messages is not None and request.add_special_tokens is not None:
+        raise InvalidRequest(
+            "`add_special_tokens` goes with `prompt`; the chat template writes its own.", param="add_special_tokens"
+        )
+    if request.prompt is not None and request.add_generation_prompt is not None:
+        raise InvalidRequest("`add_generation_prompt` goes with `messages`.", param="add_generation_prompt")
+    model = find_model(service, exchange, request.model)
+    if request.messages is not None:
+        tokens = await service.render_chat(
+            model,
+            template_messages(request.messages),
+            add_generation_prompt=request.add_generation_prompt is not False,
+        )
+    else:
+        tokens = await service.encode(model, request.prompt or "", special=request.add_special_tokens is not False)
+    count, window = len(tokens), model.context_window
+    estimate: dict[str, Any] = {
+        "input": count * model.input_price / 1e6,
+        "output": (request.max_tokens or 0) * model.output_price / 1e6,
+    }
+    estimate["total"] = estimate["input"] + estimate["output"]
+    await exchange.reply_json(
+        {
+            "object": "tokenization",
+            "model": model.name,
+            "tokens": tokens,
+            "count": count,
+            "max_model_len": window,
+            "fits": window is None or count + (request.max_tokens or 1) <= window,
+            "estimated_cost": estimate,
+        }
+    )
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    request = decode(_detokenize, await exchange.body(service.settings.body_limit))
+    model = find_model(service, exchange, request.model)
+    check_token_ids(request.tokens, model.text.vocab_size, "tokens")
+    text = model.text.decode(request.tokens)
+    await exchange.reply_json(
+        {
+            "object": "detokenization",
+            "model": model.name,
+            "text": text,
+            "prompt": text,
+            "count": len(request.tokens),
+        }
+    )

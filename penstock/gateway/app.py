@@ -1,0 +1,179 @@
+"""The ASGI application: every request becomes an `Exchange`, every failure one OpenAI-shaped error.
+
+FastAPI holds the routes and writes `/docs` and `/openapi.json`; the paths that carry the load are looked up in
+a dictionary first and never enter it. There is no middleware: ids, errors, metrics and the request log are all
+in `App`, so that there is one place where an answer can come from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import penstock
+from penstock.gateway.endpoints import ENDPOINTS, Endpoint, openapi_of
+from penstock.gateway.exchange import ClientGone, Exchange, Message, Receive, Scope, Send, StalledReader
+from penstock.gateway.service import Service
+from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
+from penstock.telemetry.logging import log_request
+
+log = logging.getLogger("penstock.gateway")
+
+CLIENT_CLOSED = 499
+"""What logs and metrics call a request whose client left; nothing is sent."""
+_EXCHANGE = "penstock.exchange"
+
+
+class App:
+    """The gateway as an ASGI callable."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.fastapi = self._routes()
+        self._hot = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS if endpoint.hot}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this application speaks HTTP only, not {scope['type']}")
+        exchange = Exchange(scope, receive, send, stalled_reader_s=self.service.settings.stalled_reader_s)
+        endpoint = self._hot.get((exchange.method, exchange.path))
+        if endpoint is not None:
+            await self._answer(exchange, endpoint)
+            return
+        scope[_EXCHANGE] = exchange
+        await self.fastapi(scope, receive, _tagging(exchange, send))
+
+    async def _answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        service = self.service
+        exchange.route = exchange.record.route = endpoint.path
+        in_flight = service.metrics.in_flight(endpoint.path)
+        in_flight.inc()
+        try:
+            if endpoint.serves_tokens:
+                service.enter()
+                try:
+                    await self._guarded(exchange, endpoint.handler(service, exchange))
+                finally:
+                    service.leave()
+            else:
+                await self._guarded(exchange, endpoint.handler(service, exchange))
+        except ApiError as error:  # draining
+            await self._guarded(exchange, _fail(error))
+        finally:
+            in_flight.dec()
+            self._finish(exchange, endpoint.logged)
+
+    async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        """Run `work`; render what it raises. Nothing but cancellation comes out."""
+        try:
+            try:
+                await work
+            except ApiError as error:
+                if error.reason is not None:
+                    self.service.metrics.rejected(error.reason)
+                exchange.record.finish_reason = "error"
+                await exchange.reply_error(error)
+            except ClientGone:
+                raise
+            except Exception:
+                log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
+                exchange.record.finish_reason = "error"
+                if not exchange.response_started:
+                    await exchange.reply_error(
+                        ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
+                    )
+        except ClientGone as gone:
+            exchange.record.finish_reason = "abort"
+            exchange.status = CLIENT_CLOSED
+            self.service.metrics.disconnects.inc()
+            if isinstance(gone, StalledReader):
+                self.service.metrics.stalled_readers.inc()
+
+    def _finish(self, exchange: Exchange, logged: bool) -> None:
+        seconds = exchange.elapsed_s
+        status = exchange.status or CLIENT_CLOSED
+        self.service.metrics.answered(exchange.route, exchange.method, status, seconds)
+        if logged:
+            exchange.record.status = status
+            exchange.record.total_latency_ms = round(seconds * 1000, 3)
+            log_request(exchange.record)
+
+    def _routes(self) -> FastAPI:
+        api = FastAPI(
+            title="Penstock",
+            version=penstock.__version__,
+            description="OpenAI-compatible serving of language models.",
+            redoc_url=None,
+        )
+
+        def endpoint_function(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+            async def respond(request: Request) -> Response:
+                return _Answer(lambda exchange: self._answer(exchange, endpoint))
+
+            return respond
+
+        for endpoint in ENDPOINTS:
+            api.add_api_route(
+                endpoint.path,
+                endpoint_function(endpoint),
+                methods=[endpoint.method],
+                summary=endpoint.summary,
+                tags=[endpoint.tag],
+                operation_id=endpoint.handler.__name__,
+                include_in_schema=endpoint.documented,
+                response_class=Response,
+            )
+
+        async def http_error(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            return _Answer(lambda exchange: self._answer_unrouted(exchange, error))
+
+        api.add_exception_handler(HTTPException, http_error)
+        api.openapi = openapi_of(api)  # type: ignore[method-assign]
+        return api
+
+    async def _answer_unrouted(self, exchange: Exchange, error: HTTPException) -> None:
+        exchange.route = "unknown"
+        where = f"{exchange.method[:16]} {exchange.path[:256]}"
+        problem: ApiError
+        if error.status_code == 404:
+            problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            exchange.extra_headers.append((b"allow", allowed.encode()))
+            problem = MethodNotAllowed(f"{where} is not possible; use {allowed}.")
+        else:
+            problem = InvalidRequest(str(error.detail))
+        await self._guarded(exchange, _fail(problem))
+        self._finish(exchange, logged=False)
+
+
+async def _fail(error: ApiError) -> None:
+    raise error
+
+
+class _Answer(Response):
+    """Lets a FastAPI route answer through the request's `Exchange`."""
+
+    def __init__(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope[_EXCHANGE])
+
+
+def _tagging(exchange: Exchange, send: Send) -> Send:
+    """For the pages FastAPI writes itself (`/docs`): the same request id header."""
+
+    async def tagged(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+        await send(message)
+
+    return tagged

@@ -1,0 +1,148 @@
+"""Token ids of one choice to text: detokenization, stop strings, logprobs, finish reason.
+
+Invariant: text handed out never contains a stop string or a part of one that later completes, never half a
+character, and logprobs are handed out with the text they belong to, so that both are cut at the same place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.engine.request import Delta, TokenLogprob
+from penstock.text import IncrementalDetokenizer, StopStrings, TextModel
+
+TIME_LIMIT = "time_limit"
+"""`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """A generated token, where its text starts in the completion, and its probabilities."""
+
+    id: int
+    offset: int
+    logprob: TokenLogprob
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice has to say now. The last one carries `finish_reason`."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenPiece] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """The text side of one engine request."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_held",
+        "_length",
+        "_min_tokens",
+        "_released",
+        "_stops",
+        "cached_tokens",
+        "completion_tokens",
+        "discard",
+        "finished",
+        "first_at",
+        "index",
+        "last_at",
+        "outcome",
+        "prompt_logprobs",
+        "want_logprobs",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        text: TextModel,
+        *,
+        stops: list[str],
+        min_tokens: int = 0,
+        want_logprobs: bool = False,
+        discard: bool = False,
+        continuation: bool = False,
+    ) -> None:
+        """`continuation`: the text goes on from the prompt's, so a leading space stays. `discard`: the request is only run for its prompt; what it generates is not shown or counted."""
+        self.index = index
+        self.want_logprobs = want_logprobs
+        self.discard = discard
+        self._detokenizer = IncrementalDetokenizer(text, continuation=continuation)
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._held: deque[TokenPiece] = deque()
+        self._length = 0
+        self._released = 0
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finished = False
+        self.outcome: str | None = None
+        """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+
+    def feed(self, delta: Delta) -> Piece | None:
+        """Text and logprobs that are safe to show after `delta`; None when there is nothing to say."""
+        if self.finished:
+            return None
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        piece = Piece(self.index)
+        tokens = delta.tokens
+        if self.discard:
+            tokens = []
+        self.completion_tokens += len(tokens)
+        if delta.finish_reason == "stop" and tokens:
+            piece.stop_reason = tokens[-1]
+            tokens = tokens[:-1]  # the stop token ends the text; it is not part of it
+        raw = self._detokenize(tokens, delta)
+        if delta.finish_reason is not None:
+            raw += self._detokenizer.flush()
+        self._length += len(raw)
+        matched: str | None = None
+        if self._stops is None or self.completion_tokens < self._min_tokens:
+            piece.text = raw
+        else:
+            piece.text, matched = self._stops.push(raw)
+            if matched is None and delta.finish_reason is not None:
+                piece.text += self._stops.flush()
+        self._released += len(piece.text)
+        if matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", matched
+        elif delta.finish_reason is not None:
+            piece.finish_reason = delta.finish_reason
+            if delta.finish_reason == "timeout":
+                piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
+        piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
+        if piece.finish_reason is not None:
+            self.finished = True
+            self.outcome = "stop" if matched is not None else str(delta.finish_reason)
+            return piece
+        return piece if piece.text or piece.tokens else None
+
+    def _detokenize(self, tokens: list[int], delta: Delta) -> str:
+        if not self.want_logprobs:
+            return self._detokenizer.push(tokens)
+        raw = ""
+        for token, logprob in zip(tokens, delta.logprobs or (), strict=False):
+            offset = self._length + len(raw)
+            text = self._detokenizer.push([token])
+            self._held.append(TokenPiece(token, offset, logprob))
+            raw += text
+        return raw
+
+    def _release(self, *, final: bool, cut: bool) -> list[TokenPiece]:
+        """Tokens whose text has been shown. At the end: all of them, unless a stop string cut the text."""
+        released: list[TokenPiece] = []
+        while self._held and (self._held[0].offset < self._released or (final and not cut)):
+            released.append(self._held.popleft())
+        return released

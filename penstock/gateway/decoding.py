@@ -1,0 +1,67 @@
+"""Bytes to a typed request, with every way that can fail turned into a 400 that names the parameter."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from penstock.gateway.schemas import Unsupported
+from penstock.protocol.errors import InvalidRequest
+
+T = TypeVar("T")
+
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _explain(message: str) -> InvalidRequest:
+    path = ""
+    if at := _AT.search(message):
+        path, message = at["path"], message[: at.start()]
+    if field := _FIELD.match(message):
+        param = _limited(f"{path}.{field['name']}" if path else field["name"])
+        if field["what"] == "missing required":
+            return InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
+        return InvalidRequest(
+            f"Unknown parameter: `{param}`. Parameters this server does not know are refused, not ignored.",
+            param=param,
+            code="unknown_parameter",
+        )
+    if not path:
+        return InvalidRequest(f"The request body is wrong: {message}.")
+    path = _limited(path)
+    return InvalidRequest(f"Invalid `{path}`: {_lower(message)}.", param=path, code="invalid_value")
+
+
+def _limited(param: str) -> str:
+    """A parameter name as given by the client may be arbitrarily long."""
+    return param if len(param) <= 128 else param[:125] + "..."
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def given(value: Unsupported) -> bool:
+    """Whether a raw field was sent with something in it; null, and an empty list or object, are nothing."""
+    return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]", b"{}")
+
+
+def not_supported(param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}` is not supported yet.", param=param, code="unsupported_parameter")

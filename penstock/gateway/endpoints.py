@@ -1,0 +1,126 @@
+"""The table of endpoints, and the OpenAPI document made from it and from the request structs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from penstock.gateway.api.chat import chat_completions
+from penstock.gateway.api.completions import completions
+from penstock.gateway.api.health import live, ready
+from penstock.gateway.api.metrics import metrics
+from penstock.gateway.api.models import get_model, list_models
+from penstock.gateway.api.tokenize import detokenize, tokenize
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.gateway.service import Service
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    tag: str
+    body: type[msgspec.Struct] | None = None
+    hot: bool = False
+    """Answered without entering FastAPI."""
+    serves_tokens: bool = False
+    """Refused while draining, and waited for."""
+    logged: bool = True
+    documented: bool = True
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a conversation, streamed or whole.",
+        "Inference",
+        ChatRequest,
+        hot=True,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions,
+        "Continue text or token ids.",
+        "Inference",
+        CompletionRequest,
+        hot=True,
+        serves_tokens=True,
+    ),
+    Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
+    Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),
+    Endpoint(
+        "POST",
+        "/v1/tokenize",
+        tokenize,
+        "Tokens, their number and price, without inference.",
+        "Tokens",
+        TokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST", "/v1/detokenize", detokenize, "Text of token ids.", "Tokens", DetokenizeRequest, serves_tokens=True
+    ),
+    Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", logged=False),
+    Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", logged=False),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", hot=True, logged=False),
+)
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def openapi_of(api: FastAPI) -> Callable[[], dict[str, Any]]:
+    """FastAPI's document, with the bodies (which are msgspec structs) and the error shape added."""
+    plain = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            document = plain()
+            bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
+            references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+            reference = dict(zip(bodies, references, strict=True))
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(components)
+            schemas["Error"] = _ERROR_SCHEMA
+            error = {"description": "Error", "content": _json({"$ref": "#/components/schemas/Error"})}
+            for endpoint in ENDPOINTS:
+                operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
+                operation["responses"]["default"] = error
+                operation["responses"].pop("422", None)
+                if endpoint.body is not None:
+                    operation["requestBody"] = {"required": True, "content": _json(reference[endpoint.body])}
+            api.openapi_schema = document
+        return api.openapi_schema
+
+    return openapi
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,167 @@
+"""One HTTP request and its answer, directly on ASGI.
+
+Invariant: exactly one response start is sent; every response carries `x-request-id`. A handler either answers
+or raises; `penstock.gateway.app` renders what was raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.protocol.errors import ApiError, PayloadTooLarge
+from penstock.telemetry.logging import RequestRecord
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ClientGone(PenstockError):
+    """The client left, or stopped reading; there is nobody to answer."""
+
+
+class Exchange:
+    """A request with its response. One coroutine uses it, except `watch`."""
+
+    __slots__ = (
+        "_receive",
+        "_send",
+        "extra_headers",
+        "method",
+        "path",
+        "record",
+        "request_id",
+        "route",
+        "scope",
+        "stalled_reader_s",
+        "started_at",
+        "status",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.route = self.path
+        self.started_at = time.monotonic()
+        self.request_id = self._choose_request_id()
+        self.status: int | None = None
+        self.stalled_reader_s = stalled_reader_s
+        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.record = RequestRecord(self.request_id, self.path, time.time())
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def response_started(self) -> bool:
+        return self.status is not None
+
+    async def body(self, limit: int) -> bytes:
+        length = self.header(b"content-length")
+        if length is not None and length.isdigit() and int(length[:20]) > limit:
+            raise PayloadTooLarge(limit=limit, size=int(length[:20]))
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise PayloadTooLarge(limit=limit)
+            if part:
+                parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def gone(self) -> None:
+        """Returns when the client has left. Call it after the body has been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
+        self.status = status
+        length = (b"content-length", str(len(body)).encode())
+        await self._guarded(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*self._headers(content_type), length, *headers],
+            }
+        )
+        await self._guarded({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_json(self, value: object, status: int = 200) -> None:
+        await self.reply(status, encode_json(value))
+
+    async def reply_error(self, error: ApiError) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await self.reply(error.status, encode_json(error.body()), headers=headers)
+
+    async def start_stream(self) -> None:
+        self.status = 200
+        headers = [
+            *self._headers(EVENT_STREAM),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._guarded({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        await self._guarded({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_stream(self, data: bytes = b"") -> None:
+        await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _guarded(self, message: Message) -> None:
+        """Send; the server blocks here while the client's socket is full."""
+        try:
+            async with asyncio.timeout(self.stalled_reader_s):
+                await self._send(message)
+        except TimeoutError:
+            raise StalledReader from None
+
+    def _headers(self, content_type: bytes) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"content-type", content_type),
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", str(round(self.elapsed_s * 1000)).encode()),
+            *self.extra_headers,
+        ]
+
+    def _choose_request_id(self) -> str:
+        given = self.header(b"x-request-id")
+        if given is not None and _REQUEST_ID.fullmatch(given):
+            return given.decode()
+        return f"req_{uuid.uuid4().hex}"
+
+
+class StalledReader(ClientGone):
+    """The client keeps its connection open but has read nothing for too long."""

@@ -1,0 +1,206 @@
+"""The engine requests behind one HTTP request: submit them, turn deltas into pieces of text, abort what is left.
+
+Invariant: whatever happens (client gone, error, stop string, time limit, drain), `close` leaves no request of
+ours in the engine, and `next` never waits beyond the time limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.backends.mailbox import Mailbox
+from penstock.engine.request import Delta, Request, SamplingParams
+from penstock.gateway.choice import Choice, Piece
+from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout
+from penstock.routing.registry import ServedModel
+from penstock.telemetry.metrics import Metrics
+
+GRACE_S = 5.0
+"""How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
+_serial = itertools.count()
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt and the parameters of its choices, one entry per choice."""
+
+    tokens: list[int]
+    params: list[SamplingParams]
+
+
+class Generation:
+    """All choices of one HTTP request."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        *,
+        request_id: str,
+        metrics: Metrics,
+        started_at: float,
+        stops: list[str],
+        priority: int = 0,
+        time_limit_s: float | None = None,
+        want_logprobs: bool = False,
+        discard: bool = False,
+        continuation: bool = False,
+    ) -> None:
+        self.model = model
+        self.prompts = prompts
+        self.mailbox = Mailbox()
+        self.choices: list[Choice] = []
+        self.first_token_at: float | None = None
+        self._requests: list[Request] = []
+        self._metrics = metrics
+        self._observed = metrics.request(model.name, model.backend.name)
+        self._started_at = started_at
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
+        self._unfinished = 0
+        for prompt in prompts:
+            for params in prompt.params:
+                # A client may send the same x-request-id twice; the serial keeps ids in the engine apart.
+                request = Request(
+                    f"{request_id}:{next(_serial)}", prompt.tokens, params, priority=priority, timeout_s=time_limit_s
+                )
+                self._requests.append(request)
+                self.choices.append(
+                    Choice(
+                        len(self.choices),
+                        model.text,
+                        stops=stops,
+                        min_tokens=params.min_tokens,
+                        want_logprobs=want_logprobs,
+                        discard=discard,
+                        continuation=continuation,
+                    )
+                )
+
+    def submit(self) -> None:
+        try:
+            for index, request in enumerate(self._requests):
+                self.model.backend.submit(request, self.mailbox, index)
+                self._unfinished += 1
+        except ApiError:
+            self.close()
+            raise
+
+    @property
+    def done(self) -> bool:
+        return self._unfinished == 0
+
+    async def next(self, within: float | None = None) -> list[Piece]:
+        """New pieces of text; empty when `within` seconds pass without any."""
+        now = time.monotonic()
+        if self._deadline is not None:
+            left = self._deadline - now
+            if left <= 0:
+                return self._expire()
+            within = left if within is None else min(within, left)
+        pieces: list[Piece] = []
+        for arrival in await self.mailbox.take(within):
+            piece = self._receive(arrival.index, arrival.delta, arrival.at)
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
+
+    def fail(self, error: Exception) -> None:
+        """End now: nothing more is generated, and whoever waits in `next` gets `error`."""
+        self.close()
+        self.mailbox.fail(error)
+
+    def close(self) -> None:
+        """Abort whatever still runs. Safe to call twice."""
+        for request in self._requests:
+            self.model.backend.abort(request.request_id)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Per prompt, what its first choice found in the cache; the others share with the first by design."""
+        total = first = 0
+        for prompt in self.prompts:
+            total += self.choices[first].cached_tokens or 0
+            first += len(prompt.params)
+        return total
+
+    @property
+    def outcome(self) -> str | None:
+        outcomes = {choice.outcome for choice in self.choices}
+        return outcomes.pop() if len(outcomes) == 1 else "mixed"
+
+    def usage(self) -> dict[str, object]:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def _receive(self, index: int, delta: Delta, at: float) -> Piece | None:
+        choice = self.choices[index]
+        if choice.finished:
+            return None
+        if delta.finish_reason == "abort":
+            raise EngineLost("The engine gave up this request; try again.")
+        if delta.finish_reason == "timeout" and not delta.tokens and not choice.completion_tokens:
+            raise RequestTimeout("The request did not produce a token in the time allowed.")
+        self._observe(choice, delta, at)
+        piece = choice.feed(delta)
+        if piece is not None and piece.finish_reason is not None:
+            self._unfinished -= 1
+            if delta.finish_reason is None:
+                self.model.backend.abort(self._requests[index].request_id)
+            self._finished(choice, at)
+        return piece
+
+    def _expire(self) -> list[Piece]:
+        """The engine did not keep its own deadline."""
+        self.close()
+        now = time.monotonic()
+        pieces = (
+            self._receive(choice.index, Delta("", finish_reason="timeout"), now)
+            for choice in self.choices
+            if not choice.finished
+        )
+        return [piece for piece in pieces if piece is not None]
+
+    def _observe(self, choice: Choice, delta: Delta, at: float) -> None:
+        count = len(delta.tokens)
+        if count:
+            if choice.last_at is None:
+                if self.first_token_at is None:
+                    self.first_token_at = at
+                self._observed.ttft.observe(at - self._started_at)
+                choice.first_at = at
+            else:
+                self._observed.itl.observe((at - choice.last_at) / count, count)
+            choice.last_at = at
+        if delta.queue_s is not None:
+            self._observed.queue.observe(delta.queue_s)
+        if delta.prefill_s is not None:
+            self._observed.prefill.observe(delta.prefill_s)
+
+    def _finished(self, choice: Choice, at: float) -> None:
+        observed, tokens = self._observed, choice.completion_tokens
+        observed.e2e.observe(at - self._started_at)
+        observed.generation_tokens.observe(tokens)
+        observed.prompt_tokens.observe(len(self._requests[choice.index].prompt))
+        if choice.first_at is not None:
+            decode_s = at - choice.first_at
+            observed.decode.observe(decode_s)
+            if tokens > 1:
+                observed.per_token.observe(decode_s / (tokens - 1))
+        self._metrics.finished(self.model.name, self.model.backend.name, choice.outcome or "unknown")

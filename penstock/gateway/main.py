@@ -1,0 +1,149 @@
+"""The gateway process: load the text side of each model, connect to the engines, listen, drain.
+
+Granian runs embedded in our own event loop, because its normal server owns the signals and would close
+connections before running streams end. Its socket is bound with SO_REUSEPORT, so several gateway processes can
+share one port; each has its own engine connections and its own counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvloop
+from granian.constants import Interfaces
+from granian.server.embed import Server
+
+from penstock.backends.native import NativeBackend
+from penstock.config.schema import Config
+from penstock.engine.loading.sources import resolve
+from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.app import App
+from penstock.gateway.service import Service
+from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.routing.registry import Registry, ServedModel
+from penstock.telemetry import logging as telemetry_logging
+from penstock.text import load_text
+
+log = logging.getLogger("penstock.gateway")
+
+MAX_CONNECTIONS = 65536
+
+
+def run(config: Config, endpoints: dict[str, str]) -> None:
+    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's engine, by model name."""
+    settings = GatewaySettings.from_config(config)
+    telemetry_logging.configure(settings.log_format, settings.log_level)
+    missing = [model.name for model in settings.models if model.name not in endpoints]
+    if missing:
+        raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
+    check_port(settings.host, settings.port)
+    uvloop.run(_run(settings, endpoints))
+
+
+async def _run(settings: GatewaySettings, endpoints: dict[str, str]) -> None:
+    registry = Registry(_served(model, endpoints[model.name]) for model in settings.models)
+    stop = asyncio.Event()
+    with _signals(stop):
+        await serve(settings, registry, stop)
+
+
+def _served(model: ModelSettings, endpoint: str) -> ServedModel:
+    return ServedModel(
+        name=model.name,
+        text=load_text(resolve(model.source)),
+        backend=NativeBackend(endpoint, max_in_flight=model.max_in_flight),
+        aliases=model.aliases,
+        input_price=model.input_price,
+        output_price=model.output_price,
+    )
+
+
+async def serve(
+    settings: GatewaySettings,
+    registry: Registry,
+    stop: asyncio.Event,
+    listening: Callable[[Service], None] | None = None,
+) -> None:
+    """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
+    service = Service(settings, registry)
+    await service.start()
+    server = Server(
+        App(service),
+        address=settings.host,
+        port=settings.port,
+        interface=Interfaces.ASGINL,
+        backlog=4096,
+        backpressure=MAX_CONNECTIONS,
+        websockets=False,
+        log_enabled=False,
+    )
+    listener = asyncio.create_task(server.serve(), name="http listener")
+    stopped = asyncio.create_task(stop.wait(), name="stop signal")
+    try:
+        await _accepting(settings.host, settings.port, listener)
+        log.info("listening", extra={"url": f"http://{settings.host}:{settings.port}"})
+        if listening is not None:
+            listening(service)
+        await asyncio.wait((listener, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            log.info("draining", extra={"seconds": settings.drain_s})
+            await service.drain(settings.drain_s)
+    finally:
+        stopped.cancel()
+        server.stop()
+        await service.close()
+        await asyncio.gather(listener, stopped, return_exceptions=True)
+    if not stop.is_set():
+        raise PenstockError("the HTTP listener ended by itself")
+    log.info("stopped")
+
+
+async def _accepting(host: str, port: int, listener: asyncio.Task[None]) -> None:
+    while not listener.done():
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1" if host == "0.0.0.0" else host, port)
+            writer.close()
+            return
+        await asyncio.sleep(0.01)
+    await listener
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`; a second one ends the process the hard way."""
+    loop = asyncio.get_running_loop()
+
+    def request_stop(number: signal.Signals) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, request_stop, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail early and clearly: with SO_REUSEPORT a second server would silently share the first one's clients."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} on {host} is in use by another program; stop it or choose another port"
+                ) from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

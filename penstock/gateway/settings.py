@@ -1,0 +1,71 @@
+"""What the gateway needs to know, derived from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.schema import Config
+from penstock.telemetry.logging import LogFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model as clients see it."""
+
+    name: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    input_price: float = 0.0
+    """Money per million prompt tokens."""
+    output_price: float = 0.0
+    max_in_flight: int = 4096
+    """Requests running or waiting in its engine; more are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    models: tuple[ModelSettings, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    body_limit: int = 4 * 2**20
+    drain_s: float = 30.0
+    keep_alive_s: float = 10.0
+    """A stream with nothing to say sends a comment this often."""
+    hold_status_s: float = 15.0
+    """How long the status line waits for the first token."""
+    engine_wait_s: float = 10.0
+    """How long a request waits for an engine that is not up."""
+    stalled_reader_s: float = 60.0
+    """A client that takes nothing from its socket for this long is gone."""
+    default_max_tokens: int | None = None
+    max_tokens: int | None = None
+    time_limit_s: float | None = 30.0
+    max_choices: int = 16
+    log_format: LogFormat = "text"
+    log_level: str = "info"
+
+    @classmethod
+    def from_config(cls, config: Config) -> GatewaySettings:
+        server, generation = config.server, config.generation
+        return cls(
+            models=tuple(
+                ModelSettings(
+                    name=model.name,
+                    source=model.source,
+                    aliases=model.aliases,
+                    max_in_flight=model.max_waiting + (model.max_running or 0),
+                )
+                for model in config.models
+            ),
+            host=server.host,
+            port=server.port,
+            body_limit=server.body_limit,
+            drain_s=server.drain_s,
+            keep_alive_s=server.keep_alive_s,
+            default_max_tokens=generation.default_max_tokens,
+            max_tokens=generation.max_tokens,
+            time_limit_s=generation.time_limit_s,
+            max_choices=generation.max_choices,
+            log_format=config.logging.format,
+            log_level=config.logging.level,
+        )

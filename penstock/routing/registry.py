@@ -1,0 +1,79 @@
+"""Names and aliases of models, and what serves each.
+
+Today a model has one backend; replica choice will live between `ServedModel` and `Backend`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import penstock
+from penstock.backends.base import Backend
+from penstock.errors import ConfigError
+from penstock.protocol.errors import ModelNotFound
+from penstock.text import TextModel
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A model that clients can name."""
+
+    name: str
+    text: TextModel
+    backend: Backend
+    aliases: tuple[str, ...] = ()
+    input_price: float = 0.0
+    """Money per million prompt tokens."""
+    output_price: float = 0.0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def context_window(self) -> int | None:
+        info = self.backend.info
+        return info.max_model_len if info is not None else self.text.context_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal when the same build serves the same model in the same number format on the same device."""
+        info = self.backend.info
+        parts = (penstock.__version__, self.name, *((info.dtype, info.device) if info is not None else ()))
+        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which model answers, and why that one (`x-penstock-route`)."""
+
+    model: ServedModel
+    why: str
+
+
+class Registry:
+    """Every served model, by name and alias."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models: dict[str, ServedModel] = {}
+        self._routes: dict[str, Route] = {}
+        for model in models:
+            self._models[model.name] = model
+            self._claim(model.name, Route(model, "direct"))
+        for model in self._models.values():
+            for alias in model.aliases:
+                self._claim(alias, Route(model, "alias"))
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def route(self, name: str) -> Route:
+        try:
+            return self._routes[name]
+        except KeyError:
+            raise ModelNotFound(name[:256], list(self._routes)) from None
+
+    def _claim(self, name: str, route: Route) -> None:
+        if name in self._routes:
+            raise ConfigError(f"two models are called `{name}`; names and aliases must differ")
+        self._routes[name] = route

@@ -1,0 +1,93 @@
+"""Structured logs: one JSON object, or one readable line, per record; request ids in, prompt text out.
+
+Fields go in `extra=`. The request log is the logger `penstock.request`: one record per request with the fields
+of `RequestRecord`, which later also feeds the request store.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+
+_STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
+_requests = logging.getLogger("penstock.request")
+
+
+class RequestRecord(msgspec.Struct, omit_defaults=False):
+    """What is kept of a request. Never its text."""
+
+    request_id: str
+    route: str
+    timestamp: float
+    status: int = 0
+    user_id: str | None = None
+    tenant: str | None = None
+    model_version: str | None = None
+    adapter_id: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_ms: float | None = None
+    total_latency_ms: float = 0.0
+    finish_reason: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+def log_request(record: RequestRecord) -> None:
+    if _requests.isEnabledFor(logging.INFO):
+        _requests.info("request", extra=msgspec.structs.asdict(record))
+
+
+def configure(fmt: LogFormat = "text", level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Send the project's logs, and warnings of libraries, to `stream` (standard error)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if fmt == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("penstock").setLevel(level.upper())
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry, enc_hook=str).decode()
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = "".join(f" {key}={_brief(value)}" for key, value in _fields(record).items() if value is not None)
+        line = f"{clock} {record.levelname.lower():7} {record.getMessage()}{fields}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.3f}"
+    text = str(value)
+    return text if text and not any(c.isspace() or c == '"' for c in text) else msgspec.json.encode(text).decode()
+
+
+def _timestamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
