@@ -1,0 +1,118 @@
+"""SiLU gating of the feed-forward, and the fp8 row quantization of what the next linear reads.
+
+The plain gate cuts a row into chunks (no row-wide value is needed); the quantized one holds a whole row of the
+result in one program, because the row's largest value sets its scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.kernels.triton.common import (
+    FP8_MAX,
+    ceil_div,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, stride: tl.tensor, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < FFN
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    gate = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + FFN + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * FFN + cols, (_silu(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    y = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * stride + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        y = _silu(y) * up
+    scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
+    y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
+    tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+    tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
+    if tokens == 0:
+        return out
+    # Few rows: more, smaller programs, so that a single token still spreads over the chip.
+    block = 512 if tokens <= 32 else 2048
+    _silu_mul_kernel[(tokens, ceil_div(ffn, block))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        FFN=ffn,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=block // 256,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+    tokens = x.shape[0]
+    out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return out, scale
+    block = next_power_of_2(width)
+    _quantize_kernel[(tokens,)](
+        x,
+        out,
+        scale,
+        x.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        GATED=gated,
+        PDL=pdl,
+        num_warps=min(32, max(1, block // 1024)),
+        launch_pdl=pdl,
+    )
+    return out, scale
+
+
+def quantize_fp8(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`x` [T, width] in e4m3, and its scales [T, 1]: row t of `x` is about `out[t] * scale[t]`."""
+    return _quantize(x, x.shape[1], False, pdl)
+
+
+def silu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`silu_mul` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, True, pdl)

@@ -1,0 +1,39 @@
+"""What every kernel here shares: launch dependence, powers of two, the fp8 range.
+
+Launch order: with `PDL` a kernel may be scheduled while its predecessor still runs (programmatic dependent launch,
+compute capability 9.0). It must then call `wait_for_inputs` before it touches anything an earlier kernel wrote *or
+reads*, in every program and before any early return: a grid that finishes without waiting would let its successor
+overtake its predecessor. Constants (weights, tables) may be read before the wait.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FP8_MAX = tl.constexpr(448.0)
+"""Largest finite float8_e4m3fn."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def launch_successor(PDL: tl.constexpr) -> None:
+    """Let the next kernel start being scheduled; it still waits for all of this one before it reads."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr) -> None:
+    """Wait until every earlier kernel has finished and its writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,304 @@
+"""Attention of one new token per sequence over its paged keys and values.
+
+Decode reads every key and value once, so it is bound by memory bandwidth. All query heads of a kv head share one
+tensor-core tile (padded to 16 rows), hence each key is loaded once. A sequence's keys are cut into shares, one per
+program; the grid depends on host bounds only (CUDA graphs), while each program reads the true context length and
+works out its own share, leaving at once if there is none. Programs of a sequence with several shares leave partial
+sums, and the last to finish (an atomic counter, reset for the next launch) combines them.
+
+Invariant: `counters` is all zero between launches. One stream at a time may use them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.triton.common import (
+    LOG2E,
+    ceil_div,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+
+NEGATIVE = tl.constexpr(-1.0e30)
+"""Score of an invisible key: finite, so that a row that has seen nothing yet makes no NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Shape of the launch; `splits` and `min_tiles` say how a sequence is shared among programs."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    min_tiles: int
+
+
+@triton.jit
+def _combine(
+    partial_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    base: tl.tensor,
+    out_row: tl.tensor,
+    active: tl.tensor,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Weigh the partial sums of `active` shares and write the group's output. Loads bypass the L1 cache."""
+    g = tl.arange(0, GROUP_BLOCK)
+    d = tl.arange(0, DIM_BLOCK)
+    s = tl.arange(0, CHUNK)
+    peak = tl.full([GROUP_BLOCK], NEGATIVE, tl.float32)
+    for start in range(0, active, CHUNK):
+        at = base + g[None, :] * SPLITS + (start + s)[:, None]
+        seen = ((start + s) < active)[:, None] & (g < GROUP)[None, :]
+        peaks = tl.load(peak_ptr + at, mask=seen, other=NEGATIVE, cache_modifier=".cg")
+        peak = tl.maximum(peak, tl.max(peaks, axis=0))
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    for start in range(0, active, CHUNK):
+        at = base + g[None, :] * SPLITS + (start + s)[:, None]
+        seen = ((start + s) < active)[:, None] & (g < GROUP)[None, :]
+        peaks = tl.load(peak_ptr + at, mask=seen, other=NEGATIVE, cache_modifier=".cg")
+        totals = tl.load(total_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(peaks - peak[None, :])
+        total += tl.sum(totals * weight, axis=0)
+        part = tl.load(
+            partial_ptr + at[:, :, None] * DIM + d[None, None, :],
+            mask=seen[:, :, None] & (d < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += tl.sum(part * weight[:, :, None], axis=0)
+    acc = acc / tl.where(g < GROUP, total, 1.0)[:, None]
+    out = out_ptr + out_row + g[:, None] * DIM + d[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["min_tiles"])
+def _decode_kernel(
+    q_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    context_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    min_tiles: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+
+    context = tl.load(context_ptr + seq)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(context - first, BLOCK_N)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), min_tiles)
+    active = tl.cdiv(tiles, share)
+    if split >= tl.maximum(active, 1):
+        return
+
+    row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
+    table = table_ptr + row * table_stride
+    m = tl.arange(0, TILE_M)
+    d = tl.arange(0, DIM_BLOCK)
+    in_dim = d < DIM
+    q_mask = (m < GROUP)[:, None] & in_dim[None, :]
+    q = tl.load(
+        q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0
+    )
+    scores = scale * LOG2E
+    if SCALED:
+        scores *= tl.load(k_scale_ptr + kv_head)
+
+    peak = tl.full([TILE_M], NEGATIVE, tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, DIM_BLOCK], tl.float32)
+    head_offset = kv_head.to(tl.int64) * BLOCK_SIZE * DIM
+    last = tl.minimum((split + 1) * share, tiles)
+    for tile in range(split * share, last):
+        n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_context = n < context
+        block = tl.load(table + n // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
+        at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
+        k_at = k_cache_ptr + at[:, None] + d[None, :]
+        v_at = v_cache_ptr + at[:, None] + d[None, :]
+        # Slots past the context hold anything, NaN included: values there must be loaded as zero.
+        if DIM == DIM_BLOCK:
+            k = tl.load(k_at)
+            v = tl.load(v_at, mask=in_context[:, None], other=0.0)
+        else:
+            k = tl.load(k_at, mask=in_dim[None, :], other=0.0)
+            v = tl.load(v_at, mask=in_context[:, None] & in_dim[None, :], other=0.0)
+        qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores
+        visible = in_context
+        if WINDOW > 0:
+            visible = visible & (n >= context - WINDOW)
+        qk = tl.where(visible[None, :], qk, NEGATIVE)
+        new_peak = tl.maximum(peak, tl.max(qk, axis=1))
+        decay = tl.exp2(peak - new_peak)
+        p = tl.exp2(qk - new_peak[:, None])
+        total = total * decay + tl.sum(p, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        peak = new_peak
+    if SCALED:
+        acc *= tl.load(v_scale_ptr + kv_head)
+
+    out_row = (seq * KV_HEADS + kv_head) * GROUP * DIM
+    if active <= 1:
+        # A sequence with no context (padding) gets zeros.
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        out = out_ptr + out_row + m[:, None] * DIM + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        base = (seq * KV_HEADS + kv_head) * GROUP * SPLITS
+        at = base + m * SPLITS + split
+        tl.store(peak_ptr + at, peak, mask=m < GROUP)
+        tl.store(total_ptr + at, total, mask=m < GROUP)
+        tl.store(partial_ptr + at[:, None] * DIM + d[None, :], acc, mask=q_mask)
+        # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
+        tl.debug_barrier()
+        counter = counter_ptr + seq * KV_HEADS + kv_head
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == active - 1:
+            tl.store(counter, 0)
+            _combine(
+                partial_ptr,
+                peak_ptr,
+                total_ptr,
+                out_ptr,
+                base,
+                out_row,
+                active,
+                GROUP,
+                GROUP_BLOCK,
+                DIM,
+                DIM_BLOCK,
+                SPLITS,
+                CHUNK,
+            )
+
+
+def choose(sequences: int, kv_heads: int, head_dim: int, element_size: int, processors: int) -> DecodeConfig:
+    """Launch shape from host values: about eight programs per multiprocessor, and at least four shares.
+
+    With many sequences each share is long, so that usual contexts need no combining and only very long ones are
+    cut; with few, shares are as short as a tile, so that one sequence still spreads over the chip.
+    """
+    block_n = max(16, min(64, 16384 // (next_power_of_2(head_dim) * element_size)))
+    programs = max(1, sequences * kv_heads)
+    splits = next_power_of_2(ceil_div(8 * processors, programs))
+    splits = min(64, max(4, splits))
+    # Tokens of one share, at least: one tile when the chip is empty, 1024 when it is full anyway.
+    occupancy = programs / (4 * processors)
+    tokens = 64 if occupancy < 0.25 else 256 if occupancy < 1.0 else 1024
+    return DecodeConfig(
+        block_n=block_n,
+        num_warps=4,
+        num_stages=3,
+        splits=splits,
+        min_tiles=max(1, tokens // block_n),
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    layout: HeadLayout,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    counters: Tensor,
+    config: DecodeConfig,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Attention of the batch's first `num_decodes` sequences into `out` [T, heads * head_dim]."""
+    sequences, dim = batch.num_decodes, layout.head_dim
+    group = layout.heads // layout.kv_heads
+    group_block, dim_block = next_power_of_2(group), next_power_of_2(dim)
+    # No more shares than the longest context can fill; a CUDA graph is captured with the model's own bound.
+    tiles = ceil_div(batch.max_context, config.block_n * config.min_tiles)
+    splits = min(config.splits, next_power_of_2(max(1, tiles)))
+    stats = torch.empty((2, sequences * layout.heads * splits), dtype=torch.float32, device=q.device)
+    partial = torch.empty((sequences * layout.heads * splits, dim), dtype=torch.float32, device=q.device)
+    k_scale, v_scale = kv_scales if kv_scales is not None else (stats, stats)
+    _decode_kernel[(sequences, layout.kv_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        stats[0],
+        stats[1],
+        counters,
+        batch.rows,
+        batch.context_lens,
+        batch.block_tables,
+        k_scale,
+        v_scale,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        layout.scale,
+        config.min_tiles,
+        KV_HEADS=layout.kv_heads,
+        GROUP=group,
+        GROUP_BLOCK=group_block,
+        TILE_M=max(16, group_block),
+        DIM=dim,
+        DIM_BLOCK=dim_block,
+        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_N=config.block_n,
+        SPLITS=splits,
+        CHUNK=min(splits, max(1, 8192 // (group_block * dim_block))),
+        WINDOW=layout.window or 0,
+        SCALED=kv_scales is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=pdl,
+    )

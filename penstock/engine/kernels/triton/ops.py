@@ -1,0 +1,89 @@
+"""`TritonOps`: the decoder's operations on one CUDA device.
+
+Every call launches kernels and returns; nothing waits for the device, and every grid depends on host values only, so
+any sequence of calls can be captured in a CUDA graph and replayed with new contents of the same tensors. One
+`TritonOps` belongs to one stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.triton import activation, decode, norm, prefill, rope
+
+
+class TritonOps:
+    """See `Ops`. With an fp8 KV cache, pass `kv_scales`: float32 [kv_heads] for keys and for values."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+        self.device = device
+        self.pdl = pdl
+        """Programmatic dependent launch: hides most of the gap between small kernels (Hopper and later)."""
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            self.processors = 132
+        self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps, pdl=self.pdl)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.add_rms_norm(x, residual, weight, eps, pdl=self.pdl)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.silu_mul(gate_up, pdl=self.pdl)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return rope.rope_and_cache(
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, pdl=self.pdl
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
+        size, group = q.element_size(), layout.heads // layout.kv_heads
+        if batch.num_decodes:
+            shape = decode.choose(batch.num_decodes, layout.kv_heads, layout.head_dim, size, self.processors)
+            counters = self._counters_for(batch.num_decodes * layout.kv_heads)
+            decode.decode_attention(
+                q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl
+            )
+        if batch.context_lens.shape[0] > batch.num_decodes:
+            tile = prefill.choose(batch.max_query, group, layout.head_dim, size)
+            prefill.prefill_attention(
+                q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl
+            )
+        return out
+
+    def _counters_for(self, programs: int) -> Tensor:
+        """Zeroed arrival counters. Kept for good once made: a captured graph holds their address."""
+        if programs > self._counters.numel():
+            raise ValueError(
+                f"{programs} sequences x kv heads decode in one step, more than the {self._counters.numel()} "
+                "arrival counters; lower max_running"
+            )
+        return self._counters

@@ -1,0 +1,168 @@
+"""Rotary embedding of queries and keys, their optional per-head norm, and the write into the KV cache: one launch.
+
+A program owns a few heads of one token. Queries, keys and values share the packed row, so a program may hold heads
+of several kinds: what differs per kind is selected by lane, never by branching.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.triton.common import (
+    FP8_MAX,
+    ceil_div,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def _cache_value(x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, mask: tl.tensor, cache_ptr: tl.tensor, SCALED: tl.constexpr) -> tl.tensor:
+    """`x` as the cache stores it: divided by its head's scale and clamped to the fp8 range when scaled."""
+    if SCALED:
+        x = x / tl.load(scale_ptr + head, mask=mask, other=1.0)[:, None]
+        x = tl.clamp(x, -FP8_MAX, FP8_MAX)
+    return x.to(cache_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _rope_kernel(
+    qkv_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    HALF: tl.constexpr = DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    cols = tl.arange(0, HALF_BLOCK)
+    in_half = cols < HALF
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM + cols[None, :]
+    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+
+    if Q_NORM or K_NORM:
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        inverse = tl.rsqrt(square / DIM + eps)
+        if Q_NORM:
+            gain_low = tl.load(q_norm_ptr + cols, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(q_norm_ptr + HALF + cols, mask=in_half, other=0.0).to(tl.float32)
+            lane = is_q[:, None]
+            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
+            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+        if K_NORM:
+            gain_low = tl.load(k_norm_ptr + cols, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(k_norm_ptr + HALF + cols, mask=in_half, other=0.0).to(tl.float32)
+            lane = is_k[:, None]
+            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
+            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+
+    table = cos_sin_ptr + position * DIM + cols
+    cos = tl.load(table, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(table + HALF, mask=in_half, other=0.0)[None, :]
+    new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
+    new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
+
+    q_mask = is_q[:, None] & in_half[None, :]
+    q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM + cols[None, :]
+    tl.store(q_out, new_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(q_out + HALF, new_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    k_head = head - HEADS
+    k_mask = is_k[:, None] & in_half[None, :]
+    k_out = k_cache_ptr + ((block * KV_HEADS + k_head) * BLOCK_SIZE + offset)[:, None] * DIM + cols[None, :]
+    tl.store(k_out, _cache_value(new_low, k_scale_ptr, k_head, is_k, k_cache_ptr, SCALED), mask=k_mask)
+    tl.store(k_out + HALF, _cache_value(new_high, k_scale_ptr, k_head, is_k, k_cache_ptr, SCALED), mask=k_mask)
+    v_head = k_head - KV_HEADS
+    v_mask = is_v[:, None] & in_half[None, :]
+    v_out = v_cache_ptr + ((block * KV_HEADS + v_head) * BLOCK_SIZE + offset)[:, None] * DIM + cols[None, :]
+    tl.store(v_out, _cache_value(new_low, v_scale_ptr, v_head, is_v, v_cache_ptr, SCALED), mask=v_mask)
+    tl.store(v_out + HALF, _cache_value(new_high, v_scale_ptr, v_head, is_v, v_cache_ptr, SCALED), mask=v_mask)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    layout: HeadLayout,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """See `Ops.rope_and_cache`. `kv_scales`: float32 [kv_heads] for keys and for values, for an fp8 cache."""
+    tokens, dim = qkv.shape[0], layout.head_dim
+    q = torch.empty((tokens, layout.heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    half_block = next_power_of_2(dim // 2)
+    head_block = max(1, 512 // half_block)
+    all_heads = layout.heads + 2 * layout.kv_heads
+    k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
+    _rope_kernel[(tokens, ceil_div(all_heads, head_block))](
+        qkv,
+        q,
+        k_cache,
+        v_cache,
+        cos_sin,
+        batch.positions,
+        batch.slots,
+        cos_sin if q_norm is None else q_norm,
+        cos_sin if k_norm is None else k_norm,
+        k_scale,
+        v_scale,
+        qkv.stride(0),
+        eps,
+        HEADS=layout.heads,
+        KV_HEADS=layout.kv_heads,
+        DIM=dim,
+        HALF_BLOCK=half_block,
+        HEAD_BLOCK=head_block,
+        BLOCK_SIZE=k_cache.shape[2],
+        Q_NORM=q_norm is not None,
+        K_NORM=k_norm is not None,
+        SCALED=kv_scales is not None,
+        PDL=pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
+    return q

@@ -1,0 +1,450 @@
+"""Rotary embedding with the cache write, and paged attention: decode, prefill, mixed; against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from gpu_harness import (
+    DEVICE,
+    MODE,
+    QUICK,
+    TOLERANCE,
+    Row,
+    arithmetic,
+    bandwidth,
+    check,
+    check_equal,
+    integers,
+    poison_,
+    poisoned_outputs,
+    rand,
+    rng,
+    time_us,
+)
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.triton import decode, prefill
+from penstock.engine.kernels.triton.ops import TritonOps
+
+ops = TritonOps(DEVICE)
+BLOCK = 16
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass
+class Case:
+    """Sequences in a paged cache, and the dense keys and values they were built from."""
+
+    batch: AttentionBatch
+    layout: HeadLayout
+    k_cache: Tensor
+    v_cache: Tensor
+    q: Tensor
+    scales: tuple[Tensor, Tensor] | None
+    queries: list[int]
+    contexts: list[int]
+
+
+def build(
+    queries: list[int],
+    contexts: list[int],
+    layout: HeadLayout,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    max_context: int | None = None,
+) -> Case:
+    """A batch whose blocks are scattered over the pool. Every slot no sequence owns is poisoned."""
+    kv_dtype = kv_dtype or dtype
+    decodes = sum(n == 1 for n in queries)
+    assert all(n == 1 for n in queries[:decodes])
+    needed = [-(-c // BLOCK) for c in contexts]
+    pool = list(range(1, sum(needed) + 3))
+    rng.shuffle(pool)
+    shape = (len(pool) + 1, layout.kv_heads, BLOCK, layout.head_dim)
+    if MODE == "compile":
+        caches = [torch.empty(shape, dtype=kv_dtype) for _ in range(2)]
+    else:
+        caches = [poison_(torch.empty(shape, dtype=kv_dtype, device=DEVICE)) for _ in range(2)]
+    max_rows = len(queries) + 3
+    width = max(needed) + 2
+    tables = torch.full((max_rows, width), 10**9, dtype=torch.int32)
+    rows = rng.sample(range(max_rows), len(queries))
+    positions, slots, starts = [], [], [0]
+    for row, blocks, count, context in zip(rows, needed, queries, contexts, strict=True):
+        mine = [pool.pop() for _ in range(blocks)]
+        tables[row, :blocks] = torch.tensor(mine, dtype=torch.int32)
+        starts.append(starts[-1] + count)
+        for position in range(context - count, context):
+            positions.append(position)
+            slots.append(mine[position // BLOCK] * BLOCK + position % BLOCK)
+        if MODE != "compile":
+            for cache in caches:
+                size = (blocks, layout.kv_heads, BLOCK, layout.head_dim)
+                dense = rand(*size, dtype=dtype).to(kv_dtype)
+                if context % BLOCK:
+                    poison_(dense[-1, :, context % BLOCK :])
+                cache.view(torch.uint8)[mine] = dense.view(torch.uint8)
+    batch = AttentionBatch(
+        positions=integers(positions, torch.int64),
+        slots=integers(slots, torch.int64),
+        query_starts=integers(starts, torch.int32),
+        context_lens=integers(contexts, torch.int32),
+        rows=integers(rows, torch.int32),
+        block_tables=tables.to(DEVICE),
+        num_decodes=decodes,
+        max_query=max(queries),
+        max_context=max_context or max(contexts),
+    )
+    scales = None
+    if kv_dtype == FP8:
+        scales = (rand(layout.kv_heads).abs() + 0.5, rand(layout.kv_heads).abs() + 0.5)
+    q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
+    return Case(batch, layout, caches[0], caches[1], q, scales, queries, contexts)
+
+
+def dense64(cache: Tensor, scale: Tensor | None, table: Tensor, context: int) -> Tensor:
+    blocks = cache.float()[table.long()].double().transpose(0, 1)
+    out = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :context]
+    return out if scale is None else out * scale.double()[:, None, None]
+
+
+def attention64(case: Case) -> Tensor:
+    layout, out = case.layout, []
+    group = layout.heads // layout.kv_heads
+    start = 0
+    for i, (count, context) in enumerate(zip(case.queries, case.contexts, strict=True)):
+        table = case.batch.block_tables[case.batch.rows[i].long()][: -(-context // BLOCK)]
+        k_scale, v_scale = case.scales or (None, None)
+        k = dense64(case.k_cache, k_scale, table, context).repeat_interleave(group, 0)
+        v = dense64(case.v_cache, v_scale, table, context).repeat_interleave(group, 0)
+        q = case.q[start : start + count].double().transpose(0, 1)
+        at = torch.arange(context, device=DEVICE)
+        mine = torch.arange(context - count, context, device=DEVICE)[:, None]
+        visible = at <= mine
+        if layout.window is not None:
+            visible &= at > mine - layout.window
+        scores = (q @ k.transpose(1, 2) * layout.scale).masked_fill(~visible, float("-inf"))
+        out.append((scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1))
+        start += count
+    return torch.cat(out)
+
+
+def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
+    with poisoned_outputs():
+        got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales)
+    if MODE == "compile":
+        return
+    check(name, got, attention64(case), tolerance or max(TOLERANCE[got.dtype], 1e-5))
+    assert int(ops._counters.abs().sum()) == 0, f"{name}: arrival counters were not reset"
+
+
+def layout(heads: int, kv_heads: int, dim: int, window: int | None = None) -> HeadLayout:
+    return HeadLayout(heads, kv_heads, dim, dim**-0.5, window)
+
+
+SHAPES = (
+    [(4, 2, 32), (6, 2, 16)]
+    if QUICK
+    else [(32, 8, 128), (9, 3, 64), (16, 8, 128), (8, 8, 96), (28, 4, 128), (64, 8, 128), (4, 2, 256), (32, 1, 64)]
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def test_decode_attention() -> None:
+    for heads, kv_heads, dim in SHAPES:
+        for dtype in DTYPES[:1] + DTYPES[2:] if QUICK else DTYPES:
+            top = 90 if QUICK else 900
+            contexts = [1, 16, 17] + [rng.randrange(1, top) for _ in range(1 if QUICK else 5)]
+            case = build([1] * len(contexts), contexts, layout(heads, kv_heads, dim), dtype)
+            run_case(f"decode {heads}/{kv_heads}x{dim} {dtype}", case)
+
+
+def test_decode_with_a_sliding_window() -> None:
+    for window in (1, 20, 64) if QUICK else (1, 20, 64, 128, 1000):
+        contexts = [1, 70, 131] if QUICK else [1, 70, 131, 2000, 1000, 1001]
+        for heads, kv_heads, dim in SHAPES[:2]:
+            case = build([1] * len(contexts), contexts, layout(heads, kv_heads, dim, window), torch.bfloat16)
+            run_case(f"decode window {window}", case)
+
+
+def test_decode_grid_sized_by_the_models_bound() -> None:
+    """Under a CUDA graph the host knows only the longest possible context; the result must not change."""
+    contexts = [5, 150] if QUICK else [5, 150, 3000, 1025, 128]
+    case = build([1] * len(contexts), contexts, layout(4, 2, 32), torch.bfloat16, max_context=131072)
+    run_case("decode, bound 131072", case)
+
+
+def test_decode_long_context() -> None:
+    if QUICK:
+        return
+    for count, context in ((1, 131072), (3, 40000), (40, 9000)):
+        case = build([1] * count, [context - 3 * i for i in range(count)], layout(8, 2, 128), torch.bfloat16)
+        run_case(f"decode {count} x {context}", case)
+
+
+def test_decode_over_many_sequences() -> None:
+    if QUICK:
+        return
+    for count in (64, 200, 256):
+        contexts = [rng.randrange(1, 700) for _ in range(count)]
+        contexts[3] = 5000
+        case = build([1] * count, contexts, layout(32, 8, 128), torch.bfloat16)
+        run_case(f"decode {count} sequences", case)
+
+
+def test_decode_of_padding_is_zero() -> None:
+    case = build([1, 1, 1], [5, 7, 9], layout(4, 2, 32), torch.bfloat16)
+    case.batch.context_lens[1:] = 0
+    case.batch.rows[1] = -1
+    with poisoned_outputs():
+        got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache)
+    check_equal("padding", got[1:], torch.zeros_like(got[1:]))
+
+
+def test_prefill_attention() -> None:
+    for heads, kv_heads, dim in SHAPES:
+        for dtype in DTYPES[:1] + DTYPES[2:] if QUICK else DTYPES:
+            queries = [2, 37, 16] if QUICK else [2, 3, 130, 64, 16, rng.randrange(2, 400), 257]
+            prefix = [0, 20, 100] if QUICK else [0, 500, 0, 100, 1000, rng.randrange(300), 31]
+            contexts = [a + b for a, b in zip(queries, prefix, strict=True)]
+            case = build(queries, contexts, layout(heads, kv_heads, dim), dtype)
+            run_case(f"prefill {heads}/{kv_heads}x{dim} {dtype}", case)
+
+
+def test_prefill_with_a_sliding_window() -> None:
+    for window in (1, 20, 64) if QUICK else (1, 20, 64, 300):
+        queries = [2, 50] if QUICK else [2, 50, 333, 128]
+        contexts = [n + extra for n, extra in zip(queries, (90, 0, 77, 700), strict=False)]
+        case = build(queries, contexts, layout(*SHAPES[0], window), torch.bfloat16)
+        run_case(f"prefill window {window}", case)
+
+
+def test_prefill_of_many_sequences() -> None:
+    """More sequences than one lookup pass holds."""
+    count = 3 if QUICK else 300
+    queries = [rng.randrange(2, 20) for _ in range(count)]
+    case = build(queries, [n + rng.randrange(50) for n in queries], layout(4, 2, 32), torch.bfloat16)
+    run_case(f"prefill {count} sequences", case)
+
+
+def test_mixed_batch() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        queries = [1, 1, 1, 9, 33] if QUICK else [1] * 30 + [9, 200, 2, 77]
+        contexts = [n + rng.randrange(60 if QUICK else 900) for n in queries]
+        case = build(queries, contexts, layout(*SHAPES[0]), dtype)
+        run_case(f"mixed {dtype}", case)
+
+
+def test_fp8_cache() -> None:
+    for queries in ([1, 1, 1], [1, 1, 20, 5]):
+        contexts = [n + rng.randrange(100) for n in queries]
+        for shape in SHAPES[:2]:
+            case = build(queries, contexts, layout(*shape), torch.bfloat16, FP8)
+            run_case(f"fp8 cache {shape}", case, 1e-2)
+
+
+def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> list[Tensor]:
+    layout = case.layout
+    rows = qkv.double().view(qkv.shape[0], -1, layout.head_dim)
+    q, k, v = rows.split([layout.heads, layout.kv_heads, layout.kv_heads], dim=1)
+    if norms is not None:
+        q, k = (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w.double()
+            for x, w in zip((q, k), norms, strict=True)
+        )
+    cos, sin = cos_sin[case.batch.positions].double().unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+    return [rotate(q), rotate(k), v]
+
+
+def test_rope_and_cache() -> None:
+    for heads, kv_heads, dim in SHAPES:
+        for dtype, kv_dtype in (
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float16, torch.float16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, FP8),
+        ):
+            for normed in (False, True):
+                case = build([1, 1, 5, 9], [30, 1, 20, 9], layout(heads, kv_heads, dim), dtype, kv_dtype)
+                tokens = case.q.shape[0]
+                qkv = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+                cos_sin = rand(64, dim)
+                norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype)) if normed else None
+                before = case.k_cache.clone()
+                with poisoned_outputs():
+                    q = ops.rope_and_cache(
+                        qkv.clone(),
+                        case.layout,
+                        cos_sin,
+                        case.batch,
+                        case.k_cache,
+                        case.v_cache,
+                        *(norms or (None, None)),
+                        1e-6,
+                        case.scales,
+                    )
+                if MODE == "compile":
+                    continue
+                want_q, want_k, want_v = rope64(case, qkv, cos_sin, norms, 1e-6)
+                name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
+                check(f"{name} q", q, want_q)
+                block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
+                limit = 6e-2 if kv_dtype == FP8 else TOLERANCE[dtype]
+                for kind, cache, want, scale in zip(
+                    "kv",
+                    (case.k_cache, case.v_cache),
+                    (want_k, want_v),
+                    case.scales or (None, None),
+                    strict=True,
+                ):
+                    got = cache.float()[block, :, offset].double()
+                    if scale is not None:
+                        got = got * scale.double()[None, :, None]
+                    check(f"{name} {kind}", got, want, limit)
+                untouched = torch.ones(before.shape[0] * BLOCK, dtype=torch.bool, device=DEVICE)
+                untouched[case.batch.slots] = False
+                a = before.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
+                b = case.k_cache.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
+                check_equal(f"{name}: other slots", b, a)
+
+
+LLAMA = layout(32, 8, 128)
+
+
+def bench_rope() -> Iterator[Row]:
+    for tokens in (1, 64, 256, 8192):
+        count, context = (tokens, 512) if tokens <= 256 else (8, 1024)
+        queries = [1 if tokens <= 256 else 1024] * count
+        case = build(queries, [context] * count, LLAMA, torch.bfloat16)
+        cos_sin = rand(2048, 128)
+        inputs = [rand(tokens, 48 * 128, dtype=torch.bfloat16) for _ in range(4)]
+        us = time_us(
+            [
+                lambda x=x, c=case: ops.rope_and_cache(
+                    x, LLAMA, cos_sin, c.batch, c.k_cache, c.v_cache, None, None, 1e-6
+                )
+                for x in inputs
+            ]
+        )
+        yield bandwidth(f"rope_and_cache {tokens}", us, 2 * tokens * 48 * 128 * 2)
+
+
+def decode_cases(count: int, context: int, shape: HeadLayout, kv: torch.dtype | None = None) -> list[Case]:
+    bound = max(8192, context)
+    size = count * context * shape.kv_heads * shape.head_dim * 4
+    copies = max(1, min(8, 300_000_000 // size))
+    return [build([1] * count, [context] * count, shape, torch.bfloat16, kv, bound) for _ in range(copies)]
+
+
+def decode_bytes(cases: list[Case]) -> float:
+    case = cases[0]
+    per_token = 2 * case.layout.kv_heads * case.layout.head_dim * case.k_cache.element_size()
+    return float(sum(case.contexts) * per_token + 4 * case.q.numel())
+
+
+def bench_decode() -> Iterator[Row]:
+    for count, context in (
+        (1, 512),
+        (1, 8192),
+        (1, 131072),
+        (8, 2048),
+        (64, 512),
+        (64, 2048),
+        (256, 512),
+        (256, 2048),
+    ):
+        cases = decode_cases(count, context, LLAMA)
+        us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
+        yield bandwidth(f"decode {count} x {context}, 32/8x128", us, decode_bytes(cases))
+    mixed = [rng.randrange(100, 2048) for _ in range(256)]
+    cases = [build([1] * 256, mixed, LLAMA, torch.bfloat16, max_context=8192)]
+    us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
+    yield bandwidth("decode 256 x 100..2048, 32/8x128", us, decode_bytes(cases))
+    cases = decode_cases(256, 1024, LLAMA, FP8)
+    us = time_us(
+        [lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache, c.scales) for c in cases]
+    )
+    yield bandwidth("decode 256 x 1024, 32/8x128, fp8 cache", us, decode_bytes(cases))
+    qwen = layout(16, 8, 128)
+    cases = decode_cases(256, 1024, qwen)
+    us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
+    yield bandwidth("decode 256 x 1024, 16/8x128", us, decode_bytes(cases))
+
+
+def prefill_flops(case: Case) -> float:
+    pairs = sum(
+        n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True)
+    )
+    return 4 * pairs * case.layout.heads * case.layout.head_dim
+
+
+def bench_prefill() -> Iterator[Row]:
+    for count, length, prefix in ((1, 1024, 0), (8, 1024, 0), (4, 2048, 0), (1, 8192, 0), (4, 2048, 6144)):
+        case = build([length] * count, [length + prefix] * count, LLAMA, torch.bfloat16)
+        us = time_us([lambda c=case: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache)])
+        yield arithmetic(f"prefill {count} x {length} after {prefix}, 32/8x128", us, prefill_flops(case))
+
+
+def tune_decode() -> Iterator[Row]:
+    for count, context in ((1, 2048), (64, 512), (256, 1024)):
+        cases = decode_cases(count, context, LLAMA)
+        for block_n, warps, stages in (
+            (32, 4, 3),
+            (32, 4, 5),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 4, 5),
+            (64, 8, 3),
+            (128, 4, 3),
+            (128, 8, 3),
+        ):
+            for splits, tokens in ((4, 1024), (8, 256), (8, 512)) if count > 1 else ((64, 64), (64, 128), (32, 128)):
+                config = decode.DecodeConfig(block_n, warps, stages, splits, max(1, tokens // block_n))
+                outs = [torch.empty_like(c.q) for c in cases]
+                us = time_us(
+                    [
+                        lambda c=c, o=o, g=config: decode.decode_attention(
+                            c.q, c.layout, c.batch, c.k_cache, c.v_cache, o, ops._counters, g
+                        )
+                        for c, o in zip(cases, outs, strict=True)
+                    ],
+                    repeats=5,
+                )
+                name = f"tune decode {count}x{context} n{block_n} w{warps} s{stages} splits{splits} min{tokens}"
+                yield bandwidth(name, us, decode_bytes(cases))
+
+
+def tune_prefill() -> Iterator[Row]:
+    for count, length in ((8, 1024), (1, 8192)):
+        case = build([length] * count, [length] * count, LLAMA, torch.bfloat16)
+        out = torch.empty_like(case.q)
+        for config in (
+            prefill.PrefillConfig(128, 64, 8, 2),
+            prefill.PrefillConfig(128, 64, 8, 3),
+            prefill.PrefillConfig(128, 64, 8, 5),
+            prefill.PrefillConfig(128, 128, 8, 2),
+            prefill.PrefillConfig(128, 128, 8, 3),
+            prefill.PrefillConfig(128, 64, 4, 3),
+            prefill.PrefillConfig(64, 64, 4, 2),
+            prefill.PrefillConfig(64, 64, 4, 3),
+            prefill.PrefillConfig(64, 128, 4, 2),
+            prefill.PrefillConfig(64, 128, 4, 3),
+        ):
+            us = time_us(
+                [
+                    lambda c=case, g=config: prefill.prefill_attention(
+                        c.q, c.layout, c.batch, c.k_cache, c.v_cache, out, g
+                    )
+                ],
+                repeats=5,
+            )
+            name = f"tune prefill {count}x{length} m{config.block_m} n{config.block_n}"
+            yield arithmetic(f"{name} w{config.num_warps} s{config.num_stages}", us, prefill_flops(case))
