@@ -102,8 +102,9 @@ def measure(
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    size = shapes.DTYPE_BYTES[info.dtype]
-    cost = shapes.cost(loaded.checkpoint.config, weight_bytes=size, kv_bytes=size)
+    config, runner = loaded.checkpoint.config, loaded.engine.runner
+    stored = runner.decoder.weight_bytes / sum(shapes.parameters(config))
+    cost = shapes.cost(config, weight_bytes=stored, kv_bytes=runner.kv.element_size())
     total = sum(outputs for _, outputs in workload.lengths())
     results = []
     with report.progress_bar(console) as bar:

@@ -185,7 +185,7 @@ class Load:
             tally.errors["stream ended without text and usage"] += 1
             return
         if usage.completion_tokens != output_len:
-            tally.errors[f"{usage.completion_tokens} tokens instead of {output_len}"] += 1
+            tally.errors[f"fewer tokens than the {output_len} asked for (does the server limit a request's time?)"] += 1
             return
         tally.ttft.append(first - begin)
         tally.latency.append(end - begin)

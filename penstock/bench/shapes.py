@@ -1,8 +1,8 @@
 """Named model shapes, as Hugging Face configurations, and what a step over one must read and compute.
 
-A shape is enough to time an engine: random weights cost the same as trained ones. The byte and FLOP counts here
-are derived from the configuration alone, independently of the engine, so that the engine is measured against
-what the model needs and not against its own bookkeeping.
+A shape is enough to time an engine: random weights cost the same as trained ones. What a step must read and compute
+is counted from the configuration alone, so that the engine is measured against what the model needs and not against
+its own bookkeeping; only how many bytes a weight takes depends on how it is stored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"rope_theta": 100000.0, "vocab_size": 49152, "tie_word_embeddings": True},
 }
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+def parameters(config: Config) -> tuple[int, int]:
+    """Parameters of a dense decoder's layer matrices, and of its head. Biases and norms are left out."""
+    hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    heads, kv_heads, head_dim = _heads(config)
+    per_layer = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden + 3 * hidden * ffn
+    return layers * per_layer, config["vocab_size"] * hidden
+
+
+def _heads(config: Config) -> tuple[int, int, int]:
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    return heads, kv_heads, config.get("head_dim") or config["hidden_size"] // heads
 
 
 def named(name: str) -> dict[str, Any]:
@@ -76,15 +88,16 @@ class Cost:
     """Parameters of the output head: read once per step, used once per sampled token."""
     kv_elements: int
     """Keys and values kept per token of context, over all layers."""
-    weight_bytes: int
-    """Bytes of one weight element."""
+    weight_bytes: float
+    """Mean bytes of one weight as stored."""
     kv_bytes: int
+    """Bytes of one element of the KV cache."""
 
     @property
     def weights(self) -> int:
         """Bytes of weights a step reads. The embedding table is not counted unless it is the head: a step
         reads a few rows of it."""
-        return (self.linear_params + self.head_params) * self.weight_bytes
+        return round((self.linear_params + self.head_params) * self.weight_bytes)
 
     def context(self, tokens: int) -> int:
         """Bytes of keys and values read to attend over this many tokens of context."""
@@ -96,17 +109,14 @@ class Cost:
         return 2 * (self.linear_params * tokens + self.head_params * sampled)
 
 
-def cost(config: Config, *, weight_bytes: int, kv_bytes: int) -> Cost:
+def cost(config: Config, *, weight_bytes: float, kv_bytes: int) -> Cost:
     """Count from a Hugging Face configuration of a dense decoder."""
-    hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    per_layer = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden + 3 * hidden * ffn
+    linear_params, head_params = parameters(config)
+    _, kv_heads, head_dim = _heads(config)
     return Cost(
-        linear_params=layers * per_layer,
-        head_params=config["vocab_size"] * hidden,
-        kv_elements=2 * layers * kv_heads * head_dim,
+        linear_params=linear_params,
+        head_params=head_params,
+        kv_elements=2 * config["num_hidden_layers"] * kv_heads * head_dim,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
     )
