@@ -143,7 +143,12 @@ class TextModel:
                         for name, _, added in names
                     ]
                 )
-                self._guarded = guarded, {guarded.token_to_id(name): token for name, token, _ in names}
+                real: dict[int, int] = {}
+                for name, token, _ in names:
+                    guarded_id = guarded.token_to_id(name)
+                    assert guarded_id is not None, "a token that was just added"
+                    real[guarded_id] = token
+                self._guarded = guarded, real
             return self._guarded
 
     # --- ids to text
