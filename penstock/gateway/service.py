@@ -81,12 +81,12 @@ class Service:
     def untrack(self, generation: Generation) -> None:
         self._generations.discard(generation)
 
-    async def encode(self, model: ServedModel, text: str, *, special: bool) -> list[int]:
+    async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) <= INLINE_CHARACTERS:
-            return model.text.encode(text, special=special)
-        return await self._in_thread(model.text.encode, text, special=special)
+            return model.text.encode(text, add_special_tokens=add_special_tokens)
+        return await self._in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
 
-    async def render_chat(
+    async def encode_chat(
         self, model: ServedModel, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The token ids of a conversation, as the model's template writes it."""
@@ -96,16 +96,13 @@ class Service:
                 param="model",
                 code="no_chat_template",
             )
-
-        def work() -> list[int]:
-            rendered = model.text.render_chat(messages, add_generation_prompt=add_generation_prompt)
-            return model.text.encode(rendered, special=False)
-
         size = sum(len(message["content"]) for message in messages)
+        encode = functools.partial(model.text.encode_chat, messages, add_generation_prompt=add_generation_prompt)
         try:
-            return work() if size <= INLINE_CHARACTERS else await self._in_thread(work)
+            return encode() if size <= INLINE_CHARACTERS else await self._in_thread(encode)
         except ChatTemplateError as error:
-            raise InvalidRequest(f"{str(error)[:1].upper()}{str(error)[1:]}", param="messages") from error
+            message = str(error)
+            raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
