@@ -1,0 +1,135 @@
+"""One child process: its output line by line, its status reports, its end.
+
+Invariant: output is read as long as the child lives, so it never blocks on a full pipe; a line is bounded. Children run
+in a session of their own, so that Ctrl-C reaches the supervisor alone and it can drain them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from penstock.supervisor.lifeline import Status, decode_status
+
+LINE_LIMIT = 16384
+STATUS_FD = "{status}"
+"""Stands for the number of the status descriptor in a command."""
+
+log = logging.getLogger("penstock.supervisor")
+
+
+class Child:
+    """A running process. `spawn` it, `wait` for its end."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, readers: list[asyncio.Task[None]]) -> None:
+        self.name = name
+        self.pid = process.pid
+        self._process = process
+        self._readers = readers
+
+    @classmethod
+    async def spawn(
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        on_line: Callable[[str], None],
+        on_status: Callable[[Status], None],
+    ) -> Child:
+        readable, writable = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(str(writable) if part == STATUS_FD else part for part in command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(writable,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(readable)
+            raise
+        finally:
+            os.close(writable)
+        assert process.stdout is not None
+        status = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(status), os.fdopen(readable, "rb", buffering=0)
+        )
+
+        def on_status_line(line: str) -> None:
+            try:
+                on_status(decode_status(line.encode()))
+            except msgspec.MsgspecError as error:
+                log.warning("%s reports something unreadable: %s", name, error)
+
+        readers = [
+            asyncio.create_task(_read_lines(process.stdout, on_line), name=f"{name} output"),
+            asyncio.create_task(_read_lines(status, on_status_line), name=f"{name} status"),
+        ]
+        return cls(name, process, readers)
+
+    async def wait(self) -> int:
+        """The exit status (negative: a signal), once all output has been passed on."""
+        waiting = asyncio.create_task(self._process.wait(), name=f"{self.name} wait")
+        try:
+            # Some Python versions wait for the pipes to close too, which a grandchild may hold open.
+            while self._process.returncode is None:
+                await asyncio.wait([waiting], timeout=1.0)
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        code = self._process.returncode
+        # What it started must not outlive it, nor keep its port.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        _, pending = await asyncio.wait(self._readers, timeout=1.0)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        return code
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """The child and whatever it started itself: it leads its own session."""
+        if self.alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.alive:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+    rest = b""
+    while chunk := await stream.read(65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            on_line(line.decode(errors="replace").rstrip("\r"))
+        if len(rest) > LINE_LIMIT:
+            on_line(rest.decode(errors="replace"))
+            rest = b""
+    if rest:
+        on_line(rest.decode(errors="replace"))
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 70`, or `killed by SIGKILL`."""
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

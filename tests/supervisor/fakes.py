@@ -1,0 +1,68 @@
+"""Child processes for supervisor tests: real processes, real sockets, no model."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from penstock.errors import ConfigError
+from penstock.protocol.server import EngineServer
+from penstock.protocol.transport import Listener
+from penstock.supervisor.lifeline import Failed, Progress, Started, StatusPipe, die_with_supervisor
+from tests.protocol.scripted import ScriptedEngine
+
+
+def engine(endpoint: str, status_fd: str, mode: str) -> int:
+    die_with_supervisor()
+    status = StatusPipe(int(status_fd))
+    print("engine loading", flush=True)
+    status.send(Progress("weights", 0.5))
+    if mode == "broken":
+        status.send(Failed("no such model"))
+        return 2
+    if mode == "crashing":
+        os._exit(9)
+    try:
+        listener = Listener(endpoint)
+    except ConfigError as error:
+        status.send(Failed(str(error)))
+        return 2
+    scripted = ScriptedEngine(instance=str(os.getpid()))
+    server = EngineServer(scripted, listener, heartbeat_s=0.05)
+    signal.signal(signal.SIGTERM, lambda *_: server.drain(1.0))
+    status.send(Started(scripted.info))
+    with listener:
+        return server.run()
+
+
+def gateway(port: str, mode: str, drain_file: str) -> int:
+    """Answers 200 to anything. On SIGTERM it finishes after a moment, or, being stubborn, never."""
+    die_with_supervisor()
+    leaving = threading.Event()
+
+    def on_term(number: int, frame: FrameType | None) -> None:
+        leaving.set()
+
+    signal.signal(signal.SIGTERM, on_term)
+    with socket.create_server(("127.0.0.1", int(port)), reuse_port=False) as server:
+        server.settimeout(0.05)
+        while not leaving.is_set() or mode == "stubborn":
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    time.sleep(0.3)
+    Path(drain_file).write_text("drained")
+    return 0
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    sys.exit({"engine": engine, "gateway": gateway}[kind](*arguments))

@@ -1,0 +1,260 @@
+"""R-OPS-1, R-OPS-2: the process tree starts together, heals itself, drains in order and leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.request import EngineInfo
+from penstock.supervisor.child import STATUS_FD
+from penstock.supervisor.health import is_ready
+from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.supervisor import StartFailed, Supervisor, Unit
+from tests.protocol.client import connected, eventually
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ps-") as name:
+        yield Path(name)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Recorder(Reporter):
+    """Remembers every event."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, ...]] = []
+        self.lines: list[str] = []
+
+    def line(self, child: str, text: str) -> None:
+        self.lines.append(f"{child}: {text}")
+
+    def progress(self, child: str, phase: str, fraction: float) -> None:
+        self.events.append(("progress", child, phase))
+
+    def engine_started(self, child: str, info: EngineInfo) -> None:
+        self.events.append(("started", child, info.instance))
+
+    def ready(self, engines: list[EngineInfo], seconds: float) -> None:
+        self.events.append(("ready", *(info.model for info in engines)))
+
+    def exited(self, child: str, how: str, restart_in_s: float) -> None:
+        self.events.append(("exited", child, how, f"{restart_in_s:g}"))
+
+    def draining(self, limit_s: float) -> None:
+        self.events.append(("draining", f"{limit_s:g}"))
+
+    def count(self, kind: str) -> int:
+        return sum(event[0] == kind for event in self.events)
+
+
+def tree(folder: Path, port: int, *, engine: str = "good", gateway: str = "good") -> tuple[Unit, Unit]:
+    run = [sys.executable, "-m", "tests.supervisor.fakes"]
+    return (
+        Unit("engine", [*run, "engine", f"ipc://{folder}/engine", STATUS_FD, engine]),
+        Unit("gateway", [*run, "gateway", str(port), gateway, f"{folder}/drained"]),
+    )
+
+
+@asynccontextmanager
+async def supervised(
+    folder: Path, *, gateway: str = "good", drain_s: float = 5.0
+) -> AsyncIterator[tuple[Supervisor, Recorder, Unit, Unit]]:
+    port = free_port()
+    engine_unit, gateway_unit = tree(folder, port, gateway=gateway)
+    recorder = Recorder()
+    supervisor = Supervisor(
+        engines=[engine_unit],
+        gateway=gateway_unit,
+        host="127.0.0.1",
+        port=port,
+        drain_s=drain_s,
+        reporter=recorder,
+        backoff_s=0.05,
+    )
+    running = asyncio.create_task(supervisor.run(handle_signals=False))
+    try:
+        await until(lambda: recorder.count("ready") == 1 or running.done())
+        yield supervisor, recorder, engine_unit, gateway_unit
+    finally:
+        supervisor.stop()
+        await asyncio.wait_for(running, 20)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+async def until_ready(unit: Unit) -> None:
+    port = int(unit.command[4])
+    while not await is_ready("127.0.0.1", port):
+        await asyncio.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def test_everything_starts_reports_progress_and_is_announced_once(folder: Path) -> None:
+    async with supervised(folder) as (_, recorder, engine, gateway):
+        assert recorder.events[0] == ("progress", "engine", "weights")
+        assert recorder.events[-1] == ("ready", "scripted")
+        assert "engine: engine loading" in recorder.lines
+        assert engine.child is not None and gateway.child is not None
+        pids = [engine.child.pid, gateway.child.pid]
+    assert not any(alive(pid) for pid in pids)
+    assert (folder / "drained").read_text() == "drained"
+    assert not (folder / "engine").exists()
+
+
+async def test_a_killed_engine_comes_back_and_the_gateway_is_not_touched(folder: Path) -> None:
+    async with supervised(folder) as (_, recorder, engine, gateway):
+        assert engine.child is not None and gateway.child is not None
+        before = gateway.child.pid
+        os.kill(engine.child.pid, signal.SIGKILL)
+        await until(lambda: recorder.count("started") == 2)
+        assert ("exited", "engine", "killed by SIGKILL", "0.05") in recorder.events
+        assert gateway.child.pid == before and alive(before)
+        with connected(f"ipc://{folder}/engine") as client:
+            assert (await asyncio.to_thread(client.hello)).info.instance == str(engine.child.pid)
+
+
+async def test_a_killed_gateway_comes_back_and_the_engine_is_not_touched(folder: Path) -> None:
+    async with supervised(folder) as (_, recorder, engine, gateway):
+        assert engine.child is not None and gateway.child is not None
+        before, dead = engine.child.pid, gateway.child.pid
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: gateway.child is not None and gateway.child.pid != dead)
+        assert engine.child.pid == before and alive(before)
+        assert recorder.count("exited") == 1
+        await until_ready(gateway)
+
+
+async def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly(folder: Path) -> None:
+    async with supervised(folder) as (_, recorder, engine, _gateway):
+        for round_number in range(1, 4):
+            await until(lambda n=round_number: recorder.count("started") == n)  # type: ignore[misc]
+            assert engine.child is not None
+            os.kill(engine.child.pid, signal.SIGKILL)
+            await until(lambda n=round_number: recorder.count("exited") == n)  # type: ignore[misc]
+        delays = [event[3] for event in recorder.events if event[0] == "exited"]
+        assert delays == ["0.05", "0.1", "0.2"]
+
+
+@pytest.mark.parametrize(("mode", "message"), [("broken", "engine: no such model"), ("crashing", "exit code 9")])
+async def test_an_engine_that_never_starts_ends_the_start_with_its_reason(
+    folder: Path, mode: str, message: str
+) -> None:
+    engine, gateway = tree(folder, port := free_port(), engine=mode)
+    supervisor = Supervisor(engines=[engine], gateway=gateway, host="127.0.0.1", port=port, drain_s=5)
+    with pytest.raises(StartFailed, match=message):
+        await asyncio.wait_for(supervisor.run(handle_signals=False), 15)
+    assert gateway.child is not None and not alive(gateway.child.pid)
+
+
+async def test_the_gateway_drains_before_the_engine_is_told_to_leave(folder: Path) -> None:
+    async with supervised(folder) as (supervisor, recorder, engine, gateway):
+        assert engine.child is not None and gateway.child is not None
+        supervisor.stop()
+        while gateway.child.alive:
+            assert engine.child.alive, "the engine left before the gateway had drained"
+            await asyncio.sleep(0.01)
+        await until(lambda: not engine.child.alive)  # type: ignore[union-attr]
+        assert ("draining", "5") in recorder.events
+
+
+async def test_a_second_stop_does_not_wait(folder: Path) -> None:
+    async with supervised(folder, gateway="stubborn", drain_s=60) as (supervisor, _, engine, gateway):
+        assert engine.child is not None and gateway.child is not None
+        supervisor.stop()
+        await asyncio.sleep(0.3)
+        assert gateway.child.alive
+        begin = time.monotonic()
+        supervisor.stop()
+        await until(lambda: not gateway.child.alive and not engine.child.alive)  # type: ignore[union-attr]
+        assert time.monotonic() - begin < 5
+
+
+async def test_a_gateway_that_will_not_drain_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.supervisor.supervisor.GATEWAY_EXTRA_S", 0.2)
+    async with supervised(folder, gateway="stubborn", drain_s=0.2) as (supervisor, _, _engine, gateway):
+        supervisor.stop()
+        await until(lambda: gateway.child is not None and not gateway.child.alive, 5)
+
+
+SUPERVISOR = """
+    import asyncio, sys
+    from pathlib import Path
+    from penstock.supervisor.supervisor import Supervisor
+    from penstock.supervisor.health import is_ready
+from penstock.supervisor.reporter import Reporter
+    from tests.supervisor.test_supervisor import tree
+
+    class Printer(Reporter):
+        def ready(self, engines, seconds):
+            print("ready", engine.child.pid, gateway.child.pid, flush=True)
+
+    async def main():
+        global engine, gateway
+        port = int(sys.argv[2])
+        engine, gateway = tree(Path(sys.argv[1]), port)
+        await Supervisor(
+            engines=[engine], gateway=gateway, host="127.0.0.1", port=port, drain_s=5, reporter=Printer()
+        ).run()
+
+    asyncio.run(main())
+"""
+
+
+@contextmanager
+def real_supervisor(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A supervisor in a process of its own, once it is ready; and the ids of its children."""
+    command = [sys.executable, "-c", textwrap.dedent(SUPERVISOR), str(folder), str(free_port())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            word, *numbers = process.stdout.readline().split()
+            assert word == "ready"
+            yield process, [int(number) for number in numbers]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("stopped_engine", [False, True], ids=["running", "engine frozen"])
+def test_no_orphan_survives_the_death_of_the_supervisor(folder: Path, stopped_engine: bool) -> None:
+    if stopped_engine and sys.platform != "linux":
+        pytest.skip("only the Linux kernel ends a stopped child")
+    with real_supervisor(folder) as (process, pids):
+        if stopped_engine:
+            os.kill(pids[0], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGKILL)
+        assert eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_signal_drains_the_tree(folder: Path) -> None:
+    with real_supervisor(folder) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert (folder / "drained").exists()
