@@ -104,9 +104,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
 
 
 async def until_ready(unit: Unit) -> None:
-    port = int(unit.command[4])
-    while not await is_ready("127.0.0.1", port):
+    for _ in range(200):
+        if await is_ready("127.0.0.1", int(unit.command[4])):
+            return
         await asyncio.sleep(0.05)
+    pytest.fail("the gateway does not answer")
 
 
 def alive(pid: int) -> bool:
@@ -208,8 +210,7 @@ SUPERVISOR = """
     import asyncio, sys
     from pathlib import Path
     from penstock.supervisor.supervisor import Supervisor
-    from penstock.supervisor.health import is_ready
-from penstock.supervisor.reporter import Reporter
+    from penstock.supervisor.reporter import Reporter
     from tests.supervisor.test_supervisor import tree
 
     class Printer(Reporter):
