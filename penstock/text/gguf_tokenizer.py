@@ -75,6 +75,12 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type")
     kinds = [NORMAL] * len(tokens) if types is None else types.tolist()
+    for name in ("bos", "eos", "unknown"):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id", 0)
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise CheckpointError(f"{file.path}: its {name} token is {token!r}, outside a vocabulary of {len(tokens)}")
+    if len(kinds) != len(tokens) or len(metadata.get("tokenizer.ggml.scores", tokens)) != len(tokens):
+        raise CheckpointError(f"{file.path}: its vocabulary, token types and scores differ in length")
     if kind == "gpt2":
         tokenizer = _byte_level(file, tokens)
         bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
@@ -136,14 +142,17 @@ def merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) ->
     """The pairs that SentencePiece would merge, best first: every way to put a token together from two others,
     ordered by the token's score."""
     pieces = {token: index for index, token in enumerate(tokens) if kinds[index] in (NORMAL, UNUSED)}
-    ranked = []
-    for token, index in pieces.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in pieces and right in pieces:
-                ranked.append((-scores[index], pieces[left], pieces[right], left, right))
-    ranked.sort()
-    return [(left, right) for _, _, _, left, right in ranked]
+    merges: list[tuple[str, str]] = []
+    for token in sorted(pieces, key=lambda token: -scores[pieces[token]]):
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in pieces and token[cut:] in pieces
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        merges += pairs
+    return merges
 
 
 def _by_token(tokens: list[str]) -> dict[str, int]:

@@ -24,6 +24,8 @@ from penstock.errors import CheckpointError
 Bytes = npt.NDArray[np.uint8]
 
 MAX_DIMENSIONS = 4
+MAX_NESTING = 4
+"""Arrays of arrays of ...: deeper than anyone writes, far from exhausting the stack."""
 
 
 class GGMLType(IntEnum):
@@ -140,11 +142,6 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def length(self, key: str) -> int:
-        """Number of elements of an array, without decoding it."""
-        value = self._values[key]
-        return value.count if isinstance(value, _Array) else len(value)
-
     def _decode(self, array: _Array) -> Any:
         if array.type == _STRING:
             return self._strings(array)
@@ -220,7 +217,7 @@ class GGUFFile:
         if kind == _ARRAY:
             array = _step_over(self._map, position)
             if array is None or array.end > self._size:
-                raise self._damaged("an array in its header runs past the end of the file")
+                raise self._damaged("an array in its header makes no sense or runs past the end of the file")
             return array, array.end
         if kind not in _STRUCTS:
             raise self._damaged(f"its header holds a value of unknown type {kind}")
@@ -309,7 +306,7 @@ def _string(buffer: mmap.mmap, position: int) -> tuple[str, int]:
     return buffer[position + 8 : end].decode("utf-8", "replace"), end
 
 
-def _step_over(buffer: mmap.mmap, position: int) -> _Array | None:
+def _step_over(buffer: mmap.mmap, position: int, depth: int = 0) -> _Array | None:
     """The extent of the array at `position`; None when it cannot be one."""
     (kind,) = _U32.unpack_from(buffer, position)
     (count,) = _U64.unpack_from(buffer, position + 4)
@@ -318,9 +315,9 @@ def _step_over(buffer: mmap.mmap, position: int) -> _Array | None:
         read_length = _U64.unpack_from
         for _ in range(count):
             position += 8 + read_length(buffer, position)[0]
-    elif kind == _ARRAY:
+    elif kind == _ARRAY and depth < MAX_NESTING:
         for _ in range(count):
-            inner = _step_over(buffer, position)
+            inner = _step_over(buffer, position, depth + 1)
             if inner is None:
                 return None
             position = inner.end

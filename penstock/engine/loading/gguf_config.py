@@ -70,8 +70,11 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
     def required(name: str) -> Any:
         value = key(name)
-        if value is None:
-            raise CheckpointError(f"{file.path}: metadata has no {arch}.{name}; the file was not written for inference")
+        if not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(
+                f"{file.path}: {arch}.{name} must be a positive number and is {value!r}; "
+                f"the file is damaged or not a language model"
+            )
         return value
 
     embedding = file.tensors.get("token_embd.weight")
