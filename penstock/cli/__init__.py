@@ -1,0 +1,19 @@
+"""The `penstock` command: one file per subcommand, each importing what it runs only when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point. What we refuse on purpose is one red line; anything else keeps its traceback."""
+    from penstock.cli.app import app
+    from penstock.errors import PenstockError
+
+    try:
+        app()
+    except PenstockError as error:
+        from penstock.cli.console import show_error
+
+        show_error(str(error))
+        sys.exit(2)

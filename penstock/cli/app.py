@@ -1,0 +1,65 @@
+"""The command tree. Importing it is cheap: commands import torch, zmq and the rest inside their functions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.bench.cli import app as bench
+from penstock.cli.chat import chat
+from penstock.cli.config import config
+from penstock.cli.doctor import doctor
+from penstock.cli.engine import engine
+from penstock.cli.gateway import gateway
+from penstock.cli.pull import pull
+from penstock.cli.serve import serve
+
+HELP = """
+Serve large language models: an OpenAI-compatible server with its own inference engine.
+
+Examples:
+
+    penstock serve                      the default model on http://127.0.0.1:8000
+
+    penstock chat "Hello"               talk to it
+
+    penstock doctor                     what this machine can do
+"""
+
+app = typer.Typer(
+    name="penstock",
+    help=HELP,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"penstock {version('penstock')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(help=serve.__doc__)(serve)
+app.command(help=chat.__doc__)(chat)
+app.command(help=pull.__doc__)(pull)
+app.command(help=doctor.__doc__)(doctor)
+app.command(help=config.__doc__)(config)
+app.command(help=engine.__doc__)(engine)
+app.command(help=gateway.__doc__)(gateway)
+app.add_typer(bench, name="bench")

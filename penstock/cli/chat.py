@@ -1,0 +1,55 @@
+"""`penstock chat`: talk to a running server from a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(help="One question; without it the conversation is interactive. - reads stdin.")
+    ] = None,
+    url: Annotated[
+        str, typer.Option("--url", "-u", envvar="PENSTOCK_URL", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model; the server's first by default.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="0 always picks the likeliest.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Choose among the likeliest tokens of this total probability.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer, no timings.")] = False,
+) -> None:
+    """
+    Chat with a running server.
+
+    Each answer is followed by its time to the first token and its tokens per second. In a conversation: /reset starts over, /system TEXT changes the system prompt, /exit or Ctrl-D leaves, Ctrl-C
+    stops an answer.
+
+    Examples:
+
+        penstock chat "What is the capital of France?"
+
+        penstock chat --system "Answer in French." --temperature 0
+
+        cat notes.txt | penstock chat - --max-tokens 200
+    """
+    from penstock.cli.conversation import Client, Options, converse, one_shot
+
+    options = Options(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    with Client(url, key) as client:
+        chosen = model or client.default_model()
+        if message == "-" or (message is None and not sys.stdin.isatty()):
+            message = sys.stdin.read()
+        if message is None:
+            converse(client, chosen, system, options)
+        else:
+            one_shot(client, chosen, system, options, message, quiet=quiet)

@@ -1,0 +1,58 @@
+"""`penstock config`: every setting documented, an example file, a check of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def config(
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a file and stop.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print an example file with every key.")] = False,
+) -> None:
+    """
+    Show every setting with its default, check a file, or write an example.
+
+    Settings come from penstock.yaml, then from variables (PENSTOCK_SERVER__PORT=9000), then from flags.
+
+    Examples:
+
+        penstock config
+
+        penstock config --example > penstock.yaml
+
+        penstock config --check penstock.yaml
+    """
+    from penstock.config import load
+    from penstock.config.describe import example as example_file
+
+    if example:
+        typer.echo(example_file(), nl=False)
+    elif check is not None:
+        checked = load(check)
+        names = ", ".join(model.name for model in checked.models)
+        typer.echo(f"{check}: ok ({names} on {checked.server.host}:{checked.server.port})")
+    else:
+        _reference()
+
+
+def _reference() -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.config.describe import keys
+
+    console = Console(highlight=False)
+    section = ""
+    for key in keys():
+        if key.section != section:
+            section = key.section
+            console.print(Text(f"\n{section}", style="bold cyan"))
+        console.print(Text.assemble("  ", (key.path, "bold"), f" = {key.default}"))
+        detail = Table.grid(padding=(0, 1))
+        detail.add_row("   ", Text(key.doc))
+        detail.add_row("   ", Text(f"{key.accepts}; {key.variable}", style="dim"))
+        console.print(detail)

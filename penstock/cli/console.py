@@ -1,0 +1,101 @@
+"""Talking to the terminal: the console, errors, and progress bars of downloads. rich is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.config import Config
+
+
+def stderr() -> Console:
+    """Where everything goes that is not the answer itself."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def show_error(message: str) -> None:
+    from rich.text import Text
+
+    stderr().print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+
+
+def flags(settings: list[str] | None, **named: object) -> dict[str, str]:
+    """Options of a command as configuration keys: `--set server.port=9000`, and the named ones that were given.
+
+    In `named`, `__` stands for a dot and `each` for every item of a list (`models__each__device`).
+    """
+    from penstock.errors import ConfigError
+
+    found = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {setting}: write it as KEY=VALUE, for example --set server.drain_s=5")
+        found[key.strip()] = value
+    for name, given in named.items():
+        if given is not None:
+            found[name.replace("__", ".").replace("each", "*")] = str(given)
+    return found
+
+
+Progress = Callable[[str, int, int | None], None]
+
+
+@contextmanager
+def download_bar(console: Console, name: str) -> Iterator[Progress]:
+    """A progress bar that appears with the first report; plain lines where there is no terminal."""
+    if not console.is_terminal:
+        yield _plain_progress(console, name)
+        return
+    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("[bold]{task.fields[model]}[/] {task.description}"),
+        BarColumn(bar_width=30),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=None, model=name, visible=False)
+        phase = ""
+
+        def report(what: str, done: int, total: int | None) -> None:
+            nonlocal phase
+            if what != phase:
+                phase = what
+                bars.reset(task, description=what, total=total, visible=True)
+            bars.update(task, completed=done, total=total)
+
+        yield report
+
+
+def _plain_progress(console: Console, name: str) -> Progress:
+    phase = ""
+
+    def report(what: str, done: int, total: int | None) -> None:
+        nonlocal phase
+        if what != phase:
+            phase = what
+            console.print(f"{name}: {what}", markup=False)
+
+    return report
+
+
+def resolve_models(config: Config, console: Console) -> dict[str, Path]:
+    """The local path of every model, fetching what is not here, with progress."""
+    from penstock.engine.loading.sources import resolve
+
+    paths = {}
+    for model in config.models:
+        with download_bar(console, model.name) as progress:
+            paths[model.name] = resolve(model.source, progress)
+    return paths

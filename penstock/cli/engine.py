@@ -1,0 +1,178 @@
+"""`penstock engine`: one engine process on a ZeroMQ endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.options import ConfigFile, Device, LogLevel, Resolved, Settings, Supervised
+
+if TYPE_CHECKING:
+    from penstock.config import ModelConfig
+    from penstock.protocol.server import EngineServer
+    from penstock.protocol.transport import CurveServer
+    from penstock.supervisor.lifeline import StatusPipe
+
+
+def engine(
+    model: Annotated[str, typer.Argument(help="A model of the configuration, or a source.")] = "smollm2-135m",
+    endpoint: Annotated[
+        str, typer.Option("--endpoint", "-e", help="Where to listen: ipc://PATH or tcp://HOST:PORT.")
+    ] = "tcp://127.0.0.1:5555",
+    config_file: ConfigFile = None,
+    device: Device = None,
+    log_level: LogLevel = None,
+    settings: Settings = None,
+    curve_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Secret key of this engine; needed beyond this machine.")
+    ] = None,
+    curve_clients: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Public keys of the gateways admitted, one per line.")
+    ] = None,
+    make_curve_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, stop.")
+    ] = None,
+    resolved: Resolved = None,
+    supervised: Supervised = None,
+) -> None:
+    """
+    Run one engine: token ids in, token ids out.
+
+    `penstock serve` starts these by itself; run one by hand to put it on another machine.
+
+    SIGTERM finishes the running requests, then stops; twice stops at once.
+
+    Examples:
+
+        penstock engine smollm2-135m --endpoint tcp://127.0.0.1:5555
+
+        penstock engine --make-curve-key engine.key
+
+        penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
+    """
+    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.config import load, load_resolved
+    from penstock.errors import ConfigError
+    from penstock.supervisor.lifeline import StatusPipe, die_with_supervisor
+
+    if make_curve_key is not None:
+        _write_key(make_curve_key)
+        return
+    if supervised is not None:
+        die_with_supervisor()
+    status = StatusPipe(supervised)
+    with _reported(status):
+        if resolved is not None:
+            config = load_resolved(resolved)
+            chosen = next((entry for entry in config.models if entry.name == model), None)
+            if chosen is None:
+                raise ConfigError(f"{resolved}: no model is called {model!r}")
+            path = Path(chosen.source)
+        else:
+            given = flags(settings, models__each__device=device, logging__level=log_level)
+            config = load(config_file, models=[model], flags=given)
+            chosen = config.models[0]
+            path = resolve_models(config, stderr())[chosen.name]
+        from penstock.telemetry import logging as telemetry_logging
+
+        telemetry_logging.configure(config.logging.format, config.logging.level)
+        code = _run(chosen, path, endpoint, _curve(curve_key, curve_clients), config.server.drain_s, status)
+    raise typer.Exit(code)
+
+
+def _run(
+    model: ModelConfig, path: Path, endpoint: str, curve: CurveServer | None, drain_s: float, status: StatusPipe
+) -> int:
+    import logging
+    import time
+
+    from penstock.protocol.server import EngineServer
+    from penstock.protocol.transport import Listener
+    from penstock.protocol.watchdog import Watchdog
+    from penstock.supervisor.lifeline import Progress, Started
+
+    log = logging.getLogger("penstock.engine")
+    # Listen first: an endpoint that cannot be used is found before the model is loaded.
+    with Listener(endpoint, curve=curve) as listener:
+        status.send(Progress("import", 0.0))
+        begin = time.perf_counter()
+        from penstock.engine.core import Engine
+
+        imported = round(time.perf_counter() - begin, 3)
+        loaded = Engine.load(
+            model.engine_config(str(path)), lambda phase, fraction: status.send(Progress(phase, fraction))
+        )
+        info = loaded.info
+        phases = {"import": imported, **info.startup}
+        info.startup.clear()
+        info.startup.update(phases)
+        server = EngineServer(loaded, listener, watchdog=Watchdog(model.watchdog_s))
+        _stop_on_signals(server, drain_s)
+        log.info("serving %s on %s", info.model, listener.endpoint)
+        status.send(Started(info))
+        return server.run()
+
+
+def _stop_on_signals(server: EngineServer, drain_s: float) -> None:
+    import signal
+    from types import FrameType
+
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            server.stop("told to stop at once")
+        asked = True
+        server.drain(drain_s)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+@contextmanager
+def _reported(status: StatusPipe) -> Iterator[None]:
+    """Let the supervisor know why starting failed."""
+    from penstock.errors import PenstockError
+    from penstock.supervisor.lifeline import Failed
+
+    try:
+        yield
+    except PenstockError as error:
+        status.send(Failed(str(error)))
+        raise
+
+
+def _curve(key: Path | None, clients: Path | None) -> CurveServer | None:
+    from penstock.errors import ConfigError
+    from penstock.protocol.transport import CurveServer
+
+    if key is None and clients is None:
+        return None
+    if key is None or clients is None:
+        raise ConfigError("--curve-key and --curve-clients are given together")
+    try:
+        admitted = [line.strip() for line in clients.read_text().splitlines() if line.strip() and line[0] != "#"]
+        return CurveServer(key.read_text().strip(), admitted)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+
+def _write_key(file: Path) -> None:
+    import os
+
+    from penstock.errors import ConfigError
+    from penstock.protocol.transport import generate_keypair
+
+    public, secret = generate_keypair()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as handle:
+        handle.write(secret + "\n")
+    typer.echo(public)

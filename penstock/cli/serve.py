@@ -1,0 +1,79 @@
+"""`penstock serve`: everything on this machine, supervised."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import ConfigFile, Device, LogLevel, Settings
+
+
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(help="Model names of the configuration, or sources; all of the configuration by default."),
+    ] = None,
+    config_file: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
+    device: Device = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context window in tokens, for every model.")] = None,
+    log_level: LogLevel = None,
+    settings: Settings = None,
+) -> None:
+    """
+    Serve models on this machine: a gateway, and an engine process per model, restarted when they die.
+
+    The first run fetches the model. Ctrl-C finishes running requests, then stops; twice stops at once.
+
+    Examples:
+
+        penstock serve
+
+        penstock serve --port 9000 --device cpu
+
+        penstock serve hf:org/name ./folder-with-a-checkpoint
+
+        penstock serve -c penstock.yaml --set server.drain_s=5
+    """
+    import asyncio
+
+    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.cli.reporting import ConsoleReporter
+    from penstock.config import load
+    from penstock.supervisor.health import check_port
+    from penstock.supervisor.launch import resolved, units
+    from penstock.supervisor.runtime import RuntimeFolder
+    from penstock.supervisor.supervisor import Supervisor
+
+    config = load(
+        config_file,
+        models=model or (),
+        flags=flags(
+            settings,
+            server__host=host,
+            server__port=port,
+            models__each__device=device,
+            models__each__max_model_len=max_model_len,
+            logging__level=log_level,
+        ),
+    )
+    server = config.server
+    check_port(server.host, server.port)
+    console = stderr()
+    config = resolved(config, resolve_models(config, console))
+
+    async def run(folder: RuntimeFolder) -> None:
+        engines, gateway = units(config, folder)
+        await Supervisor(
+            engines=engines,
+            gateway=gateway,
+            host=server.host,
+            port=server.port,
+            drain_s=server.drain_s,
+            reporter=ConsoleReporter(console, config),
+        ).run()
+
+    with RuntimeFolder() as folder:
+        asyncio.run(run(folder))

@@ -1,0 +1,38 @@
+"""From a configuration to the commands of the process tree.
+
+Children get a resolved configuration (sources are local paths, overrides are applied), so that whatever the supervisor
+was told in flags or environment means the same to all of them, and after a restart too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.config import Config, dump
+from penstock.supervisor.child import STATUS_FD
+from penstock.supervisor.runtime import RuntimeFolder
+from penstock.supervisor.supervisor import Unit
+
+
+def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
+    """`config` with every source replaced by the path it was resolved to (`paths`: by model name)."""
+    models = tuple(dataclasses.replace(model, source=str(paths[model.name])) for model in config.models)
+    return dataclasses.replace(config, models=models)
+
+
+def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], Unit]:
+    """The engines, one per model, and the gateway. `config` is resolved."""
+    file = folder.path / "config.json"
+    dump(config, file)
+    run = [sys.executable, "-m", "penstock"]
+    common = ["--resolved", str(file), "--supervised", STATUS_FD]
+    engines = []
+    gateway = [*run, "gateway", *common]
+    for index, model in enumerate(config.models):
+        endpoint = folder.endpoint(index)
+        engines.append(Unit(f"engine {model.name}", [*run, "engine", model.name, *common, "--endpoint", endpoint]))
+        gateway += ["--engine", f"{model.name}={endpoint}"]
+    return engines, Unit("gateway", gateway)
