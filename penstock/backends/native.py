@@ -77,7 +77,7 @@ class NativeBackend(EngineClient):
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if self._curve is not None:
-            self._curve.apply(socket)
+            self._curve.apply(socket)  # type: ignore[arg-type]
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(self.endpoint)
         self._socket = socket

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.engine.request import Delta, TokenLogprob
-from penstock.text import IncrementalDetokenizer, StopStrings, TextModel
+from penstock.text import StopStrings, TextModel
 
 TIME_LIMIT = "time_limit"
 """`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
@@ -69,11 +69,12 @@ class Choice:
         discard: bool = False,
         continuation: bool = False,
     ) -> None:
-        """`continuation`: the text goes on from the prompt's, so a leading space stays. `discard`: the request is only run for its prompt; what it generates is not shown or counted."""
+        """`continuation`: the text goes on from the prompt's, so a leading space stays. `discard`: the request is only
+        run for its prompt; what it generates is not shown or counted."""
         self.index = index
         self.want_logprobs = want_logprobs
         self.discard = discard
-        self._detokenizer = IncrementalDetokenizer(text, continuation=continuation)
+        self._detokenizer = text.detokenizer(continuation=continuation)
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._held: deque[TokenPiece] = deque()

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.errors import ApiError, PayloadTooLarge
+from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 
 Scope = MutableMapping[str, Any]
@@ -27,6 +27,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+DISCARD_LIMIT = 64 * 2**20
+"""How much of a body that is too large is read and thrown away before the connection is closed on it."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
@@ -42,6 +44,7 @@ class Exchange:
     __slots__ = (
         "_receive",
         "_send",
+        "body_read",
         "extra_headers",
         "method",
         "path",
@@ -64,6 +67,7 @@ class Exchange:
         self.started_at = time.monotonic()
         self.request_id = self._choose_request_id()
         self.status: int | None = None
+        self.body_read = False
         self.stalled_reader_s = stalled_reader_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.record = RequestRecord(self.request_id, self.path, time.time())
@@ -83,23 +87,34 @@ class Exchange:
         return self.status is not None
 
     async def body(self, limit: int) -> bytes:
-        length = self.header(b"content-length")
-        if length is not None and length.isdigit() and int(length[:20]) > limit:
-            raise PayloadTooLarge(limit=limit, size=int(length[:20]))
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
+            message = await self._next_message()
             part = message.get("body", b"")
             size += len(part)
-            if size > limit:
-                raise PayloadTooLarge(limit=limit)
-            if part:
+            if size <= limit:
                 parts.append(part)
+            elif size > limit + DISCARD_LIMIT:
+                raise PayloadTooLarge(limit=limit)
+            else:
+                parts.clear()  # read on: a client that is still sending would not see the answer
             if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                self.body_read = True
+                break
+        if size > limit:
+            raise PayloadTooLarge(limit=limit, size=size)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _next_message(self) -> Message:
+        try:
+            async with asyncio.timeout(self.stalled_reader_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestTimeout("The request body did not arrive in time.") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
 
     async def gone(self) -> None:
         """Returns when the client has left. Call it after the body has been read."""
@@ -149,12 +164,15 @@ class Exchange:
             raise StalledReader from None
 
     def _headers(self, content_type: bytes) -> list[tuple[bytes, bytes]]:
-        return [
+        headers = [
             (b"content-type", content_type),
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", str(round(self.elapsed_s * 1000)).encode()),
             *self.extra_headers,
         ]
+        if not self.body_read and self.method == "POST" and self.scope["http_version"].startswith("1"):
+            headers.append((b"connection", b"close"))  # what is left of the body is in the way of another request
+        return headers
 
     def _choose_request_id(self) -> str:
         given = self.header(b"x-request-id")

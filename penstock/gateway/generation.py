@@ -94,14 +94,14 @@ class Generation:
 
     async def next(self, within: float | None = None) -> list[Piece]:
         """New pieces of text; empty when `within` seconds pass without any."""
-        now = time.monotonic()
         if self._deadline is not None:
-            left = self._deadline - now
-            if left <= 0:
-                return self._expire()
+            left = self._deadline - time.monotonic()
             within = left if within is None else min(within, left)
+        arrivals = await self.mailbox.take(within)
+        if not arrivals and self._deadline is not None and time.monotonic() >= self._deadline:
+            return self._expire()
         pieces: list[Piece] = []
-        for arrival in await self.mailbox.take(within):
+        for arrival in arrivals:
             piece = self._receive(arrival.index, arrival.delta, arrival.at)
             if piece is not None:
                 pieces.append(piece)

@@ -96,7 +96,7 @@ async def serve(
             await service.drain(settings.drain_s)
     finally:
         stopped.cancel()
-        server.stop()
+        server.stop()  # type: ignore[no-untyped-call]
         await service.close()
         await asyncio.gather(listener, stopped, return_exceptions=True)
     if not stop.is_set():

@@ -48,7 +48,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     params = sampling_params(
         request, info, model.text.eos_token_ids, logprobs=(request.top_logprobs or 0) if request.logprobs else None
     )
-    tokens = await service.render_chat(model, messages)
+    tokens = await service.encode_chat(model, messages)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages")
     generation = Generation(
         model,
@@ -193,8 +193,7 @@ def chat_logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[s
 
 
 def _entry(text: TextModel, id: int, logprob: float) -> dict[str, Any]:
-    data = text.token_bytes(id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+    return {"token": text.token_text(id), "logprob": finite(logprob), "bytes": list(text.token_bytes(id))}
 
 
 def finite(logprob: float) -> float:

@@ -31,7 +31,6 @@ from penstock.gateway.schemas import CompletionRequest
 from penstock.gateway.service import Service
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
-from penstock.text import IncrementalDetokenizer
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -109,7 +108,7 @@ async def _tokens(service: Service, model: ServedModel, info: EngineInfo, prompt
         check_token_ids(prompt, info.vocab_size, "prompt")
         tokens = prompt
     else:
-        tokens = await service.encode(model, prompt, special=True)
+        tokens = await service.encode(model, prompt)
     if not tokens:
         raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
     return tokens
@@ -177,7 +176,7 @@ class CompletionRenderer:
 
     def _prompt_rows(self, tokens: list[int], choice: Choice) -> list[_Row]:
         logprobs = choice.prompt_logprobs or [None] * len(tokens)
-        detokenizer = IncrementalDetokenizer(self._model.text)
+        detokenizer = self._model.text.detokenizer()
         rows: list[_Row] = []
         offset = 0
         for token, logprob in zip(tokens, logprobs, strict=True):

@@ -31,13 +31,15 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         raise InvalidRequest("`add_generation_prompt` goes with `messages`.", param="add_generation_prompt")
     model = find_model(service, exchange, request.model)
     if request.messages is not None:
-        tokens = await service.render_chat(
+        tokens = await service.encode_chat(
             model,
             template_messages(request.messages),
             add_generation_prompt=request.add_generation_prompt is not False,
         )
     else:
-        tokens = await service.encode(model, request.prompt or "", special=request.add_special_tokens is not False)
+        tokens = await service.encode(
+            model, request.prompt or "", add_special_tokens=request.add_special_tokens is not False
+        )
     count, window = len(tokens), model.context_window
     estimate: dict[str, Any] = {
         "input": count * model.input_price / 1e6,

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.backends.inprocess import InProcessBackend
+from penstock.gateway.main import serve
+from penstock.gateway.service import Service
+from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.routing.registry import Registry, ServedModel
+from penstock.text import TextModel
+from tests.scripted import ScriptedEngine, make_text
+
+
+@dataclass
+class Running:
+    """A gateway listening on a real port, with the engine behind it."""
+
+    client: httpx.AsyncClient
+    engine: ScriptedEngine
+    service: Service
+    stop: asyncio.Event
+    port: int
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **body}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"model": "tiny", "prompt": "hi", **body})
+
+    async def metric(self, line: str) -> float:
+        for row in (await self.client.get("/metrics")).text.splitlines():
+            if row.startswith(line + " "):
+                return float(row.rpartition(" ")[2])
+        raise KeyError(line)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return make_text(tmp_path_factory.mktemp("tiny"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+Serving = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def serving(text: TextModel) -> Serving:
+    @asynccontextmanager
+    async def start(
+        engine: ScriptedEngine | None = None, text: TextModel = text, **settings: Any
+    ) -> AsyncIterator[Running]:
+        engine = engine or ScriptedEngine(text)
+        port = free_port()
+        options = {"drain_s": 0.2, **settings}
+        gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, **options)
+        model = ServedModel(
+            "tiny", text, InProcessBackend(engine), aliases=("small",), input_price=1.0, output_price=2.0
+        )
+        stop = asyncio.Event()
+        listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result))
+        await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                yield Running(client, engine, listening.result(), stop, port)
+        finally:
+            stop.set()
+            await task
+
+    return start
+
+
+def events(body: str) -> list[str]:
+    """The data of each event of a stream."""
+    return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+
+
+async def eventually(condition: Callable[[], bool], within: float = 5.0) -> None:
+    """Waits until `condition` holds; fails when it does not in time."""
+    deadline = asyncio.get_running_loop().time() + within
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "did not become true in time"
+        await asyncio.sleep(0.005)

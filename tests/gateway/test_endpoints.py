@@ -1,0 +1,193 @@
+"""R-API-3, 4, 9: models, tokenize, health, metrics, documents; draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.text import TextModel
+from tests.gateway.conftest import Serving, events, eventually
+from tests.scripted import ScriptedEngine
+
+
+async def test_models(serving: Serving) -> None:
+    async with serving() as gateway:
+        listing = (await gateway.client.get("/v1/models")).json()
+        assert listing["object"] == "list"
+        [model] = listing["data"]
+        assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "penstock")
+        assert isinstance(model["created"], int)
+        assert model["context_window"] == 512
+        assert model["aliases"] == ["small"]
+        assert model["capabilities"]["chat"] is True
+        assert (await gateway.client.get("/v1/models/tiny")).json() == model
+        assert (await gateway.client.get("/v1/models/small")).json()["id"] == "tiny"
+
+
+async def test_tokenize_and_detokenize(serving: Serving, text: TextModel) -> None:
+    async with serving() as gateway:
+        body = (await gateway.client.post("/v1/tokenize", json={"model": "tiny", "prompt": "héy"})).json()
+        assert body["tokens"] == text.encode("héy")
+        assert body["count"] == 4
+        assert body["max_model_len"] == 512
+        back = await gateway.client.post("/v1/detokenize", json={"model": "tiny", "tokens": body["tokens"]})
+        assert back.json()["text"] == "héy"
+        messages = [{"role": "user", "content": "hi"}]
+        chat = await gateway.client.post(
+            "/v1/tokenize", json={"model": "tiny", "messages": messages, "max_tokens": 1000}
+        )
+        reply = chat.json()
+        assert text.decode(reply["tokens"], skip_special=False) == "<|user|>hi<|end|><|assistant|>"
+        # Prices of the fixture: 1 per million in, 2 per million out.
+        assert reply["estimated_cost"] == {"input": 5e-6, "output": 2e-3, "total": pytest.approx(2.005e-3)}
+        assert reply["fits"] is False
+        assert not gateway.engine.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        (
+            "tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
+        ("detokenize", {}, "tokens"),
+        ("detokenize", {"tokens": [99999]}, "tokens"),
+        ("detokenize", {"tokens": ["x"]}, "tokens[0]"),
+    ],
+)
+async def test_tokenize_refusals(serving: Serving, path: str, body: dict[str, object], param: str) -> None:
+    async with serving() as gateway:
+        reply = await gateway.client.post(f"/v1/{path}", json={"model": "tiny", **body})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == param
+
+
+async def test_readiness_is_a_real_token_and_is_cached(serving: Serving) -> None:
+    async with serving() as gateway:
+        assert (await gateway.client.get("/health/live")).json()["status"] == "ok"
+        for _ in range(5):
+            reply = await gateway.client.get("/health/ready")
+            assert reply.status_code == 200
+            assert reply.json()["models"]["tiny"]["ready"] is True
+        assert len(gateway.engine.seen) == 1
+        assert gateway.engine.seen[0].params.max_tokens == 1
+
+
+async def test_readiness_fails_when_the_engine_produces_nothing(
+    serving: Serving, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.gateway.readiness.PROBE_LIMIT_S", 0.1)
+    engine = ScriptedEngine(text)
+    engine.hold = True
+    async with serving(engine) as gateway:
+        reply = await gateway.client.get("/health/ready")
+        assert reply.status_code == 503
+        assert "no token" in reply.json()["models"]["tiny"]["problem"]
+        await eventually(lambda: engine.load_snapshot().running == 0)
+
+
+async def test_liveness_fails_when_an_engine_is_stuck(
+    serving: Serving, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stuck(ScriptedEngine):
+        def step(self) -> None:
+            return None  # busy, and not one step completed
+
+    monkeypatch.setattr("penstock.gateway.api.health.STUCK_S", 0.2)
+    async with serving(Stuck(text)) as gateway:
+        task = asyncio.create_task(gateway.chat())
+        await asyncio.sleep(0.4)
+        assert (await gateway.client.get("/health/live")).status_code == 503
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> None:
+    async with serving() as gateway:
+        await gateway.chat()
+        await gateway.chat(model="nope")
+        reply = await gateway.client.get("/metrics")
+        assert reply.headers["content-type"].startswith("text/plain")
+        samples = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(reply.text)
+            for sample in family.samples
+        }
+        labels = (("engine", "0"), ("model_name", "tiny"))
+        assert samples["vllm:num_requests_running", labels] == 0
+        assert samples["vllm:num_requests_waiting", labels] == 0
+        assert samples["vllm:kv_cache_usage_perc", labels] == 0
+        assert samples["vllm:generation_tokens_total", labels] == 14
+        assert samples["vllm:prompt_tokens_total", labels] == 5
+        for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
+            assert ("vllm:" + name, labels) in samples
+        assert samples["vllm:request_success_total", (*labels[:1], ("finished_reason", "stop"), *labels[1:])] == 1
+        for name in (
+            "time_to_first_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+            "request_time_per_output_token_seconds",
+        ):
+            assert samples[f"vllm:{name}_count", labels] == 1, name
+        assert samples["vllm:inter_token_latency_seconds_count", labels] == 13
+        info = (("block_size", "16"), *labels, ("num_gpu_blocks", "64"))
+        assert samples["vllm:cache_config_info", info] == 1
+        route = "/v1/chat/completions"
+        count = "penstock_http_requests_total"
+        assert samples[count, (("method", "POST"), ("route", route), ("status", "200"))] == 1
+        assert samples[count, (("method", "POST"), ("route", route), ("status", "404"))] == 1
+        assert samples["penstock_http_requests_in_flight", (("route", route),)] == 0
+
+
+async def test_documents(serving: Serving) -> None:
+    async with serving() as gateway:
+        document = (await gateway.client.get("/openapi.json")).json()
+        chat = document["paths"]["/v1/chat/completions"]["post"]
+        reference = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+        assert {"messages", "model", "temperature", "top_k"} <= set(schema["properties"])
+        assert {"/v1/completions", "/v1/models", "/v1/tokenize", "/health/ready", "/metrics"} <= set(document["paths"])
+        page = await gateway.client.get("/docs")
+        assert page.status_code == 200
+        assert "x-request-id" in page.headers
+
+
+async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text, "word " * 20, step_s=0.01)
+    async with serving(engine, drain_s=10.0) as gateway:
+        running = asyncio.create_task(gateway.chat(stream=True))
+        await eventually(lambda: bool(engine.seen))
+        gateway.stop.set()
+        await eventually(lambda: gateway.service.draining)
+        reply = await gateway.chat()
+        assert reply.status_code == 503
+        assert reply.headers["x-penstock-reason"] == "draining"
+        assert int(reply.headers["retry-after"]) >= 1
+        ready = await gateway.client.get("/health/ready")
+        assert ready.status_code == 503
+        assert (await gateway.client.get("/health/live")).status_code == 200
+        done = await running
+        assert events(done.text)[-1] == "[DONE]"
+
+
+async def test_what_outlives_the_drain_is_cut_with_an_error(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text, "word " * 20_000, step_s=0.01, max_model_len=10**6)
+    async with serving(engine, drain_s=0.2) as gateway:
+        running = asyncio.create_task(gateway.chat(stream=True))
+        await eventually(lambda: bool(engine.seen))
+        gateway.stop.set()
+        last = json.loads(events((await running).text)[-1])
+        assert "shutting down" in last["error"]["message"]
+    assert engine.load_snapshot().running == 0

@@ -1,0 +1,149 @@
+"""A scripted engine (the interface of the real one, no model) and a tiny real tokenizer, for tests of the layers
+around the engine. Each token takes one step, as in the real engine."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput, TokenLogprob
+from penstock.text import TextModel, load_text
+
+SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_text(folder: Path, *, chat: bool = True, context_length: int = 512) -> TextModel:
+    """A byte-level tokenizer: every byte is a token, and there are four control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    vocab = tokenizer.get_vocab_size()
+    config = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "max_position_embeddings": context_length,
+        "eos_token_id": tokenizer.token_to_id("<|end|>"),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer_config = {"eos_token": "<|end|>", **({"chat_template": TEMPLATE} if chat else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return load_text(folder)
+
+
+class ScriptedEngine:
+    """Answers every request with `script(request)`, one token per step, then stops (or runs out of tokens)."""
+
+    def __init__(
+        self,
+        text: TextModel,
+        script: Callable[[Request], list[int]] | str = "Hello, world!",
+        *,
+        step_s: float = 0.0,
+        max_model_len: int = 512,
+    ) -> None:
+        eos = text.eos_token_ids[0]
+        if isinstance(script, str):
+            answer = [*text.encode(script), eos]
+            self.script: Callable[[Request], list[int]] = lambda request: list(answer)
+        else:
+            self.script = script
+        self.step_s = step_s
+        self.hold = False
+        """While set, no request makes progress (a long prefill)."""
+        self.info = EngineInfo(
+            model="scripted",
+            instance=uuid.uuid4().hex,
+            max_model_len=max_model_len,
+            vocab_size=text.vocab_size,
+            block_size=16,
+            num_blocks=64,
+            max_running=64,
+            device="none",
+            dtype="none",
+        )
+        self.seen: list[Request] = []
+        self.aborted: list[str] = []
+        self._left: dict[str, tuple[Request, list[int]]] = {}
+        self._first: set[str] = set()
+        self._deltas: list[Delta] = []
+        self._counts: dict[str, int] = {}
+        self._steps = self._generated = self._prompt_tokens = 0
+
+    def submit(self, request: Request) -> None:
+        self.seen.append(request)
+        self._first.add(request.request_id)
+        self._prompt_tokens += len(request.prompt)
+        self._left[request.request_id] = (request, self.script(request))
+
+    def abort(self, request_id: str) -> None:
+        if self._left.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+            self._deltas.append(Delta(request_id, finish_reason="abort"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left or self._deltas)
+
+    def step(self) -> StepOutput | None:
+        if self._left:
+            time.sleep(self.step_s or (0.001 if self.hold else 0.0))
+        if not self.hold:
+            for id in list(self._left):
+                self._advance(id)
+        self._steps += 1
+        deltas, self._deltas = self._deltas, []
+        return StepOutput(deltas, self.load_snapshot()) if deltas else None
+
+    def load_snapshot(self) -> Load:
+        return Load(
+            running=len(self._left),
+            used_blocks=len(self._left),
+            total_blocks=64,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generated,
+        )
+
+    def _advance(self, id: str) -> None:
+        request, left = self._left[id]
+        delta = Delta(id)
+        if left:
+            token = left.pop(0)
+            delta.tokens = [token]
+            self._generated += 1
+            done = self._counts.get(id, 0)
+            if request.params.logprobs is not None:
+                delta.logprobs = [_logprob(token, request.params.logprobs)]
+            if token in request.params.stop_token_ids:
+                delta.finish_reason = "stop"
+            elif done + 1 >= request.params.max_tokens:
+                delta.finish_reason = "length"
+            self._counts[id] = done + 1
+        else:
+            delta.finish_reason = "length"
+        if id in self._first:
+            self._first.discard(id)
+            delta.cached_tokens, delta.queue_s, delta.prefill_s = 3, 0.001, 0.002
+            if request.params.prompt_logprobs is not None:
+                k = request.params.prompt_logprobs
+                delta.prompt_logprobs = [None, *(_logprob(token, k) for token in request.prompt[1:])]
+        if delta.finish_reason is not None:
+            del self._left[id]
+        self._deltas.append(delta)
+
+
+def _logprob(token: int, k: int) -> TokenLogprob:
+    return TokenLogprob(-0.5, [token, 1, 2, 3, 4][:k], [-0.5, -1.0, -2.0, -3.0, float("-inf")][:k])
