@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+WeightForm = Literal["auto", "dense", "int8", "int4"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 
 
@@ -19,6 +20,10 @@ class EngineConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     dtype: DType = "auto"
+    """Of activations, the KV cache and dense weights. `auto`: bfloat16 where the hardware has it, else float32."""
+    weights: WeightForm = "auto"
+    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `auto`: a quantized GGUF
+    stays as it is stored on CPUs without bfloat16 instructions; everything else is dense."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""
     max_running: int | None = None

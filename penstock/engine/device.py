@@ -7,9 +7,12 @@ import os
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
+from penstock.engine.models.build import Quantizer
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.quantization.cpu_blocks import BlockQuantizer
 from penstock.errors import ConfigError
 
 _CPU_KV_SHARE = 0.15
@@ -62,6 +65,22 @@ def pick_ops(device: torch.device, threads: int) -> Ops:
         loaded = getattr(cpu_kernels, "load", lambda _: None)(threads)
     ops: Ops = loaded or ReferenceOps()
     return ops
+
+
+def pick_quantizer(config: EngineConfig, ops: Ops) -> Quantizer | None:
+    """How linears are kept in few bits here; None when they are dense."""
+    native = isinstance(ops, CpuOps)
+    if config.weights in ("int8", "int4") and not native:
+        raise ConfigError(
+            f"weights: {config.weights} needs the native CPU kernels, which are not in use here "
+            "(run `penstock doctor` to see why); use weights: dense"
+        )
+    if config.weights == "dense" or not native:
+        return None
+    if config.weights == "auto" and (config.dtype != "auto" or cpu_has_bf16()):
+        return None
+    assert isinstance(ops, CpuOps)
+    return BlockQuantizer(ops.handle, config.weights)
 
 
 def available_memory(device: torch.device) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.device import count_blocks, pick_device, pick_dtype, pick_ops
+from penstock.engine.device import count_blocks, pick_device, pick_dtype, pick_ops, pick_quantizer
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.models.build import Weights, build_decoder
@@ -70,6 +70,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
             device=device,
             dtype=dtype,
             max_positions=wanted_len,
+            quantize=pick_quantizer(config, ops),
             progress=lambda fraction: phases.report("weights", fraction),
         )
     with phases("kv cache"):

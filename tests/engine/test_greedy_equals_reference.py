@@ -23,11 +23,11 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
     rng = random.Random(7)
     reference = Reference(checkpoint)
     prompts = {f"r{n}": [rng.randrange(199) for _ in range(n)] for n in LENGTHS}
-    expected = {name: reference.greedy(prompt, OUTPUT) for name, prompt in prompts.items()}
-
     alone = make_engine(checkpoint, token_budget=1024, prefix_cache=False)
+    expected: dict[str, list[int]] = {}
     for name, prompt in prompts.items():
-        assert generate(alone, greedy(name, prompt, OUTPUT))[name] == expected[name]
+        expected |= generate(alone, greedy(name, prompt, OUTPUT))
+        assert len(expected[name]) == OUTPUT and reference.agrees(prompt, expected[name]), name
 
     # Small chunks, few rows, shared prefixes, everything at once.
     mixed = make_engine(checkpoint, token_budget=48, num_blocks=44, max_running=6)
@@ -46,6 +46,6 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
     tight = make_engine(checkpoint, token_budget=48, num_blocks=18, max_running=6)
     got = generate(tight, *(greedy(name, prompt, 60) for name, prompt in growing.items()))
     for name, prompt in growing.items():
-        assert got[name] == reference.greedy(prompt, 60)
+        assert len(got[name]) == 60 and reference.agrees(prompt, got[name])
     assert tight.load_snapshot().preemptions > 0
     assert_idle(tight)

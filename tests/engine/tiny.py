@@ -72,17 +72,10 @@ class Reference:
         self.model.eval()
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=count,
-            max_new_tokens=count,
-            pad_token_id=0,
-        )
-        return out[0, len(prompt) :].tolist()
+    def agrees(self, prompt: list[int], output: list[int]) -> bool:
+        """Whether greedy decoding of `prompt` gives `output`: every token is the argmax given all before it."""
+        logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        return bool(output) and logits.argmax(-1).tolist() == output
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:

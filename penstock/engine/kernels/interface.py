@@ -99,6 +99,18 @@ class Ops(Protocol):
         """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
         ...
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """int64 [rows]: index of the largest entry of each row of float32 [rows, vocab]; the first of equals."""
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+        """int64 [rows]: a draw from softmax(logits / temperature); temperature 0 means argmax.
+
+        The noise of an entry is a function of the row's key (int64 [rows]) and its index alone; `kernels.noise`
+        defines it. `temperatures` is float32 [rows].
+        """
+        ...
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called `name` in configurations."""

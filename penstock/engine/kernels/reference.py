@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.noise import gumbel
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,6 +79,15 @@ class ReferenceOps:
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, k_cache, v_cache)
         return out.view(q.shape[0], -1)
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+        random = temperatures > 0
+        scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
+        noise = gumbel(keys, logits.shape[1]).masked_fill_(~random.unsqueeze(1), 0.0)
+        return scaled.add_(noise).argmax(-1)
+
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
@@ -90,9 +100,7 @@ def _dense(cache: Tensor, table: Tensor) -> Tensor:
     return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
 
 
-def _attend_decodes(
-    q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
+def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     count, block_size = q.shape[0], k_cache.shape[2]
     width = -(-batch.max_context // block_size)
     tables = batch.block_tables[batch.rows[:count].long(), :width]
@@ -109,9 +117,7 @@ def _attend_decodes(
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
-def _attend_one(
-    q: Tensor, layout: HeadLayout, context: int, table: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
+def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     block_size = k_cache.shape[2]
     table = table[: -(-context // block_size)]
     k, v = _dense(k_cache, table)[:, :context], _dense(v_cache, table)[:, :context]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import HeadLayout, Ops
-from penstock.engine.layers.linear import make_linear
+from penstock.engine.layers.linear import Linear, make_linear
 from penstock.engine.layers.rotary import cos_sin_table
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
@@ -24,28 +24,46 @@ class Weights(Protocol):
 
     def names(self) -> Collection[str]: ...
 
-    def tensor(self, name: str) -> Tensor: ...
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor: ...
+
+
+class Quantizer(Protocol):
+    """Makes one linear layer of the named matrices in few bits, or None when it cannot."""
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None: ...
 
 
 class _Reader:
     """Fetches tensors by name, checks their shape, and puts them where the decoder runs."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype, quantize: Quantizer | None) -> None:
         self.weights = weights
         self.names = set(weights.names())
         self.device = device
         self.dtype = dtype
+        self.quantize = quantize
 
     def get(self, name: str, *shape: int) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
-        tensor = self.weights.tensor(name)
+        tensor = self.weights.tensor(name, self.device)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def optional(self, wanted: bool, name: str, *shape: int) -> Tensor | None:
         return self.get(name, *shape) if wanted else None
+
+    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False) -> Linear:
+        """Matrices `at + part` of the given output sizes, stacked into one layer."""
+        biases = [self.get(f"{at}{part}.bias", size) for part, size in parts.items()] if bias else None
+        stacked_bias = torch.cat(biases) if biases else None
+        names = {f"{at}{part}.weight": size for part, size in parts.items()}
+        if self.quantize is not None and self.names.issuperset(names):
+            quantized = self.quantize(self.weights, names, inputs, stacked_bias)
+            if quantized is not None:
+                return quantized
+        return make_linear(torch.cat([self.get(name, size, inputs) for name, size in names.items()]), stacked_bias)
 
 
 def build_decoder(
@@ -56,10 +74,11 @@ def build_decoder(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
+    quantize: Quantizer | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer."""
-    read = _Reader(weights, device, dtype)
+    read = _Reader(weights, device, dtype, quantize)
     prefix = "model." if "model.embed_tokens.weight" in read.names else ""
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden)
@@ -70,14 +89,14 @@ def build_decoder(
             progress((index + 1) / (config.num_layers + 1))
     final_norm = read.get(f"{prefix}norm.weight", hidden)
     tied = config.tied_embeddings or "lm_head.weight" not in read.names
-    head = embedding if tied else read.get("lm_head.weight", vocab, hidden)
+    head = f"{prefix}embed_tokens" if tied else "lm_head"
     decoder = Decoder(
         config=config,
         ops=ops,
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        head=make_linear(head),
+        head=read.linear("", {head: vocab}, hidden),
         cos_sin=cos_sin_table(config.rope, config.head_dim, max_positions, device),
     )
     if progress is not None:
@@ -89,29 +108,15 @@ def _layer(read: _Reader, config: ModelConfig, at: str, window: int | None) -> D
     hidden, ffn, dim = config.hidden_size, config.ffn_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     attention, mlp = f"{at}self_attn.", f"{at}mlp."
-    sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    qkv = torch.cat([read.get(f"{attention}{x}_proj.weight", size, hidden) for x, size in sizes.items()])
-    qkv_bias = None
-    if config.qkv_bias:
-        qkv_bias = torch.cat([read.get(f"{attention}{x}_proj.bias", size) for x, size in sizes.items()])
-    gate_up = torch.cat([read.get(f"{mlp}{x}_proj.weight", ffn, hidden) for x in ("gate", "up")])
-    gate_up_bias = None
-    if config.mlp_bias:
-        gate_up_bias = torch.cat([read.get(f"{mlp}{x}_proj.bias", ffn) for x in ("gate", "up")])
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     return DecoderLayer(
         input_norm=read.get(f"{at}input_layernorm.weight", hidden),
-        qkv=make_linear(qkv, qkv_bias),
+        qkv=read.linear(attention, qkv, hidden, config.qkv_bias),
         q_norm=read.optional(config.qk_norm, f"{attention}q_norm.weight", dim),
         k_norm=read.optional(config.qk_norm, f"{attention}k_norm.weight", dim),
-        output=make_linear(
-            read.get(f"{attention}o_proj.weight", hidden, q_size),
-            read.optional(config.output_bias, f"{attention}o_proj.bias", hidden),
-        ),
+        output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
         post_norm=read.get(f"{at}post_attention_layernorm.weight", hidden),
-        gate_up=make_linear(gate_up, gate_up_bias),
-        down=make_linear(
-            read.get(f"{mlp}down_proj.weight", hidden, ffn),
-            read.optional(config.mlp_bias, f"{mlp}down_proj.bias", hidden),
-        ),
+        gate_up=read.linear(mlp, {"gate_proj": ffn, "up_proj": ffn}, hidden, config.mlp_bias),
+        down=read.linear(mlp, {"down_proj": hidden}, ffn, config.mlp_bias),
         heads=HeadLayout(config.num_heads, config.num_kv_heads, dim, dim**-0.5, window),
     )

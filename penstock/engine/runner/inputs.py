@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch
-from penstock.engine.runner.noise import row_keys
+from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
 from penstock.engine.runner.staging import Staging

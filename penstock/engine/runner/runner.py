@@ -72,7 +72,7 @@ class Runner:
         request = inputs.sampling
         if request is not None:
             logits = self.decoder.logits(hidden[inputs.sample_at])
-            tokens, logprobs = sample(logits, request, self.rows)
+            tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
             self.rows.last_tokens[request.rows] = tokens
             step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs
             if tokens.is_cuda:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.interface import Ops
 from penstock.engine.request import TokenLogprob
-from penstock.engine.runner.noise import gumbel
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
 from penstock.engine.scheduler import Chunk
 
@@ -64,10 +64,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
     )
 
 
-def sample(logits: Tensor, request: SampleRequest, rows: Rows) -> tuple[Tensor, LogprobTensors | None]:
+def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tuple[Tensor, LogprobTensors | None]:
     """Choose one token per row of float32 `logits` [S, vocab], which may be overwritten."""
     flags = request.flags
-    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS)
+    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS | Flag.FILTER)
     raw = logits.clone() if flags & Flag.LOGPROBS and edits else logits
     if flags & Flag.BIAS:
         _add_bias(logits, request)
@@ -75,7 +75,7 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows) -> tuple[Tensor, 
         _penalize(logits, request, rows)
     if flags & Flag.MIN_TOKENS:
         _forbid_early_stops(logits, request)
-    tokens = _choose(logits, request, rows)
+    tokens = _choose(logits, request, rows, ops)
     if flags & Flag.PENALTY and rows.output_counts is not None:
         rows.output_counts.index_put_((request.rows, tokens), tokens.new_ones(len(tokens)).int(), accumulate=True)
     logprobs = None
@@ -84,28 +84,26 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows) -> tuple[Tensor, 
     return tokens, logprobs
 
 
-def _choose(logits: Tensor, request: SampleRequest, rows: Rows) -> Tensor:
+def _choose(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> Tensor:
     if not request.flags & Flag.RANDOM:
-        return logits.argmax(-1)
+        return ops.argmax(logits)
     values = rows.floats[request.rows]
-    temperature = values[:, FLOATS.index("temperature")]
-    greedy = temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    temperature = values[:, FLOATS.index("temperature")].contiguous()
     if request.flags & Flag.FILTER:
-        filtered = np.flatnonzero(request.row_flags & Flag.FILTER)
-        at = torch.from_numpy(filtered).to(logits.device)
-        scaled[at] = _filter(
-            scaled[at],
+        at = torch.from_numpy(np.flatnonzero(request.row_flags & Flag.FILTER)).to(logits.device)
+        logits[at] = _filter(
+            logits[at],
+            temperature[at],
             top_k=rows.top_k[request.rows][at],
             top_p=values[at, FLOATS.index("top_p")],
             min_p=values[at, FLOATS.index("min_p")],
         )
-    scaled += gumbel(request.keys, logits.shape[1]) * ~greedy.unsqueeze(1)
-    return scaled.argmax(-1)
+    return ops.gumbel_argmax(logits, temperature, request.keys)
 
 
-def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _filter(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set to -inf what min-p, top-k and top-p exclude. Ties at the boundary stay in."""
+    scaled = logits / temperature.unsqueeze(1)
     vocab = scaled.shape[1]
     norm = scaled.logsumexp(-1, keepdim=True)
     floor = scaled.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
@@ -116,7 +114,7 @@ def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     if cut is None:
         cut = _cutoff(scaled, norm, top_k, top_p, vocab)
     assert cut is not None
-    return scaled.masked_fill(scaled < torch.maximum(cut, floor), float("-inf"))
+    return logits.masked_fill(scaled < torch.maximum(cut, floor), float("-inf"))
 
 
 def _cutoff(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, count: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.kernels import cpu
+from penstock.engine.kernels.interface import Ops
+from penstock.engine.kernels.noise import gumbel, row_keys
+from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.runner.noise import gumbel, row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest, sample
 from penstock.engine.scheduler import Batch, Chunk
@@ -21,9 +25,14 @@ DEVICE = torch.device("cpu")
 
 
 def draw(
-    logits: torch.Tensor, params: list[SamplingParams], position: int = 7, output: list[int] | None = None
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    position: int = 7,
+    output: list[int] | None = None,
+    ops: Ops | None = None,
 ) -> tuple[list[int], Any]:
     """Sample each row of `logits` with its own parameters."""
+    ops = ops or ReferenceOps()
     rows = Rows(len(params), 4, logits.shape[1], DEVICE)
     chunks = []
     for index, p in enumerate(params):
@@ -40,7 +49,7 @@ def draw(
         Flag(int(np.bitwise_or.reduce(rows.flags))),
         rows.flags,
     )
-    tokens, logprobs = sample(logits.clone(), request, rows)
+    tokens, logprobs = sample(logits.clone(), request, rows, ops)
     return tokens.tolist(), logprobs
 
 
@@ -74,7 +83,7 @@ def test_positions_of_one_request_are_independent() -> None:
     pairs = [draw(logits, [SamplingParams(seed=3)], position=position)[0][0] for position in range(2000)]
     counts = torch.bincount(torch.tensor(pairs), minlength=50) / 2000
     assert chi_square_p(counts, torch.full((50,), 1 / 50), 2000) > 1e-3
-    repeats = sum(a == b for a, b in zip(pairs, pairs[1:], strict=False)) / 1999
+    repeats = sum(a == b for a, b in itertools.pairwise(pairs)) / 1999
     assert 0.005 < repeats < 0.045
 
 
@@ -178,3 +187,12 @@ def test_noise_is_finite_and_gumbel() -> None:
     assert torch.isfinite(noise).all()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.005)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
+
+
+def test_native_kernels_draw_the_same_tokens() -> None:
+    native = cpu.load(2)
+    if native is None:
+        pytest.skip(f"no native CPU kernels here: {cpu.status().detail}")
+    logits = torch.randn(64, 5000) * 3
+    params = [SamplingParams(seed=i, temperature=0.1 * (i % 12)) for i in range(64)]
+    assert draw(logits, params, ops=native)[0] == draw(logits, params)[0]

@@ -1,0 +1,53 @@
+"""Linears in blocks of 32 for the CPU kernels: taken over from GGUF as stored, or rounded from floats."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.config import WeightForm
+from penstock.engine.kernels.cpu.linear import QuantLinear
+from penstock.engine.kernels.cpu.native import Handle
+from penstock.engine.layers.linear import Linear
+from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.models.build import Weights
+
+_BITS = {"int8": 8, "int4": 4}
+_STORED = ("Q4_0", "Q4_1", "Q8_0")
+
+
+class BlockQuantizer:
+    """See `Quantizer`. `form` is what the configuration asked for."""
+
+    def __init__(self, handle: Handle, form: WeightForm) -> None:
+        self.handle = handle
+        self.form = form
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        shape = (sum(names.values()), inputs)
+        if not QuantLinear.supports(shape):
+            return None
+        stored = self._as_stored(weights, names, shape, bias)
+        if stored is not None or self.form == "auto":
+            return stored
+        dense = torch.cat([weights.tensor(name).float() for name in names])
+        return QuantLinear.from_float(self.handle, dense, bias, bits=_BITS[self.form])
+
+    def _as_stored(
+        self, weights: Weights, names: dict[str, int], shape: tuple[int, int], bias: Tensor | None
+    ) -> Linear | None:
+        """The file's own blocks, when all matrices have one type that the kernels read and the form asks for."""
+        if not isinstance(weights, GGUFCheckpoint):
+            return None
+        raws = [weights.raw(name) for name in names]
+        kinds = {raw.type.name for raw in raws}
+        if len(kinds) != 1 or any(
+            raw.shape != (size, shape[1]) for raw, size in zip(raws, names.values(), strict=True)
+        ):
+            return None
+        (kind,) = kinds
+        if kind not in _STORED or (self.form == "int8" and kind != "Q8_0") or (self.form == "int4" and kind == "Q8_0"):
+            return None
+        blocks = torch.from_numpy(np.concatenate([raw.data.reshape(-1) for raw in raws]))
+        return QuantLinear.from_gguf(self.handle, kind, blocks, shape, bias)  # type: ignore[arg-type]
