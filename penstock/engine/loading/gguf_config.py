@@ -165,7 +165,7 @@ def _frequency_factors(factors: list[float], config: dict[str, Any]) -> dict[str
         return None
     rule = {
         "rope_type": "llama3",
-        "factor": _short(max(factors)),
+        "factor": float(f"{max(factors):.5g}"),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
