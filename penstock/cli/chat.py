@@ -31,7 +31,9 @@ def chat(
     """
     Chat with a running server.
 
-    Each answer is followed by its time to the first token and its tokens per second. In a conversation: /reset starts over, /system TEXT changes the system prompt, /exit or Ctrl-D leaves, Ctrl-C
+    Each answer is followed by its time to the first token and its tokens per second.
+
+    In a conversation, /reset starts over, /system TEXT changes the system prompt, /exit or Ctrl-D leaves, Ctrl-C
     stops an answer.
 
     Examples:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.engine.config import DType, EngineConfig
+from penstock.engine.config import DType, EngineConfig, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -42,6 +42,9 @@ class ServerConfig:
     drain_s: float = setting(
         30.0, doc="On SIGTERM: seconds that running requests may still take before they are cut.", least=0
     )
+    engine_wait_s: float = setting(
+        10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
+    )
     keep_alive_s: float = setting(
         15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
     )
@@ -58,7 +61,10 @@ class ModelConfig:
     name: str = setting("", doc="What clients call it; made from the source when empty.")
     aliases: tuple[str, ...] = setting((), doc="Other names that clients may use for it.", example="[default]")
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
-    dtype: DType = setting("auto", doc="Type of weights and activations.")  # noqa: RUF009
+    dtype: DType = setting("auto", doc="Type of activations, KV cache and dense weights.")  # noqa: RUF009
+    weights: WeightForm = setting(  # noqa: RUF009
+        "auto", doc="dense, or kept in few bits on CPU; auto keeps a quantized GGUF as stored where that is faster."
+    )
     max_model_len: int | None = setting(
         None, doc="Context window in tokens; the checkpoint's own when not set.", least=1, example="2048"
     )
@@ -82,24 +88,13 @@ class ModelConfig:
         60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1
     )
 
+    input_price: float = setting(0.0, doc="Price of a million prompt tokens, for estimates.", least=0)
+    output_price: float = setting(0.0, doc="Price of a million completion tokens, for estimates.", least=0)
+
     def engine_config(self, path: str) -> EngineConfig:
         """Settings for the engine of this model, whose source was resolved to `path`."""
-        return EngineConfig(
-            model=path,
-            name=self.name,
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_running=self.max_running,
-            token_budget=self.token_budget,
-            block_size=self.block_size,
-            kv_memory=self.kv_memory,
-            num_blocks=self.num_blocks,
-            prefix_cache=self.prefix_cache,
-            max_waiting=self.max_waiting,
-            threads=self.threads,
-            watchdog_s=self.watchdog_s,
-        )
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+        return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class GatewaySettings:
                     name=model.name,
                     source=model.source,
                     aliases=model.aliases,
+                    input_price=model.input_price,
+                    output_price=model.output_price,
                     max_in_flight=model.max_waiting + (model.max_running or 0),
                 )
                 for model in config.models
@@ -62,6 +64,7 @@ class GatewaySettings:
             body_limit=server.body_limit,
             drain_s=server.drain_s,
             keep_alive_s=server.keep_alive_s,
+            engine_wait_s=server.engine_wait_s,
             default_max_tokens=generation.default_max_tokens,
             max_tokens=generation.max_tokens,
             time_limit_s=generation.time_limit_s,

@@ -76,7 +76,8 @@ class Peers:
         """Forget a gateway; its requests go to `lost`, for the engine to abort."""
         if self._peers.pop(peer.identity, None) is None:
             return
-        log.warning("gateway %s %s; aborting its %d requests", peer.name, why, len(peer.requests))
+        level = logging.WARNING if peer.requests else logging.INFO
+        log.log(level, "gateway %s %s; %d of its requests are aborted", peer.name, why, len(peer.requests))
         self.lost.extend(peer.requests)
         for request_id in peer.requests:
             self._owners.pop(request_id, None)

@@ -1,0 +1,143 @@
+"""The command line: quick, explains itself, and turns mistakes into one line."""
+
+import json
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
+from penstock.config.describe import keys
+from penstock.protocol.transport import public_key
+
+COMMANDS = ["serve", "engine", "gateway", "chat", "pull", "doctor", "config"]
+
+
+def penstock(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
+
+
+def test_help_is_quick() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert penstock("--help").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 0.6, "processor time, so that a busy machine does not matter"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench"])
+def test_help_never_imports_the_heavy_parts(command: str) -> None:
+    script = (
+        "import sys; from penstock.cli.app import app\n"
+        f"try: app(['{command}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'zmq', 'httpx', 'fastapi', 'tokenizers', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_examples(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "Examples:" in result.output
+    assert result.output.count(f"penstock {command}") >= 2
+
+
+def test_version() -> None:
+    assert penstock("--version").stdout.startswith("penstock 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "0"], "flag server.port: server.port: expected a whole number from 1 to 65535"),
+        (["serve", "--set", "server.prot=1"], 'did you mean "port"'),
+        (["serve", "--set", "nonsense"], "write it as KEY=VALUE"),
+        (["serve", "no-such-model", "--port", "18999"], "no model 'no-such-model'"),
+        (["config", "--check", "missing.yaml"], "missing.yaml: no such file"),
+        (["pull", "no-such-model"], "Aliases: "),
+        (["engine", "--endpoint", "tcp://0.0.0.0:5555", "."], "needs CURVE keys"),
+        (["engine", "--curve-key", "missing.key", "."], "are given together"),
+        (["gateway"], "--engine MODEL=ENDPOINT is needed"),
+        (["gateway", "--engine", "oops"], "write it as MODEL=ENDPOINT"),
+        (["chat", "hello", "--url", "http://127.0.0.1:1"], "start one with `penstock serve`"),
+        (["chat", "hello", "--url", "nonsense"], "no server answers at nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = penstock(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_config_documents_every_key() -> None:
+    output = CliRunner().invoke(app, ["config"], env={"COLUMNS": "300"}).output
+    for key in keys():
+        assert key.path in output and key.doc in output and key.variable in output
+
+
+def test_config_example_passes_its_own_check(tmp_path: Path) -> None:
+    example = CliRunner().invoke(app, ["config", "--example"]).output
+    (tmp_path / "penstock.yaml").write_text(example)
+    result = penstock("config", "--check", "penstock.yaml", cwd=tmp_path)
+    assert result.stdout == "penstock.yaml: ok (smollm2-135m on 127.0.0.1:8000)\n"
+
+
+def test_config_check_points_at_the_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("server:\n  prot: 1\n")
+    result = penstock("config", "--check", "bad.yaml", cwd=tmp_path)
+    assert result.returncode == 2 and "bad.yaml:2: server.prot" in result.stderr
+
+
+def test_pull_prints_the_path_of_a_model_that_is_here(default_model: Path, tmp_path: Path) -> None:
+    assert penstock("pull").stdout.strip() == str(default_model)
+    assert penstock("pull", str(tmp_path)).stdout.strip() == str(tmp_path)
+
+
+def test_pull_lists_known_models() -> None:
+    assert "smollm2-135m" in penstock("pull", "--list").stdout
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    result = penstock("doctor", "--json")
+    findings = json.loads(result.stdout)
+    names = {finding["name"] for finding in findings}
+    assert names >= {
+        "python",
+        "torch",
+        "device",
+        "cpu",
+        "kernels",
+        "memory",
+        "model cache",
+        "model",
+        "port",
+        "file limit",
+    }
+    assert result.returncode == 0, findings
+    for finding in findings:
+        assert finding["state"] == "ok" or finding["remedy"] or finding["name"] == "port", finding
+
+
+def test_doctor_fails_when_a_model_cannot_exist(tmp_path: Path) -> None:
+    (tmp_path / "penstock.yaml").write_text("models: [{source: ./nowhere}]")
+    result = penstock("doctor", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "fail" in result.stdout and "nowhere" in result.stdout
+
+
+def test_a_new_engine_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "engine.key"
+    made = penstock("engine", "--make-curve-key", str(file))
+    assert made.stdout.strip() == public_key(file.read_text().strip())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert penstock("engine", "--make-curve-key", str(file)).returncode == 2
