@@ -51,7 +51,7 @@ def share(value: float | None) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    result = Table(title=title, title_justify="left", header_style="bold")
+    result = Table(title=title or None, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return result

@@ -260,7 +260,8 @@ def main(settings: Settings, api_key: str | None, json_file: Path | None, consol
         f"{name} at {settings.url}: {settings.concurrency} in flight, {settings.total} requests, "
         f"{settings.input_len} in / {settings.output_len} out"
     )
-    latencies = report.table(title, "ms", "p50", "p90", "p99", "mean", "max")
+    console.print(title, style="bold", highlight=False)
+    latencies = report.table("", "ms", "p50", "p90", "p99", "mean", "max")
     for label, values in rows.items():
         columns = ("p50", "p90", "p99", "mean", "largest")
         figures = [None if values is None else 1e3 * getattr(values, column) for column in columns]
@@ -276,9 +277,9 @@ def main(settings: Settings, api_key: str | None, json_file: Path | None, consol
     console.print(
         f"{report.number(throughput['output_tps'])} output tok/s, "
         f"{report.number(throughput['total_tps'])} total tok/s, "
-        f"{report.number(throughput['requests_per_s'], 2)} requests/s; "
-        f"{succeeded} succeeded, {failed} failed in {tally.seconds:.1f} s"
+        f"{report.number(throughput['requests_per_s'], 2)} requests/s"
     )
+    console.print(f"{succeeded} succeeded, {failed} failed in {tally.seconds:.1f} s")
     for what, count in tally.errors.most_common(5):
         console.print(f"{count} x {what}", style="red", markup=False)
     if tally.cached_tokens:
