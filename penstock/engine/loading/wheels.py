@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -162,7 +163,7 @@ def _unpack(file: Path, target: Path, progress: Progress | None) -> None:
                         done += len(chunk)
                         if progress is not None:
                             progress(f"unpacking {file.name}", done, total)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise SourceError(f"{file.name} is damaged ({error}); nothing was kept, try again") from error
 
 
