@@ -63,10 +63,9 @@ class Peer:
         peer_config = transformers.AutoConfig.for_model(config["model_type"], **settings)
         self.device = device
         self.model = transformers.AutoModelForCausalLM.from_config(peer_config, dtype=torch.float32).eval()
-        missing, unexpected = self.model.load_state_dict(tensors, strict=False)
-        missing = [name for name in missing if not (name == "lm_head.weight" and config.get("tie_word_embeddings"))]
-        if missing or unexpected:
-            raise BenchError(f"transformers did not take the weights: missing {missing}, unexpected {unexpected}")
+        self._tensors = tensors
+        self._tied = bool(config.get("tie_word_embeddings"))
+        self._fill()
         self.model.tie_weights()
         self.model.to(device)
         # Ids that end generation would cut the reply short; the work must be the same on both sides.
@@ -74,7 +73,15 @@ class Peer:
         self.model.generation_config.pad_token_id = 0
 
     def use(self, dtype: torch.dtype) -> None:
+        """Rounds from the checkpoint itself, not from the dtype before."""
         self.model.to(dtype)
+        self._fill()
+
+    def _fill(self) -> None:
+        missing, unexpected = self.model.load_state_dict(self._tensors, strict=False)
+        missing = [name for name in missing if not (self._tied and name == "lm_head.weight")]
+        if missing or unexpected:
+            raise BenchError(f"transformers did not take the weights: missing {missing}, unexpected {unexpected}")
 
     def generate(self, prompts: list[list[int]], output_len: int) -> float:
         """Seconds for one batch."""
@@ -134,7 +141,6 @@ def main(settings: Settings, json_file: Path | None, console: Console) -> None:
     with warnings.catch_warnings(action="ignore"), console.status("transformers: loading the same weights") as status:
         tensors = {name: loaded.checkpoint.tensor(name) for name in loaded.checkpoint.names()}
         peer = Peer(loaded.checkpoint.config, tensors, torch.device(info.device))
-        del tensors
         dtype = peer.fastest_dtype(prompts, status.update)
         status.update("warm-up")
         run(loaded.engine, workload, salt="warm-up")
