@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightForm = Literal["auto", "dense", "int8", "int4"]
+WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 
 
@@ -22,7 +22,7 @@ class EngineConfig:
     dtype: DType = "auto"
     """Of activations, the KV cache and dense weights. `auto`: bfloat16 where the hardware has it, else float32."""
     weights: WeightForm = "auto"
-    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `auto`: a quantized GGUF
+    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `fp8`: on CUDA. `auto`: a quantized GGUF
     stays as it is stored on CPUs without bfloat16 instructions; everything else is dense."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.interface import Ops, torch_dtype
+from penstock.engine.kernels.interface import ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.models.build import Quantizer
 from penstock.engine.models.config import ModelConfig
@@ -67,20 +68,48 @@ def pick_ops(device: torch.device, threads: int) -> Ops:
     return ops
 
 
-def pick_quantizer(config: EngineConfig, ops: Ops) -> Quantizer | None:
-    """How linears are kept in few bits here; None when they are dense."""
-    native = isinstance(ops, CpuOps)
-    if config.weights in ("int8", "int4") and not native:
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """How the decoder's linears are made and fed."""
+
+    quantize: Quantizer | None = None
+    inner: ActivationOps | None = None
+    fused_up_to: int = 0
+
+
+def plan_weights(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
+    """Choose the form of the weights; one that cannot be had here is refused."""
+    if device.type == "cuda":
+        return _plan_cuda(config, ops, device, dtype)
+    native = ops if isinstance(ops, CpuOps) else None
+    if config.weights == "fp8":
+        raise ConfigError("weights: fp8 needs a CUDA device; use int8, int4 or dense on CPU")
+    if config.weights in ("int8", "int4") and native is None:
         raise ConfigError(
             f"weights: {config.weights} needs the native CPU kernels, which are not in use here "
             "(run `penstock doctor` to see why); use weights: dense"
         )
-    if config.weights == "dense" or not native:
-        return None
-    if config.weights == "auto" and (config.dtype != "auto" or cpu_has_bf16()):
-        return None
-    assert isinstance(ops, CpuOps)
-    return BlockQuantizer(ops.handle, config.weights)
+    asked = config.weights != "auto" or (config.dtype == "auto" and not cpu_has_bf16())
+    if native is None or config.weights == "dense" or not asked:
+        return WeightPlan()
+    return WeightPlan(BlockQuantizer(native.handle, config.weights))
+
+
+def _plan_cuda(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
+    if config.weights in ("int8", "int4"):
+        raise ConfigError(f"weights: {config.weights} runs on CPU only; use fp8 or dense on CUDA")
+    if ops.name != "triton":
+        if config.weights == "fp8":
+            raise ConfigError("weights: fp8 needs triton, which is not installed")
+        return WeightPlan()
+    from penstock.engine.kernels.triton.gemv import MAX_BATCH
+    from penstock.engine.quantization.cuda_fp8 import Fp8Activations, Fp8Quantizer
+
+    if config.weights != "fp8":
+        return WeightPlan(fused_up_to=MAX_BATCH)
+    if dtype != torch.bfloat16:
+        raise ConfigError("weights: fp8 needs dtype: bfloat16")
+    return WeightPlan(Fp8Quantizer(device, dtype), Fp8Activations(), MAX_BATCH)
 
 
 def available_memory(device: torch.device) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.device import count_blocks, pick_device, pick_dtype, pick_ops, pick_quantizer
+from penstock.engine.device import count_blocks, pick_device, pick_dtype, pick_ops, plan_weights
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.models.build import Weights, build_decoder
@@ -61,6 +61,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
         weights = _open(config, checkpoint)
         model = ModelConfig.from_hf(weights.config)
         ops = pick_ops(device, threads)
+        plan = plan_weights(config, ops, device, dtype)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
@@ -70,7 +71,9 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
             device=device,
             dtype=dtype,
             max_positions=wanted_len,
-            quantize=pick_quantizer(config, ops),
+            quantize=plan.quantize,
+            inner=plan.inner,
+            fused_up_to=plan.fused_up_to,
             progress=lambda fraction: phases.report("weights", fraction),
         )
     with phases("kv cache"):

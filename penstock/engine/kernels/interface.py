@@ -14,7 +14,7 @@ Layout, the same everywhere:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,22 +56,33 @@ class HeadLayout:
     """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
 
 
-class Ops(Protocol):
-    """Device operations of one decoder layer. All may write into their inputs where the text says so."""
+class ActivationOps(Protocol):
+    """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
+    activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
 
-    name: str
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
         """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         """`residual += x` in place, then `rms_norm(residual)`; returns a new tensor (may reuse `x`)."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor) -> Any:
         """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
         ...
+
+
+class Ops(ActivationOps, Protocol):
+    """Device operations of a decoder. All may write into their inputs where the text says so."""
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def rope_and_cache(
         self,

@@ -6,7 +6,8 @@ CUDA they stay dense. A layer is a plain callable: no module machinery on the ho
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib.util
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,25 @@ class Linear(Protocol):
     weight_bytes: int
     """Bytes read from memory when the layer is applied once."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Any) -> Tensor:
+        """`x` is a tensor, or what the norms of the same decoder give (FP8 activations carry their scales)."""
+        ...
+
+
+class FusedLinear(Protocol):
+    """A linear that takes its neighbours into the same launch, for steps of few tokens."""
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """Normalize `x`, multiply, apply silu(gate) * up, add into `residual` in place: what is asked for."""
+        ...
 
 
 class DenseLinear:
@@ -51,4 +70,8 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Choose the form for the device and dtype of `weight`."""
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return PackedLinear(weight, bias)
+    if weight.is_cuda and importlib.util.find_spec("triton") is not None:
+        from penstock.engine.layers.cuda_linear import CudaLinear
+
+        return CudaLinear(weight, bias)
     return DenseLinear(weight, bias)

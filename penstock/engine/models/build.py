@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import HeadLayout, Ops
+from penstock.engine.kernels.interface import ActivationOps, HeadLayout, Ops
 from penstock.engine.layers.linear import Linear, make_linear
 from penstock.engine.layers.rotary import cos_sin_table
 from penstock.engine.models.config import ModelConfig
@@ -75,6 +75,8 @@ def build_decoder(
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None = None,
+    inner: ActivationOps | None = None,
+    fused_up_to: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer."""
@@ -98,6 +100,8 @@ def build_decoder(
         final_norm=final_norm,
         head=read.linear("", {head: vocab}, hidden),
         cos_sin=cos_sin_table(config.rope, config.head_dim, max_positions, device),
+        inner=inner or ops,
+        fused_up_to=fused_up_to,
     )
     if progress is not None:
         progress(1.0)

@@ -7,12 +7,13 @@ The residual stream is one tensor updated in place; normalization and the residu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, Ops
-from penstock.engine.layers.linear import Linear
+from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, Ops
+from penstock.engine.layers.linear import FusedLinear, Linear
 from penstock.engine.models.config import ModelConfig
 
 
@@ -30,6 +31,10 @@ class DecoderLayer:
     down: Linear
     heads: HeadLayout
 
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -42,26 +47,48 @@ class Decoder:
     final_norm: Tensor
     head: Linear
     cos_sin: Tensor
+    inner: ActivationOps
+    """Norms and activations inside the layers: those of `ops`, or ones that hand FP8 to FP8 linears."""
+    fused_up_to: int = 0
+    """Steps of at most this many tokens take the fused path."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; their keys and values are in `kv` afterwards.
 
         `kv` is [layers, 2, num_blocks, kv_heads, block_size, head_dim].
         """
-        ops, eps, cos_sin = self.ops, self.config.rms_eps, self.cos_sin
+        if token_ids.shape[0] <= self.fused_up_to:
+            return self._forward_fused(token_ids, batch, kv)
+        ops, inner, eps = self.ops, self.inner, self.config.rms_eps
         residual = F.embedding(token_ids, self.embedding)
-        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        x = inner.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            k_cache, v_cache = kv[index, 0], kv[index, 1]
-            qkv = layer.qkv(x)
-            q = ops.rope_and_cache(qkv, layer.heads, cos_sin, batch, k_cache, v_cache, layer.q_norm, layer.k_norm, eps)
-            x = layer.output(ops.attention(q, layer.heads, batch, k_cache, v_cache))
-            x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            norm = self.layers[index + 1].input_norm if index < last else self.final_norm
-            x = ops.add_rms_norm(x, residual, norm, eps)
-        return x
+            x = layer.output(self._attend(layer, layer.qkv(x), batch, kv[index]))
+            x = inner.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.down(inner.silu_mul(layer.gate_up(x)))
+            if index < last:
+                x = inner.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
+        return ops.add_rms_norm(x, residual, self.final_norm, eps)
+
+    def _forward_fused(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+        """The same in six launches a layer: norms, gate and residual additions are part of the linears."""
+        eps = self.config.rms_eps
+        residual = F.embedding(token_ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            qkv, output, gate_up, down = (cast(FusedLinear, linear) for linear in layer.linears)
+            attended = self._attend(layer, qkv.fused(residual, norm=layer.input_norm, eps=eps), batch, kv[index])
+            residual = output.fused(attended, residual=residual)
+            x = gate_up.fused(residual, norm=layer.post_norm, eps=eps, gated=True)
+            residual = down.fused(x, residual=residual)
+        return self.ops.rms_norm(residual, self.final_norm, eps)
+
+    def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+        k_cache, v_cache = kv[0], kv[1]
+        q = self.ops.rope_and_cache(
+            qkv, layer.heads, self.cos_sin, batch, k_cache, v_cache, layer.q_norm, layer.k_norm, self.config.rms_eps
+        )
+        return self.ops.attention(q, layer.heads, batch, k_cache, v_cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""
@@ -70,5 +97,5 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one step reads (the embedding is a lookup and does not count)."""
-        linears = [m for layer in self.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        linears = [linear for layer in self.layers for linear in layer.linears]
         return sum(linear.weight_bytes for linear in [*linears, self.head])

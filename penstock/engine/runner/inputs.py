@@ -13,7 +13,7 @@ from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
 from penstock.engine.runner.staging import Staging
-from penstock.engine.scheduler import Batch
+from penstock.engine.scheduler import Batch, Chunk
 
 
 @dataclass(slots=True)
@@ -92,14 +92,19 @@ class InputBuilder:
         request = None
         if len(sampling):
             row_flags = self.rows.flags[rows[sampling]]
-            request = SampleRequest(
-                chunks=[chunks[index] for index in sampling],
-                rows=sample_rows,
-                keys=sample_keys,
-                flags=Flag(int(np.bitwise_or.reduce(row_flags))),
-                row_flags=row_flags,
-            )
+            request = _request([chunks[index] for index in sampling], sample_rows, sample_keys, row_flags)
         return StepInputs(ids, attention, last, request)
+
+    def sampling(self, batch: Batch) -> SampleRequest:
+        """The sampling side alone, for a batch in which every chunk samples."""
+        rows = np.array([chunk.seq.row for chunk in batch.chunks], np.int64)
+        ends = np.array([chunk.start + chunk.length for chunk in batch.chunks], np.int64)
+        device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], ends)])
+        return _request(batch.chunks, device_rows, keys, self.rows.flags[rows])
+
+
+def _request(chunks: list[Chunk], rows: Tensor, keys: Tensor, row_flags: np.ndarray) -> SampleRequest:
+    return SampleRequest(chunks, rows, keys, Flag(int(np.bitwise_or.reduce(row_flags))), row_flags)
 
 
 def chunk_targets(batch: Batch) -> list[tuple[int, int, Tensor]]:

@@ -94,6 +94,10 @@ class Rows:
             rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
             self.block_tables[rows, cols] = values.to(torch.int32)
 
+    def needs(self, batch: Batch, flags: int) -> bool:
+        """Whether any row of the batch has one of `flags`."""
+        return any(int(self.flags[chunk.seq.row]) & flags for chunk in batch.chunks)
+
     def _load_parameters(self, sequences: list[Sequence]) -> None:
         rows = np.array([seq.row for seq in sequences], np.int64)
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)

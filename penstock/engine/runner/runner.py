@@ -13,9 +13,10 @@ from torch import Tensor
 
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
+from penstock.engine.runner.graphs import DecodeGraphs
 from penstock.engine.runner.inputs import InputBuilder, chunk_targets
-from penstock.engine.runner.rows import Rows
-from penstock.engine.runner.sampler import LogprobTensors, logprobs_of, sample
+from penstock.engine.runner.rows import Flag, Rows
+from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
 
 _SCORED_AT_ONCE = 128
@@ -59,25 +60,45 @@ class Runner:
         self.decoder = decoder
         self.kv = kv
         max_blocks = -(-max_model_len // block_size)
-        self.rows = Rows(max_rows, max_blocks, decoder.config.vocab_size, kv.device)
+        # One row more than sequences can have: the scratch row that pads CUDA graphs.
+        self.rows = Rows(max_rows + 1, max_blocks, decoder.config.vocab_size, kv.device)
         self.inputs = InputBuilder(self.rows, block_size)
+        self.graphs: DecodeGraphs | None = None
+        if kv.is_cuda:
+            self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_context=max_model_len)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
+        if self.graphs is not None and all(chunk.samples and chunk.length == 1 for chunk in batch.chunks):
+            return self._replay(self.graphs, batch)
         step = PendingStep(batch)
         inputs = self.inputs.build(batch)
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
         self._score_prompts(batch, hidden)
-        request = inputs.sampling
-        if request is not None:
+        if inputs.sampling is not None:
             logits = self.decoder.logits(hidden[inputs.sample_at])
-            tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
-            self.rows.last_tokens[request.rows] = tokens
-            step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs
-            if tokens.is_cuda:
-                self._send_home(step)
+            self._sample(step, logits, inputs.sampling)
         return step
+
+    def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
+        """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""
+        step = PendingStep(batch, chunks=batch.chunks)
+        logits, tokens = graphs.replay(batch)
+        request = self.inputs.sampling(batch) if self.rows.needs(batch, ~Flag.RANDOM) else None
+        if request is not None:
+            self._sample(step, logits.float(), request)
+        else:
+            step.tokens = tokens
+            self._send_home(step)
+        return step
+
+    def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
+        tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
+        self.rows.last_tokens[request.rows] = tokens
+        step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs
+        if tokens.is_cuda:
+            self._send_home(step)
 
     def _send_home(self, step: PendingStep) -> None:
         """Queue copies to pinned memory behind the step; `wait` then needs only the event."""

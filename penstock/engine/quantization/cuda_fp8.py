@@ -1,0 +1,38 @@
+"""FP8 on CUDA: weights rounded at load, activations rounded where they are made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.triton import activation, norm
+from penstock.engine.layers.cuda_linear import CudaLinear, ScaledTensor
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.build import Weights
+
+
+class Fp8Quantizer:
+    """See `Quantizer`. The head stays dense: its rounding would go straight into the logits."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        if inputs % 16 or sum(names.values()) % 16 or any("embed_tokens" in n or "lm_head" in n for n in names):
+            return None
+        dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
+        return CudaLinear.fp8(dense, bias)
+
+
+class Fp8Activations:
+    """Norms and gates that give FP8 with one scale per token, for the linears behind them."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> ScaledTensor:
+        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> ScaledTensor:
+        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual))
+
+    def silu_mul(self, gate_up: Tensor) -> ScaledTensor:
+        return ScaledTensor(*activation.silu_mul_fp8(gate_up))
