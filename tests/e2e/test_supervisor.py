@@ -120,6 +120,21 @@ def test_a_killed_engine_comes_back_by_itself_and_the_gateway_stays(server: Serv
     assert after["engine"] != before["engine"]
 
 
+def test_a_killed_gateway_comes_back_by_itself_and_the_engine_stays(server: Server) -> None:
+    before = server.children()
+    os.kill(before["gateway"], signal.SIGKILL)
+    assert eventually(lambda: server.children().get("gateway", before["gateway"]) != before["gateway"], 30)
+    assert eventually(lambda: _answers(server), 30)
+    assert server.children()["engine"] == before["engine"]
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return server.ask().status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def test_a_second_server_on_the_port_is_refused_before_anything_is_loaded(server: Server) -> None:
     begin = time.monotonic()
     command = [sys.executable, "-m", "penstock", "serve", "--port", str(server.port)]
