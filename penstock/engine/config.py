@@ -22,8 +22,8 @@ class EngineConfig:
     dtype: DType = "auto"
     """Of activations, the KV cache and dense weights. `auto`: bfloat16 where the hardware has it, else float32."""
     weights: WeightForm = "auto"
-    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `fp8`: on CUDA. `auto`: a quantized GGUF
-    stays as it is stored on CPUs without bfloat16 instructions; everything else is dense."""
+    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `fp8`: on CUDA.
+    `auto`: a quantized GGUF stays as it is stored on CPUs without bfloat16 instructions; all else is dense."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""
     max_running: int | None = None

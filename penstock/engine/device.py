@@ -1,8 +1,7 @@
-"""Where an engine runs and with which numbers: device, dtype, kernels, memory for the KV cache."""
+"""Where an engine runs and with which numbers: device, dtype, kernels, form of the weights."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +11,8 @@ from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.models.build import Quantizer
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.quantization.cpu_blocks import BlockQuantizer
 from penstock.errors import ConfigError
-
-_CPU_KV_SHARE = 0.15
-_CUDA_KV_SHARE = 0.85
 
 
 def pick_device(name: str) -> torch.device:
@@ -110,40 +105,3 @@ def _plan_cuda(config: EngineConfig, ops: Ops, device: torch.device, dtype: torc
     if dtype != torch.bfloat16:
         raise ConfigError("weights: fp8 needs dtype: bfloat16")
     return WeightPlan(Fp8Quantizer(device, dtype), Fp8Activations(), MAX_BATCH)
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on the device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def count_blocks(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_running: int,
-    max_model_len: int,
-) -> int:
-    """KV blocks to allocate, the null block included: as asked for, or a share of what is left."""
-    if config.num_blocks is not None:
-        return config.num_blocks + 1
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
-    share = _CUDA_KV_SHARE if device.type == "cuda" else _CPU_KV_SHARE
-    memory = config.kv_memory if config.kv_memory is not None else int(available_memory(device) * share)
-    useful = max_running * -(-max_model_len // config.block_size)
-    blocks = min(memory // block_bytes, useful)
-    if blocks < 1:
-        raise ConfigError(
-            f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "
-            "raise kv_memory or free memory"
-        )
-    return int(blocks) + 1

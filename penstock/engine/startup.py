@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import time
@@ -11,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.device import count_blocks, pick_device, pick_dtype, pick_ops, plan_weights
+from penstock.engine.device import pick_device, pick_dtype, pick_ops, plan_weights
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.memory import count_blocks, make_kv
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.request import EngineInfo, Request, SamplingParams
@@ -57,6 +56,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
     dtype = pick_dtype(config.dtype, device)
     on_cpu = device.type == "cpu"
     max_running = config.max_running or (64 if on_cpu else 256)
+    budget = config.token_budget or (512 if on_cpu else 8192)
     with phases("open"):
         weights = _open(config, checkpoint)
         model = ModelConfig.from_hf(weights.config)
@@ -77,16 +77,17 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
             progress=lambda fraction: phases.report("weights", fraction),
         )
     with phases("kv cache"):
-        num_blocks = count_blocks(config, model, device, dtype, max_running, wanted_len)
-        shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, config.block_size, model.head_dim)
-        kv = _zeros(shape, dtype, device)
+        num_blocks = count_blocks(
+            config, decoder, dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
+        )
+        kv = make_kv(model, num_blocks, config.block_size, dtype, device)
     pool = BlockPool(num_blocks)
     # One sequence must always fit alone, or it could neither run nor be preempted.
     max_model_len = min(wanted_len, pool.capacity * config.block_size)
     scheduler = Scheduler(
         BlockAllocator(pool, config.block_size, config.prefix_cache),
         max_running=max_running,
-        token_budget=config.token_budget or (512 if on_cpu else 8192),
+        token_budget=budget,
         max_model_len=max_model_len,
     )
     runner = Runner(decoder, kv, max_rows=max_running, max_model_len=max_model_len, block_size=config.block_size)
@@ -103,16 +104,12 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
         startup=phases.seconds,
     )
     engine = Engine(config, info, scheduler, runner, overlap=not on_cpu)
+    if runner.graphs is not None:
+        with phases("graphs"):
+            runner.graphs.capture_all()
     with phases("warm up"):
         _warm_up(engine)
     return engine
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor. On CPU the pages come from the system on first touch, so a large cache costs nothing to make."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _open(config: EngineConfig, checkpoint: object | None) -> Weights:

@@ -1,0 +1,96 @@
+"""Memory of the KV cache: sized last, from what is really left."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.errors import ConfigError
+
+_CPU_SHARE = 0.15
+"""Of the free memory: the machine has other things to do."""
+_CUDA_SHARE = 0.92
+"""Of what activations leave: the rest is for CUDA graphs, the sampler, and fragmentation."""
+
+
+def make_kv(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[layers, 2, num_blocks, kv_heads, block_size, head_dim], zeroed."""
+    shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Pages come from the system on first touch, so that a large cache costs nothing to make.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def count_blocks(
+    config: EngineConfig, decoder: Decoder, dtype: torch.dtype, *, max_running: int, max_model_len: int, budget: int
+) -> int:
+    """KV blocks to allocate, the null block included: as asked for, or a share of what is left."""
+    if config.num_blocks is not None:
+        return config.num_blocks + 1
+    device, model = decoder.embedding.device, decoder.config
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    memory = config.kv_memory
+    if memory is None and device.type == "cuda":
+        activations = _activation_bytes(decoder, dtype, budget, config.block_size)
+        memory = int((_available(device) - activations) * _CUDA_SHARE)
+    elif memory is None:
+        memory = int(_available(device) * _CPU_SHARE)
+    useful = max_running * -(-max_model_len // config.block_size)
+    blocks = min(memory // block_bytes, useful)
+    if blocks < 1:
+        raise ConfigError(
+            f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "
+            "raise kv_memory or free memory"
+        )
+    return int(blocks) + 1
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@torch.inference_mode()
+def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
+    """What the largest step needs besides weights and cache, measured by running one (a single long prompt)."""
+    device, model = decoder.embedding.device, decoder.config
+    tokens = min(budget, decoder.cos_sin.shape[0])
+    blocks = -(-tokens // block_size)
+    kv = make_kv(model, blocks + 1, block_size, dtype, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    positions = torch.arange(tokens, device=device)
+    batch = AttentionBatch(
+        positions=positions,
+        slots=positions + block_size,
+        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        rows=torch.zeros(1, dtype=torch.int32, device=device),
+        block_tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=device).unsqueeze(0),
+        num_decodes=0,
+        max_query=tokens,
+        max_context=tokens,
+    )
+    decoder.logits(decoder.forward(torch.zeros_like(positions), batch, kv)[-256:])
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kv
+    return int(peak * budget / tokens)
