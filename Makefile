@@ -50,7 +50,7 @@ test-gpu: ## the tests that need a CUDA device, with the system's own python and
 	  PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu -m gpu $(ARGS); \
 	else \
 	  echo "test-gpu: pytest is not installed for $(GPU_PYTHON); using tests/gpu/run.py"; \
-	  PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py $(ARGS); \
+	  PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py --no-bench $(ARGS); \
 	fi
 
 .PHONY: lint

@@ -30,6 +30,14 @@ class _DType(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class _Weights(StrEnum):
+    auto = "auto"
+    dense = "dense"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
 Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
@@ -62,7 +70,8 @@ def engine(
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each workload; medians are shown.")] = 1,
     warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Run short requests first.")] = True,
     device: Device = "auto",
-    dtype: Annotated[_DType, typer.Option(help="Type of weights and KV cache.")] = _DType.auto,
+    dtype: Annotated[_DType, typer.Option(help="Type of activations, KV cache and dense weights.")] = _DType.auto,
+    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
     threads: Threads = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
@@ -82,6 +91,7 @@ def engine(
             shape=shape,
             device=device,
             dtype=dtype.value,
+            weights=weights.value,
             threads=threads,
             max_running=max_running,
             token_budget=token_budget,

@@ -153,11 +153,11 @@ def main(settings: Settings, json_file: Path | None, console: Console) -> None:
             theirs.append(tokens / peer.generate(prompts, settings.output_len))
     name = str(dtype).removeprefix("torch.")
     console.print(f"[bold]{settings.model}[/bold] on {info.device}: {report.machine_line()}")
-    columns = ("output tok/s", "dtype", "median", *(f"round {attempt + 1}" for attempt in range(settings.rounds)))
+    columns = ("output tok/s", "numbers", "median", *(f"round {attempt + 1}" for attempt in range(settings.rounds)))
     title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, greedy, turn by turn"
     rows = report.table(title, *columns)
     for label, kind, values in (
-        ("Penstock", info.dtype, ours),
+        ("Penstock", loaded.numbers, ours),
         (f"transformers {transformers.__version__}", name, theirs),
     ):
         figures = (statistics.median(values), *values)
@@ -167,4 +167,4 @@ def main(settings: Settings, json_file: Path | None, console: Console) -> None:
     console.print(verdict(ratio), style="bold")
     if json_file is not None:
         results = {"ours": ours, "transformers": theirs, "ratio": ratio, "transformers_dtype": name}
-        report.write_json(json_file, "compare", dataclasses.asdict(settings) | {"dtype": info.dtype}, results)
+        report.write_json(json_file, "compare", dataclasses.asdict(settings) | {"numbers": loaded.numbers}, results)

@@ -16,7 +16,7 @@ from rich.progress import Progress, TaskID
 from penstock.bench import bounds, report, shapes, stats, workloads
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
-from penstock.engine.config import DType, EngineConfig
+from penstock.engine.config import DType, EngineConfig, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.device import pick_device, pick_dtype
 from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
@@ -46,6 +46,7 @@ class Settings:
     """Random weights of a named shape instead of `model`."""
     device: str = "auto"
     dtype: DType = "auto"
+    weights: WeightForm = "auto"
     threads: int | None = None
     max_running: int | None = None
     token_budget: int | None = None
@@ -60,6 +61,16 @@ class Loaded:
     checkpoint: Checkpoint
     label: str
     seconds: float
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """As the engine keeps them; 4 for float32, about 0.6 for blocks of 4 bits with their scales."""
+        return self.engine.runner.decoder.weight_bytes / sum(shapes.parameters(self.checkpoint.config))
+
+    @property
+    def numbers(self) -> str:
+        """Which numbers the engine computes with, in words."""
+        return f"{self.engine.info.dtype}, {8 * self.bytes_per_weight:.1f} bits per weight"
 
 
 def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Loaded:
@@ -88,6 +99,7 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
             name=settings.shape or settings.model,
             device=settings.device,
             dtype=settings.dtype,
+            weights=settings.weights,
             threads=settings.threads,
             max_running=settings.max_running or max(wanted, default=None),
             token_budget=settings.token_budget,
@@ -102,9 +114,8 @@ def measure(
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    config, runner = loaded.checkpoint.config, loaded.engine.runner
-    stored = runner.decoder.weight_bytes / sum(shapes.parameters(config))
-    cost = shapes.cost(config, weight_bytes=stored, kv_bytes=runner.kv.element_size())
+    kv_bytes = loaded.engine.runner.kv.element_size()
+    cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
     total = sum(outputs for _, outputs in workload.lengths())
     results = []
     with report.progress_bar(console) as bar:
@@ -138,7 +149,7 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
     info = loaded.engine.info
     with console.status("measuring the machine's bounds"):
         limits = bounds.probe(torch.device(info.device), getattr(torch, info.dtype))
-    console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {info.dtype}: {report.machine_line()}")
+    console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {loaded.numbers}: {report.machine_line()}")
     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in info.startup.items())
     console.print(f"Started in {loaded.seconds:.2f} s" + (f" ({phases})" if phases else ""))
     console.print(
