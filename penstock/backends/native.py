@@ -1,6 +1,6 @@
 """The engine in another process, over ZeroMQ (the conversation is in `penstock.protocol.messages`).
 
-Owns one DEALER socket, one reader task, one monitor task and one greeter task. A dead engine is noticed at
+Owns one DEALER socket, read by callbacks of the event loop, and one greeter task. A dead engine is noticed at
 once by its closed connection, a frozen one by its silence, a restarted one by a second `Ready`; each time the
 requests in flight fail with a retryable `EngineLost` and new ones wait for the next `Ready`. Nothing is sent
 while the engine is away (`IMMEDIATE`), so a restarted engine never runs requests nobody waits for.
@@ -15,8 +15,7 @@ import uuid
 from typing import Any
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.request import Request
@@ -26,6 +25,7 @@ from penstock.protocol.messages import (
     HELLO_S,
     PROTOCOL_VERSION,
     Abort,
+    FromEngine,
     Goodbye,
     Hello,
     Ready,
@@ -60,15 +60,17 @@ class NativeBackend(EngineClient):
         self._silence_s = silence_s
         self._curve = curve
         self._identity = f"gateway-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._monitor: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._greeter: asyncio.Task[None] | None = None
         self._heard_at = clock()
 
     async def start(self) -> None:
-        self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.DEALER)
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._identity.encode())
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -77,30 +79,30 @@ class NativeBackend(EngineClient):
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if self._curve is not None:
-            self._curve.apply(socket)  # type: ignore[arg-type]
+            self._curve.apply(socket)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._loop.add_reader(self._monitor.fileno(), self._on_monitor)
+        self._loop.add_reader(socket.fileno(), self._on_socket)
         socket.connect(self.endpoint)
-        self._socket = socket
-        self._tasks = [
-            asyncio.create_task(self._read(), name=f"engine {self.name} reader"),
-            asyncio.create_task(self._watch(), name=f"engine {self.name} monitor"),
-            asyncio.create_task(self._greet(), name=f"engine {self.name} greeter"),
-        ]
+        self._on_monitor()
+        self._greeter = asyncio.create_task(self._greet(), name=f"engine {self.name} greeter")
 
     async def close(self) -> None:
-        if self._socket is None or self._context is None:
+        if self._socket is None or self._context is None or self._loop is None:
             return
         self._try_send(Goodbye())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        if self._greeter is not None:
+            self._greeter.cancel()
+            await asyncio.gather(self._greeter, return_exceptions=True)
         self._went_down(EngineLost("The gateway is closing its connection to the engine."))
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-        self._context.term()
+        socket, monitor = self._socket, self._monitor
+        self._loop.remove_reader(socket.fileno())
+        self._loop.remove_reader(monitor.fileno())
         self._socket = None
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
+        await asyncio.to_thread(self._context.term)  # waits for the goodbye to leave, up to LINGER
 
     def _send_submit(self, request: Request) -> None:
         if not self._try_send(Submit(request)):
@@ -112,48 +114,55 @@ class NativeBackend(EngineClient):
 
     def _try_send(self, message: ToEngine) -> bool:
         """False when there is no connection, or its buffer is full. Never blocks."""
+        assert self._socket is not None and self._loop is not None
         try:
-            # The plain socket's send: at this size and rate an await per message buys nothing.
-            zmq.Socket.send(self._socket, encode(message), zmq.DONTWAIT)
+            self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
             return False
+        finally:
+            # A send may swallow the signal that a message has arrived: the descriptor is edge-triggered.
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._loop.call_soon(self._on_socket)
         return True
 
-    async def _read(self) -> None:
-        while True:
-            frame = await self._socket.recv()
+    def _on_socket(self) -> None:
+        while self._socket is not None:
+            try:
+                frame = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
             self._heard_at = self._clock()
             try:
-                message = decode_from_engine(frame)
+                self._on_message(decode_from_engine(frame))
             except ProtocolError:
                 log.exception("unreadable message from engine", extra={"engine": self.name})
-                continue
-            match message:
-                case Step(output):
-                    if self.ready:
-                        self._deliver(output)
-                    else:
-                        # It was given up for silence and still holds our registration: start over.
-                        self._try_send(Goodbye())
-                        self._try_send(Hello(self._identity))
-                case Ready(info, version):
-                    if version != PROTOCOL_VERSION:
-                        log.error(
-                            "engine speaks another protocol version; restart both from the same install",
-                            extra={"engine": self.name, "theirs": version, "ours": PROTOCOL_VERSION},
-                        )
-                        continue
-                    if self.ready:
-                        self._lost("the engine has restarted")
-                    self._came_up(info)
-                    log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
-                case Stopped(reason):
-                    self._lost(reason)
 
-    async def _watch(self) -> None:
-        while True:
-            event = await recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+    def _on_message(self, message: FromEngine) -> None:
+        match message:
+            case Step(output):
+                if self.ready:
+                    self._deliver(output)
+                else:
+                    # It was given up for silence and still holds our registration: start over.
+                    self._try_send(Goodbye())
+                    self._try_send(Hello(self._identity))
+            case Ready(info, version):
+                if version != PROTOCOL_VERSION:
+                    log.error(
+                        "engine speaks another protocol version; restart both from the same install",
+                        extra={"engine": self.name, "theirs": version, "ours": PROTOCOL_VERSION},
+                    )
+                    return
+                self._lost("it has restarted")
+                self._came_up(info)
+                log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
+            case Stopped(reason):
+                self._lost(reason)
+
+    def _on_monitor(self) -> None:
+        while self._socket is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
+            if event == zmq.EVENT_DISCONNECTED:
                 self._lost("its connection closed")
             else:
                 self._try_send(Hello(self._identity))

@@ -34,6 +34,7 @@ class Piece:
     tokens: list[TokenPiece] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    """What ended it, when the caller named it: a stop string, a stop token id, or `TIME_LIMIT`."""
 
 
 class Choice:
@@ -41,6 +42,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_eos",
         "_held",
         "_length",
         "_min_tokens",
@@ -74,6 +76,7 @@ class Choice:
         self.index = index
         self.want_logprobs = want_logprobs
         self.discard = discard
+        self._eos = text.eos_token_ids
         self._detokenizer = text.detokenizer(continuation=continuation)
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
@@ -103,7 +106,8 @@ class Choice:
             tokens = []
         self.completion_tokens += len(tokens)
         if delta.finish_reason == "stop" and tokens:
-            piece.stop_reason = tokens[-1]
+            if tokens[-1] not in self._eos:
+                piece.stop_reason = tokens[-1]
             tokens = tokens[:-1]  # the stop token ends the text; it is not part of it
         raw = self._detokenize(tokens, delta)
         if delta.finish_reason is not None:
