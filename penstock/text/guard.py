@@ -17,6 +17,9 @@ from typing import Any
 
 from penstock.text.chat_template import ChatTemplateError
 
+MAX_HIDDEN = 1_000_000
+"""Stand-ins are numbered with six digits."""
+
 
 class SpecialTokens:
     """The control tokens of one tokenizer, and the secret names this process has for them."""
@@ -52,7 +55,8 @@ class Guard:
 
     def __init__(self, special: SpecialTokens) -> None:
         self._special = special
-        self._nonce = secrets.token_hex(8)
+        # Digits only: filters that change case, quote, escape or trim leave a stand-in as it is.
+        self._nonce = f"{secrets.randbelow(10**24):024}"
         self._hidden: list[str] = []
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -82,7 +86,11 @@ class Guard:
         """Put the users' words back into rendered text."""
         if not self._hidden:
             return text
-        return re.sub(f"\ue000{self._nonce}-(\\d+)\ue001", lambda match: self._hidden[int(match[1])], text)
+        return re.sub(f"{self._nonce}([0-9]{{6}})", self._original, text)
+
+    def _original(self, match: re.Match[str]) -> str:
+        index = int(match[1])
+        return self._hidden[index] if index < len(self._hidden) else match[0]
 
     def _hide(self, text: str) -> str:
         pattern = self._special.pattern
@@ -96,8 +104,10 @@ class Guard:
         return hidden
 
     def _stand_in(self, text: str) -> str:
+        if len(self._hidden) >= MAX_HIDDEN:
+            raise ChatTemplateError("the messages spell out more control tokens than can be told from the template's")
         self._hidden.append(text)
-        return f"\ue000{self._nonce}-{len(self._hidden) - 1}\ue001"
+        return f"{self._nonce}{len(self._hidden) - 1:06}"
 
 
 def trie_pattern(words: Iterable[str]) -> str:

@@ -55,12 +55,15 @@ class TextModel:
 
     # --- text to ids
 
-    def encode(self, text: str, *, special: bool = True, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text.
 
         `special`: control tokens spelled out in the text count as such; without it they are ordinary words.
-        `add_special_tokens`: begin (and end) as the model's tokenizer does, with a BOS token for instance.
+        `add_special_tokens`: begin (and end) as the model's tokenizer does, with a BOS token for instance; the same
+        as `special` when not given.
         """
+        if add_special_tokens is None:
+            add_special_tokens = special
         if special:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
