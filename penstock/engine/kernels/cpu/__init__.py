@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from penstock.engine.kernels.cpu.build import BuildError
+from penstock.engine.kernels.cpu.build import BuildError, isa_choices
+from penstock.engine.kernels.cpu.linear import QuantLinear
 from penstock.engine.kernels.cpu.native import Handle, library
 from penstock.engine.kernels.cpu.ops import CpuOps
 
-__all__ = ["CpuOps", "Status", "load", "status"]
+__all__ = ["CpuOps", "QuantLinear", "Status", "isa_choices", "load", "status"]
 
 log = logging.getLogger(__name__)
 

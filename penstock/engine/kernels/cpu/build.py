@@ -44,6 +44,10 @@ _ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+_GCC_AARCH64 = "-fno-schedule-insns"
+"""Scheduling before register allocation makes GCC copy accumulators around: 5% of the integer product loop."""
+
+
 class BuildError(PenstockError):
     """The native library cannot be built here; the engine runs on the PyTorch path instead."""
 
@@ -61,8 +65,10 @@ def cache_dir() -> Path:
 
 def build(isa: str = "native", directory: Path | None = None) -> Path:
     """The compiled library's path; compiles it when this machine has none yet. Raises `BuildError`."""
-    flags = _flags(isa)
     compiler, version = _compiler()
+    flags = _flags(isa)
+    if _machine() == "aarch64" and "clang" not in version:
+        flags = (*flags, _GCC_AARCH64)
     directory = directory or cache_dir()
     sources = _sources()
     key = hashlib.sha256()

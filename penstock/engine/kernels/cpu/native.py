@@ -46,6 +46,16 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class LinearArgs(ctypes.Structure):
+    """Mirror of `LinearArgs` in linear.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "columns", "depth")),
+        *((name, c_int32) for name in ("bits", "dtype", "out_dtype")),
+    )
+
+
 _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_abi": (c_int, ()),
     "pk_isa": (c_char_p, ()),
@@ -56,6 +66,10 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
+    "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
+    "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
+    "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
+    "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),

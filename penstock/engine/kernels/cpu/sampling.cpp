@@ -63,7 +63,7 @@ int64_t gumbel_row(const float* x, int64_t n, float temperature, uint64_t key) {
     int64_t best = argmax_row(x, n);
     if (!(temperature > 0)) return best;
     const float inverse = 1.0f / temperature;
-    auto noisy = [&](int64_t i) { return x[i] * inverse - std::log(-std::log(uniform(key, i))); };
+    auto noisy = [&](int64_t i) { return x[i] / temperature - std::log(-std::log(uniform(key, i))); };
     float top = noisy(best);
     auto consider = [&](int64_t i, float room) {
         if (!(1.0f - uniform(key, i) < room * 1.0001f)) return;

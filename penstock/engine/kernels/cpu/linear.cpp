@@ -1,0 +1,339 @@
+// Linear layers on quantized weights: y = x W^T + b with W in blocks of 32 along the input.
+//
+// W is cut into tiles of 16 output columns. A tile is its quantized blocks (layout in dot.h), then the blocks'
+// float16 scales, then, for the 4-bit form, their float16 minima: w = scale * q + minimum. Activations are
+// quantized here, per row and block, to int8; products are exact integers; sums over blocks are float32.
+//
+// One row reads the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit weights
+// to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
+
+#include "context.h"
+#include "dot.h"
+
+using namespace pk;
+
+struct LinearArgs {
+    const void* x;
+    const uint8_t* weights;
+    const float* bias;  // may be null
+    void* out;
+    int64_t rows, columns, depth;
+    int32_t bits, dtype, out_dtype;
+};
+
+namespace {
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+struct Tile {
+    const uint8_t* q;
+    const f16* scale;
+    const f16* minimum;
+};
+
+int64_t tile_bytes(int64_t blocks, int bits) {
+    return round_up(blocks * (bits == 4 ? Q4::kBytes + 4 * kColumns : Q8::kBytes + 2 * kColumns), 64);
+}
+
+Tile tile_at(const uint8_t* base, int64_t blocks, int bits, int64_t index) {
+    const uint8_t* q = base + index * tile_bytes(blocks, bits);
+    const f16* scale = reinterpret_cast<const f16*>(q + blocks * (bits == 4 ? Q4::kBytes : Q8::kBytes));
+    return {q, scale, scale + blocks * kColumns};
+}
+
+// ---- activations -----------------------------------------------------------------------------------------
+
+// A block of one row. A non-finite value makes the block's scale NaN, so that it is seen in the result.
+template <class T>
+PK_INLINE void quantize_block(const T* x, Record& r, int m) {
+    constexpr int N = kDepth / VL;
+    vf v[N], top = splat(0), total = splat(0);
+    for (int i = 0; i < N; ++i) {
+        v[i] = load(x + i * VL);
+        top = vmax(top, vabs(v[i]));
+        total += vabs(v[i]);
+    }
+    const float max = hmax(top);
+    const float inverse = max > 1e-30f ? 127.0f / max : 0.0f;
+    float scale = max > 1e-30f ? max / 127.0f : 0.0f;
+    if (!(hsum(total) <= 3.4e38f)) scale = NAN;
+    const vf magic = splat(12582912.0f);
+    for (int i = 0; i < N; ++i) {
+        vi q = (vi)(v[i] * splat(inverse) + magic) - 0x4b400000;  // rounds to nearest even
+        typedef int8_t narrow __attribute__((vector_size(VL)));
+        narrow bytes = __builtin_convertvector(q, narrow);
+        std::memcpy(r.q[m] + i * VL, &bytes, VL);
+    }
+    int32_t half[2] = {0, 0};
+    for (int k = 0; k < kDepth; ++k) half[k / 16] += r.q[m][k];
+    r.scale[m] = scale;
+    r.sum[m] = scale * float(half[0] + half[1]);
+    set_starts(r, m, half[0], half[1]);
+}
+
+template <class T>
+void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks) {
+    for (int64_t b = 0; b < blocks; ++b) {
+        if (rows < kRows) std::memset((void*)&records[b], 0, sizeof(Record));
+        for (int64_t m = 0; m < rows; ++m) quantize_block(x + (m * blocks + b) * kDepth, records[b], int(m));
+    }
+}
+
+// ---- products --------------------------------------------------------------------------------------------
+
+// y[MR][NC vectors] over the whole depth. S: type of scales and minima (float16 as stored, or expanded float32).
+template <class Q, int MR, int NC, bool MIN, class S>
+PK_INLINE void tile_rows(const uint8_t* q, const S* scale, const S* minimum, const Record* r, int64_t blocks,
+                         float* y) {
+    vf acc[MR][NC];
+    for (int m = 0; m < MR; ++m)
+        for (int c = 0; c < NC; ++c) acc[m][c] = splat(0);
+    for (int64_t b = 0; b < blocks; ++b, q += Q::kBytes, scale += kColumns) {
+        vf dots[MR][NC];
+        dot_block<MR, NC>(Q(), q, r[b], dots);
+        for (int c = 0; c < NC; ++c) {
+            vf d = load(scale + c * VL);
+            for (int m = 0; m < MR; ++m)
+                acc[m][c] += dots[m][c] * (d * splat(r[b].scale[m]));
+        }
+        if (MIN) {
+            for (int c = 0; c < NC; ++c) {
+                vf low = load(minimum + c * VL);
+                for (int m = 0; m < MR; ++m) acc[m][c] += low * splat(r[b].sum[m]);
+            }
+            minimum += kColumns;
+        }
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int c = 0; c < NC; ++c) store(y + m * kColumns + c * VL, acc[m][c]);
+}
+
+// All 16 columns for the first `rows` rows of a record group.
+template <class Q, bool MIN, class S>
+void tile_product(const uint8_t* q, const S* scale, const S* minimum, const Record* r, int64_t blocks, int rows,
+                  float* y) {
+    if (rows == 1) return tile_rows<Q, 1, kVectors, MIN>(q, scale, minimum, r, blocks, y);
+    constexpr int N = kGemmVectors;
+    for (int c = 0; c < kVectors; c += N) {
+        const uint8_t* part = q + c * VL * 4;
+        const S *s = scale + c * VL, *low = minimum + c * VL;
+        float* to = y + c * VL;
+        if (rows == 2)
+            tile_rows<Q, 2, N, MIN>(part, s, low, r, blocks, to);
+        else if (kRows > 4 && rows <= 4)
+            tile_rows<Q, 4, N, MIN>(part, s, low, r, blocks, to);
+        else
+            tile_rows<Q, kRows, N, MIN>(part, s, low, r, blocks, to);
+    }
+}
+
+template <class O>
+void write_rows(const LinearArgs& a, const float* y, int64_t row, int rows, int64_t column) {
+    const int width = int(std::min<int64_t>(kColumns, a.columns - column));
+    for (int m = 0; m < rows; ++m, y += kColumns) {
+        O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
+        for (int i = 0; i < width; i += VL) {
+            const int n = std::min(VL, width - i);
+            vf v = load(y + i);
+            if (a.bias) v += n == VL ? load(a.bias + column + i) : load_part(a.bias + column + i, n);
+            if (n == VL)
+                store(out + i, v);
+            else
+                store_part(out + i, v, n);
+        }
+    }
+}
+
+// Expands a 4-bit tile to int8 (the same values) and its scales and minima to float32.
+void expand_q4(const Tile& tile, int64_t blocks, uint8_t* q) {
+    for (int64_t b = 0; b < blocks; ++b, q += Q8::kBytes) {
+        const uint8_t* from = tile.q + b * Q4::kBytes;
+        for (int i = 0; i < Q4::kBytes; ++i) {
+            q[i] = from[i] & 15;
+            q[i + Q4::kBytes] = uint8_t(from[i] ^ kStoredFlip) >> 4;
+        }
+    }
+}
+
+void expand_floats(const f16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += VL) store(to + i, load(from + i));
+}
+
+template <class O>
+void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, int64_t begin, int64_t end,
+                  void* scratch) {
+    float y[kRows * kColumns];
+    float *scale = static_cast<float*>(scratch), *minimum = scale + blocks * kColumns;
+    uint8_t* wide = reinterpret_cast<uint8_t*>(minimum + blocks * kColumns);
+    const bool direct = a.rows == 1;
+    for (int64_t t = begin; t < end; ++t) {
+        const Tile tile = tile_at(a.weights, blocks, a.bits, t);
+        if (!direct) {
+            expand_floats(tile.scale, scale, blocks * kColumns);
+            if (a.bits == 4) {
+                expand_floats(tile.minimum, minimum, blocks * kColumns);
+                expand_q4(tile, blocks, wide);
+            }
+        }
+        for (int64_t row = 0; row < a.rows; row += kRows) {
+            const Record* r = records + row / kRows * blocks;
+            const int rows = int(std::min<int64_t>(kRows, a.rows - row));
+            if (direct && a.bits == 4)
+                tile_product<Q4, true>(tile.q, tile.scale, tile.minimum, r, blocks, rows, y);
+            else if (direct)
+                tile_product<Q8, false>(tile.q, tile.scale, tile.scale, r, blocks, rows, y);
+            else if (a.bits == 4)
+                tile_product<Q8, true>(wide, scale, minimum, r, blocks, rows, y);
+            else
+                tile_product<Q8, false>(tile.q, scale, scale, r, blocks, rows, y);
+            write_rows<O>(a, y, row, rows, t * kColumns);
+        }
+    }
+}
+
+// ---- packing ---------------------------------------------------------------------------------------------
+
+struct Packer {
+    uint8_t* base;
+    int64_t blocks;
+    int bits;
+    uint8_t* q(int64_t n, int64_t b) const {
+        return base + n / kColumns * tile_bytes(blocks, bits) + b * (bits == 4 ? Q4::kBytes : Q8::kBytes);
+    }
+    uint16_t* factors(int64_t n, int64_t b, bool minimum) const {
+        uint8_t* tile = base + n / kColumns * tile_bytes(blocks, bits);
+        uint8_t* scales = tile + blocks * (bits == 4 ? Q4::kBytes : Q8::kBytes);
+        return reinterpret_cast<uint16_t*>(scales) + ((minimum ? blocks : 0) + b) * kColumns + n % kColumns;
+    }
+    void put8(int64_t n, int64_t b, const int8_t* values, uint16_t scale) const {
+        uint8_t* to = q(n, b) + n % kColumns * 4;
+        for (int k = 0; k < kDepth; ++k) to[k / 4 * 4 * kColumns + k % 4] = uint8_t(values[k]);
+        *factors(n, b, false) = scale;
+    }
+    // `pairs`: low nibble depth i, high nibble depth i + 16.
+    void put4(int64_t n, int64_t b, const uint8_t* pairs, uint16_t scale, uint16_t minimum) const {
+        uint8_t* to = q(n, b) + n % kColumns * 4;
+        for (int k = 0; k < kDepth / 2; ++k) to[k / 4 * 4 * kColumns + k % 4] = pairs[k] ^ kStoredFlip;
+        *factors(n, b, false) = scale;
+        *factors(n, b, true) = minimum;
+    }
+};
+
+bool finite_half(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
+
+// The nearest float16, or the next one up where the nearest would cut off more than half a step of the range.
+uint16_t scale_half(float exact, float steps) {
+    uint16_t h = float_to_half(exact);
+    if (half_to_float(h) * (steps + 0.5f) < exact * steps) ++h;
+    return h;
+}
+
+bool pack_floats8(const Packer& p, int64_t n, int64_t b, const float* w) {
+    float max = 0;
+    for (int k = 0; k < kDepth; ++k) max = std::fabs(w[k]) > max || w[k] != w[k] ? std::fabs(w[k]) : max;
+    const uint16_t half = scale_half(max / 127.0f, 127.0f);
+    if (!finite_half(half) || max != max) return false;
+    const float scale = half_to_float(half);
+    int8_t q[kDepth];
+    for (int k = 0; k < kDepth; ++k)
+        q[k] = scale > 0 ? int8_t(std::min(127.0f, std::max(-127.0f, std::nearbyint(w[k] / scale)))) : 0;
+    p.put8(n, b, q, half);
+    return true;
+}
+
+bool pack_floats4(const Packer& p, int64_t n, int64_t b, const float* w) {
+    float low = w[0], high = w[0], check = 0;
+    for (int k = 0; k < kDepth; ++k) {
+        low = std::min(low, w[k]);
+        high = std::max(high, w[k]);
+        check += std::fabs(w[k]);
+    }
+    const uint16_t minimum = float_to_half(low), half = scale_half((high - half_to_float(minimum)) / 15.0f, 15.0f);
+    if (!finite_half(half) || !finite_half(minimum) || check != check) return false;
+    const float scale = half_to_float(half), from = half_to_float(minimum);
+    uint8_t q[kDepth], pairs[kDepth / 2];
+    for (int k = 0; k < kDepth; ++k)
+        q[k] = scale > 0 ? uint8_t(std::min(15.0f, std::max(0.0f, std::nearbyint((w[k] - from) / scale)))) : 0;
+    for (int k = 0; k < kDepth / 2; ++k) pairs[k] = uint8_t(q[k] | q[k + 16] << 4);
+    p.put4(n, b, pairs, half, minimum);
+    return true;
+}
+
+uint16_t half_at(const uint8_t* p) { return uint16_t(p[0] | p[1] << 8); }
+
+}  // namespace
+
+// Bytes of the packed form.
+PK_API int64_t pk_linear_bytes(int64_t columns, int64_t depth, int bits) {
+    return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
+}
+
+// Quantizes float32 rows. 0: done; 1: a weight is not finite or too large for a float16 scale.
+PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
+                                 int bits) {
+    Guard hold(ctx->busy);
+    const Packer p{out, depth / kDepth, bits};
+    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::atomic<int> bad{0};
+    ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
+        for (int64_t n = begin; n < end; ++n)
+            for (int64_t b = 0; b < p.blocks; ++b) {
+                const float* block = w + n * depth + b * kDepth;
+                if (!(bits == 4 ? pack_floats4(p, n, b, block) : pack_floats8(p, n, b, block))) bad.store(1);
+            }
+    });
+    return bad.load();
+}
+
+// Repacks GGUF blocks without changing a value: 2 = Q4_0, 3 = Q4_1, 8 = Q8_0 (GGUF's own numbers).
+// 0: done; 1: a scale is not finite.
+PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, int64_t columns, int64_t depth,
+                               int kind) {
+    Guard hold(ctx->busy);
+    const int bits = kind == 8 ? 8 : 4, stride = kind == 8 ? 34 : kind == 3 ? 20 : 18;
+    const Packer p{out, depth / kDepth, bits};
+    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::atomic<int> bad{0};
+    ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
+        for (int64_t n = begin; n < end; ++n)
+            for (int64_t b = 0; b < p.blocks; ++b) {
+                const uint8_t* block = raw + (n * p.blocks + b) * stride;
+                const uint16_t scale = half_at(block);
+                uint16_t minimum = 0;
+                if (kind == 3) minimum = half_at(block + 2);
+                if (kind == 2) minimum = float_to_half(-8.0f * half_to_float(scale));  // exact: a power of two
+                if (!finite_half(scale) || !finite_half(minimum)) bad.store(1);
+                if (kind == 8)
+                    p.put8(n, b, reinterpret_cast<const int8_t*>(block + 2), scale);
+                else
+                    p.put4(n, b, block + (kind == 3 ? 4 : 2), scale, minimum);
+            }
+    });
+    return bad.load();
+}
+
+PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
+    Guard hold(ctx->busy);
+    const LinearArgs& a = *args;
+    if (a.rows == 0) return;
+    const int64_t blocks = a.depth / kDepth, groups = round_up(a.rows, kRows) / kRows;
+    Record* records = static_cast<Record*>(ctx->shared.reserve(size_t(groups * blocks) * sizeof(Record)));
+    dispatch(a.dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(groups, std::max<int64_t>(1, 32768 / (a.depth * kRows)), [&](int64_t begin, int64_t end, int) {
+            for (int64_t g = begin; g < end; ++g)
+                quantize_rows(static_cast<const T*>(a.x) + g * kRows * a.depth, records + g * blocks,
+                              std::min<int64_t>(kRows, a.rows - g * kRows), blocks);
+        });
+    });
+    const size_t scratch = size_t(blocks) * (2 * kColumns * sizeof(float) + Q8::kBytes);
+    for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].reserve(scratch);
+    const int64_t tiles = round_up(a.columns, kColumns) / kColumns;
+    const int64_t work = std::max<int64_t>(1, tile_bytes(blocks, a.bits) * a.rows);
+    dispatch(a.out_dtype, [&](auto* o) {
+        using O = elem<decltype(o)>;
+        ctx->pool.rows(tiles, std::max<int64_t>(1, 32768 / work), [&](int64_t begin, int64_t end, int thread) {
+            linear_tiles<O>(a, records, blocks, begin, end, ctx->scratch[thread].reserve(0));
+        });
+    });
+}

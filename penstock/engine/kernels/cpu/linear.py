@@ -1,0 +1,101 @@
+"""Linear layers on quantized weights, for CPUs where bytes or integer arithmetic are cheaper than floats.
+
+Weights are blocks of 32 along the input: int8 with a scale, or 4 bits with a scale and a minimum. Activations are
+rounded to int8 per row and block when the layer is applied: that rounding (at most half of 1/127 of the block's
+largest value) is the only approximation beyond the weights' own. The packed layout suits this machine: never store it.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.cpu.native import Handle, LinearArgs
+from penstock.engine.kernels.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
+
+GgufKind = Literal["Q4_0", "Q4_1", "Q8_0"]
+BLOCK: Final = 32
+_GGUF: Final = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
+"""GGUF's number of each block type, and the bytes of one block."""
+
+
+class QuantLinear:
+    """y = x W^T + b with W [out, in] quantized. Build it with `from_float` or `from_gguf`."""
+
+    def __init__(self, handle: Handle, packed: Tensor, shape: tuple[int, int], bits: int, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = shape
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise LayoutError(f"bias must be [{self.out_features}], got {tuple(bias.shape)}")
+        self.bits = bits
+        self.packed = packed
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.weight_bytes = packed.numel()
+        self._handle = handle
+
+    @staticmethod
+    def supports(shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this shape can be held: two axes, the input a multiple of 32."""
+        return len(shape) == 2 and shape[0] > 0 and shape[1] > 0 and shape[1] % BLOCK == 0
+
+    @classmethod
+    def from_float(cls, handle: Handle, weight: Tensor, bias: Tensor | None = None, *, bits: int = 8) -> QuantLinear:
+        """Round a float weight to the nearest representable one, block by block.
+
+        A weight that was dequantized from Q8_0 (bits=8) or Q4_1 (bits=4) comes back to the values it had.
+        """
+        if bits not in (4, 8):
+            raise LayoutError(f"bits must be 4 or 8, got {bits}")
+        shape = _checked(tuple(weight.shape))
+        source = weight.detach().float().contiguous()
+        packed = _allocate(handle, shape, bits)
+        if handle.lib.pk_linear_pack_floats(handle.pointer, source.data_ptr(), packed.data_ptr(), *shape, bits):
+            raise LayoutError("the weight holds values that are not finite, or too large for a float16 scale")
+        return cls(handle, packed, shape, bits, bias)
+
+    @classmethod
+    def from_gguf(
+        cls, handle: Handle, kind: GgufKind, raw: Tensor, shape: tuple[int, int], bias: Tensor | None = None
+    ) -> QuantLinear:
+        """Rearrange GGUF blocks (uint8, row after row, as in the file); every weight keeps its exact value."""
+        if kind not in _GGUF:
+            raise LayoutError(f"GGUF type {kind} is not supported; use one of {', '.join(_GGUF)}")
+        shape = _checked(shape)
+        number, block_bytes = _GGUF[kind]
+        need_contiguous(raw, "raw blocks")
+        expected = shape[0] * shape[1] // BLOCK * block_bytes
+        if raw.dtype is not torch.uint8 or raw.numel() != expected:
+            raise LayoutError(f"{kind} of shape {shape} is {expected} bytes of uint8, got {raw.numel()} of {raw.dtype}")
+        bits = 8 if kind == "Q8_0" else 4
+        packed = _allocate(handle, shape, bits)
+        if handle.lib.pk_linear_pack_gguf(handle.pointer, raw.data_ptr(), packed.data_ptr(), *shape, number):
+            raise LayoutError(f"the {kind} tensor holds a scale that is not finite: the file is damaged")
+        return cls(handle, packed, shape, bits, bias)
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[T, in] to [T, out], in the dtype of `x` unless `out_dtype` says otherwise (float32 for logits)."""
+        need_contiguous(x, "x")
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
+        rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=out_dtype or x.dtype)
+        args = LinearArgs(
+            x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(), rows, self.out_features, self.in_features,
+            self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype],
+        )  # fmt: skip
+        self._handle.lib.pk_linear(self._handle.pointer, byref(args))
+        return out
+
+
+def _checked(shape: tuple[int, ...]) -> tuple[int, int]:
+    if not QuantLinear.supports(shape):
+        raise LayoutError(f"a quantized weight must be [out, in] with in a multiple of {BLOCK}, got {shape}")
+    return shape[0], shape[1]
+
+
+def _allocate(handle: Handle, shape: tuple[int, int], bits: int) -> Tensor:
+    """64-byte aligned, as torch's CPU allocator gives it."""
+    return torch.empty(handle.lib.pk_linear_bytes(*shape, bits), dtype=torch.uint8)

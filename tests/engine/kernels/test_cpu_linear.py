@@ -1,0 +1,152 @@
+"""Quantized linears: exact integers inside, and no error beyond what rounding the activations explains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels import cpu
+from penstock.engine.kernels.cpu.linear import GgufKind, QuantLinear
+from penstock.engine.kernels.cpu.native import Handle
+from penstock.engine.kernels.cpu.ops import LayoutError
+
+BASELINES = [isa for isa in ("neon", "avx2") if isa in cpu.isa_choices()]
+ISAS = [("native", 1), ("native", 2), ("generic", 2)]
+ISAS_SLOW = [pytest.param((isa, 2), marks=pytest.mark.slow) for isa in BASELINES]  # each costs a compilation
+SHAPES = [(1, 32), (16, 32), (17, 64), (100, 96), (33, 1536), (960, 576)]
+ROWS = (1, 2, 3, 4, 5, 8, 13, 64, 131, 600)
+
+
+@pytest.fixture(scope="module", params=[*ISAS, *ISAS_SLOW], ids=lambda p: f"{p[0]}-{p[1]}")
+def handle(request: pytest.FixtureRequest) -> Handle:
+    isa, threads = request.param
+    if not cpu.status(isa).available:
+        pytest.skip(cpu.status(isa).detail)
+    return Handle(threads, isa)
+
+
+def exact_rows(rows: int, depth: int, seed: int) -> Tensor:
+    """Activations that int8 blocks hold without rounding: integers up to 127, times a power of two per block."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-127, 128, (rows, depth // 32, 32), generator=generator).float()
+    q[..., 3] = 127.0
+    return (q * 2.0 ** torch.randint(-9, 3, (rows, depth // 32, 1), generator=generator)).reshape(rows, depth)
+
+
+def gguf_blocks(kind: str, rows: int, width: int, seed: int, wild: bool = True) -> tuple[Tensor, Tensor]:
+    """Random file bytes of a GGUF tensor and the float64 weights they stand for, decoded as the format says.
+
+    `wild` blocks hold anything the format can express; the others are as quantizers write them: positive scales,
+    and the extreme codes are used.
+    """
+    rng = np.random.default_rng(seed)
+    count = rows * width // 32
+    scale = (rng.random(count) * 0.02 - 0.005 * wild + 1e-3).astype(np.float16)
+    if kind == "Q8_0":
+        codes = rng.integers(-128 if wild else -127, 128, (count, 32)).astype(np.int8)
+        codes[:, 7] = codes[:, 7] if wild else 127
+        raw = np.concatenate([scale.view(np.uint8).reshape(-1, 2), codes.view(np.uint8)], axis=1)
+        values = codes * scale[:, None].astype(np.float64)
+    else:
+        codes = rng.integers(0, 256, (count, 16)).astype(np.uint8)
+        codes[:, 7] = codes[:, 7] if wild else 0xF0
+        nibbles = np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.float64)
+        parts = [scale.view(np.uint8).reshape(-1, 2)]
+        wide = scale[:, None].astype(np.float64)
+        if kind == "Q4_1":
+            low = (rng.random(count) * -0.1).astype(np.float16)
+            parts.append(low.view(np.uint8).reshape(-1, 2))
+            values = nibbles * wide + low[:, None].astype(np.float64)
+        else:
+            values = (nibbles - 8) * wide
+        raw = np.concatenate([*parts, codes], axis=1)
+    return torch.from_numpy(raw.reshape(-1).copy()), torch.from_numpy(values.reshape(rows, width))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf_weights_are_used_exactly(handle: Handle, kind: GgufKind) -> None:
+    for columns, depth in SHAPES:
+        raw, weight = gguf_blocks(kind, columns, depth, seed=columns)
+        layer = QuantLinear.from_gguf(handle, kind, raw, (columns, depth))
+        for rows in ROWS:
+            if rows * columns * depth > 4e7 and handle.isa == "generic":
+                continue
+            x = exact_rows(rows, depth, seed=rows)
+            # What is left is float32 summation over the blocks; minima cancel, so the size of a code counts too.
+            size = x.abs().double() @ (weight.abs().T + 0.4)
+            error = (layer(x).double() - x.double() @ weight.T).abs()
+            assert (error <= 3e-7 * size).all(), (columns, depth, rows, (error / size).max())
+
+
+def test_error_of_the_whole_is_the_rounding_of_the_activations(handle: Handle) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(40, 576), torch.randn(200, 576) * 0.05
+    exact = x.double() @ weight.double().T
+    layer = QuantLinear.from_float(handle, weight)
+    # Both sides are rounded by at most half of 1/127 of their block's largest magnitude.
+    half_steps = [tensor.reshape(-1, 18, 32).abs().amax(-1) / 254 for tensor in (x, weight)]
+    bound = half_steps[0] @ weight.reshape(200, 18, 32).abs().sum(-1).T
+    bound += x.reshape(40, 18, 32).abs().sum(-1) @ half_steps[1].T
+    assert ((layer(x) - exact).abs() <= 1.1 * bound).all()
+    assert (layer(x) - exact).norm() / exact.norm() < 0.01, "typical error is far below the bound"
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 4), ("Q8_0", 8)])
+def test_dequantized_weights_come_back_to_their_values(handle: Handle, kind: GgufKind, bits: int) -> None:
+    raw, weight = gguf_blocks(kind, 48, 96, seed=7, wild=False)
+    recovered = QuantLinear.from_float(handle, weight.float(), bits=bits)
+    assert torch.equal(recovered.packed, QuantLinear.from_gguf(handle, kind, raw, (48, 96)).packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dtypes_bias_and_float32_logits(handle: Handle, dtype: torch.dtype, bits: int) -> None:
+    torch.manual_seed(2)
+    weight, bias = torch.randn(50, 64), torch.randn(50)
+    layer = QuantLinear.from_float(handle, weight, bias, bits=bits)
+    plain = QuantLinear.from_float(handle, weight, bits=bits)
+    x = torch.randn(9, 64).to(dtype)
+    wide = layer(x, out_dtype=torch.float32)
+    assert wide.dtype is torch.float32
+    torch.testing.assert_close(wide, plain(x.float()) + bias)
+    assert layer(x).dtype is dtype
+    assert torch.equal(layer(x), wide.to(dtype))
+
+
+def test_a_row_gets_the_same_bits_in_any_batch(handle: Handle) -> None:
+    torch.manual_seed(3)
+    for bits in (4, 8):
+        layer = QuantLinear.from_float(handle, torch.randn(100, 288), bits=bits)
+        x = torch.randn(70, 288)
+        together = layer(x)
+        for rows in (1, 2, 3, 5, 21):
+            assert torch.equal(layer(x[:rows].contiguous()), together[:rows]), (bits, rows)
+
+
+def test_outliers_zeros_and_bad_numbers(handle: Handle) -> None:
+    weight = torch.randn(20, 64)
+    layer = QuantLinear.from_float(handle, weight)
+    assert torch.equal(layer(torch.zeros(3, 64)), torch.zeros(3, 20))
+    x = torch.randn(4, 64)
+    x[1, 5], x[2, 40], x[3, 0] = float("nan"), float("inf"), 1e30
+    out = layer(x)
+    assert out[0].isfinite().all() and out[3].isfinite().all()
+    assert out[1].isnan().all() and out[2].isnan().all(), "a broken activation must not look like a number"
+    with pytest.raises(LayoutError, match="not finite"):
+        QuantLinear.from_float(handle, torch.full((4, 32), float("nan")))
+
+
+def test_what_is_not_supported_is_refused(handle: Handle) -> None:
+    assert QuantLinear.supports((5, 64)) and not QuantLinear.supports((5, 65)) and not QuantLinear.supports((64,))
+    with pytest.raises(LayoutError, match="multiple of 32"):
+        QuantLinear.from_float(handle, torch.randn(8, 40))
+    with pytest.raises(LayoutError, match="bytes"):
+        QuantLinear.from_gguf(handle, "Q4_0", torch.zeros(17, dtype=torch.uint8), (1, 32))
+    layer = QuantLinear.from_float(handle, torch.randn(8, 32))
+    with pytest.raises(LayoutError, match="contiguous"):
+        layer(torch.randn(32, 4).t())
+    with pytest.raises(LayoutError, match=r"\[T, 32\]"):
+        layer(torch.randn(4, 64))
+    assert layer(torch.empty(0, 32)).shape == (0, 8)
