@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -19,9 +20,10 @@ from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.device import pick_device, pick_dtype
-from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from penstock.engine.loading.sources import resolve
+
+if TYPE_CHECKING:
+    from penstock.engine.loading.checkpoint import Checkpoint
 
 COLUMNS = (
     "workload",
@@ -79,7 +81,10 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
         task = bar.add_task("starting", total=100)
 
         def engine_progress(phase: str, fraction: float) -> None:
-            bar.update(task, description=phase, completed=round(100 * fraction))
+            bar.update(task, description=phase, completed=round(100 * fraction), total=100)
+
+        def fetch_progress(what: str, done: int, total: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=total)
 
         begin = time.perf_counter()
         if settings.shape is not None:
@@ -90,9 +95,7 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
             model = settings.shape
         else:
             label = settings.model
-            path = resolve(settings.model)
-            checkpoint = open_checkpoint(path)
-            model = str(path)
+            model, checkpoint = _open(settings.model, fetch_progress)
         wanted = [workload.max_running for workload in chosen if workload.max_running is not None]
         config = EngineConfig(
             model=model,
@@ -107,6 +110,15 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
         )
         engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
     return Loaded(engine, checkpoint, label, time.perf_counter() - begin)
+
+
+def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tuple[str, Checkpoint]:
+    # Imported here: random weights need no checkpoint reader, and a sealed GPU machine may lack safetensors.
+    from penstock.engine.loading.checkpoint import open_checkpoint
+    from penstock.engine.loading.sources import resolve
+
+    path = resolve(source, progress)
+    return str(path), open_checkpoint(path)
 
 
 def measure(
