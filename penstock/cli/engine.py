@@ -156,7 +156,7 @@ def _curve(key: Path | None, clients: Path | None) -> CurveServer | None:
     if key is None or clients is None:
         raise ConfigError("--curve-key and --curve-clients are given together")
     try:
-        admitted = [line.strip() for line in clients.read_text().splitlines() if line.strip() and line[0] != "#"]
+        admitted = [line.strip() for line in clients.read_text().splitlines() if line.strip()]
         return CurveServer(key.read_text().strip(), admitted)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.options import ConfigFile, LogLevel, Resolved, Settings, Supervised
+
+if TYPE_CHECKING:
+    from penstock.protocol.transport import CurveClient
 
 
 def gateway(
@@ -21,6 +25,12 @@ def gateway(
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
     log_level: LogLevel = None,
     settings: Settings = None,
+    curve_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Secret key of this gateway, for engines that ask for one.")
+    ] = None,
+    curve_engines: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Public keys of engines: lines of MODEL and key.")
+    ] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
 ) -> None:
@@ -32,6 +42,8 @@ def gateway(
     Examples:
 
         penstock gateway --engine smollm2-135m=tcp://127.0.0.1:5555
+
+        penstock gateway -e m=tcp://engine.lan:5555 --curve-key gateway.key --curve-engines engines.txt
 
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
@@ -45,6 +57,7 @@ def gateway(
         die_with_supervisor()
     try:
         endpoints = _endpoints(engine or [])
+        curve = _curve(curve_key, curve_engines)
         if resolved is not None:
             config = load_resolved(resolved)
         else:
@@ -53,7 +66,7 @@ def gateway(
             config = with_paths(config, resolve_models(config, stderr()))
         from penstock.gateway.main import run
 
-        run(config, endpoints)
+        run(config, endpoints, curve)
     except PenstockError as error:
         StatusPipe(supervised).send(Failed(str(error)))
         raise
@@ -71,3 +84,26 @@ def _endpoints(engines: list[str]) -> dict[str, str]:
     if not endpoints:
         raise ConfigError("--engine MODEL=ENDPOINT is needed at least once; `penstock serve` starts engines itself")
     return endpoints
+
+
+def _curve(key: Path | None, engines: Path | None) -> dict[str, CurveClient]:
+    from penstock.errors import ConfigError
+    from penstock.protocol.transport import CurveClient, public_key
+
+    if key is None and engines is None:
+        return {}
+    if key is None or engines is None:
+        raise ConfigError("--curve-key and --curve-engines are given together")
+    try:
+        secret = key.read_text().strip()
+        lines = [line.split() for line in engines.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    public_key(secret)
+    found = {}
+    for number, words in enumerate(lines, start=1):
+        if words and len(words) != 2:
+            raise ConfigError(f"{engines}:{number}: a line is the name of a model and the public key of its engine")
+        if words:
+            found[words[0]] = CurveClient(server_public_key=words[1], secret_key=secret)
+    return found

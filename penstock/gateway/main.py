@@ -13,7 +13,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import uvloop
 from granian.constants import Interfaces
@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.app import App
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.protocol.transport import CurveClient
 from penstock.routing.registry import Registry, ServedModel
 from penstock.telemetry import logging as telemetry_logging
 from penstock.text import load_text
@@ -35,29 +36,30 @@ log = logging.getLogger("penstock.gateway")
 MAX_CONNECTIONS = 65536
 
 
-def run(config: Config, endpoints: dict[str, str]) -> None:
-    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's engine, by model name."""
+def run(config: Config, endpoints: dict[str, str], curve: Mapping[str, CurveClient] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's engine, by model name;
+    `curve`: the keys for those on other machines."""
     settings = GatewaySettings.from_config(config)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
     if missing:
         raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
     check_port(settings.host, settings.port)
-    uvloop.run(_run(settings, endpoints))
+    uvloop.run(_run(settings, endpoints, curve or {}))
 
 
-async def _run(settings: GatewaySettings, endpoints: dict[str, str]) -> None:
-    registry = Registry(_served(model, endpoints[model.name]) for model in settings.models)
+async def _run(settings: GatewaySettings, endpoints: dict[str, str], curve: Mapping[str, CurveClient]) -> None:
+    registry = Registry(_served(model, endpoints[model.name], curve.get(model.name)) for model in settings.models)
     stop = asyncio.Event()
     with _signals(stop):
         await serve(settings, registry, stop)
 
 
-def _served(model: ModelSettings, endpoint: str) -> ServedModel:
+def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> ServedModel:
     return ServedModel(
         name=model.name,
         text=load_text(resolve(model.source)),
-        backend=NativeBackend(endpoint, max_in_flight=model.max_in_flight),
+        backend=NativeBackend(endpoint, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight),
         aliases=model.aliases,
         input_price=model.input_price,
         output_price=model.output_price,

@@ -20,6 +20,8 @@ class ModelSettings:
     output_price: float = 0.0
     max_in_flight: int = 4096
     """Requests running or waiting in its engine; more are refused."""
+    silence_s: float = 75.0
+    """An engine that says nothing for this long is taken for dead: longer than its own watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class GatewaySettings:
                     name=model.name,
                     source=model.source,
                     aliases=model.aliases,
+                    silence_s=model.watchdog_s + 15.0,
                     input_price=model.input_price,
                     output_price=model.output_price,
                     max_in_flight=model.max_waiting + (model.max_running or 0),

@@ -67,6 +67,7 @@ def test_version() -> None:
         (["engine", "--endpoint", "tcp://0.0.0.0:5555", "."], "needs CURVE keys"),
         (["engine", "--curve-key", "missing.key", "."], "are given together"),
         (["gateway"], "--engine MODEL=ENDPOINT is needed"),
+        (["gateway", "-e", "m=tcp://h:1", "--curve-key", "k"], "are given together"),
         (["gateway", "--engine", "oops"], "write it as MODEL=ENDPOINT"),
         (["chat", "hello", "--url", "http://127.0.0.1:1"], "start one with `penstock serve`"),
         (["chat", "hello", "--url", "nonsense"], "no server answers at nonsense"),
