@@ -145,9 +145,9 @@ def merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) ->
     merges: list[tuple[str, str]] = []
     for token in sorted(pieces, key=lambda token: -scores[pieces[token]]):
         pairs = [
-            (token[:cut], token[cut:])
+            (left, right)
             for cut in range(1, len(token))
-            if token[:cut] in pieces and token[cut:] in pieces
+            if (left := token[:cut]) in pieces and (right := token[cut:]) in pieces
         ]
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))

@@ -1,7 +1,8 @@
 """A checkpoint made of random numbers, for measuring speed without a download.
 
-Any configuration works: shapes follow from it, weights are drawn on the device that will use them. The same seed
-gives the same tensor whatever was asked for before.
+Any configuration works: shapes follow from it, weights are made on the device that will use them. Every tensor is
+a stretch of one pool of random numbers, because drawing billions of them would take longer than the benchmark.
+The same seed gives the same tensor whatever was asked for before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+
+POOL = 4_194_301
+"""Numbers in the pool: a prime, so that rows of no usual length repeat."""
 
 
 class RandomCheckpoint:
@@ -32,6 +36,7 @@ class RandomCheckpoint:
         self.device = device
         self.dtype = dtype
         self.shapes = tensor_shapes(config)
+        self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:
         return self.shapes.keys()
@@ -44,10 +49,17 @@ class RandomCheckpoint:
         if name.endswith("norm.weight"):
             shifted = str(self.config.get("model_type")).startswith("gemma")
             return torch.full(shape, 0.0 if shifted else 1.0, dtype=self.dtype, device=where)
-        generator = torch.Generator(where)
-        generator.manual_seed(zlib.crc32(name.encode(), self.seed))
         scale = 0.02 if len(shape) == 1 or name == "model.embed_tokens.weight" else 1 / math.sqrt(shape[-1])
-        return torch.empty(shape, dtype=self.dtype, device=where).normal_(0.0, scale, generator=generator)
+        start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
+        numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]
+        return numbers.mul_(scale).reshape(shape)
+
+    def _pool(self, device: torch.device) -> Tensor:
+        if device not in self._pools:
+            generator = torch.Generator(device).manual_seed(self.seed)
+            numbers = torch.randn(POOL, device=device, dtype=torch.float32, generator=generator)
+            self._pools[device] = numbers.to(self.dtype)
+        return self._pools[device]
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
