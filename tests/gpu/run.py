@@ -79,16 +79,13 @@ def main() -> int:
 
     print(f"mode {harness.MODE}, seed {harness.seed()}", flush=True)
     if harness.MODE == "compile":
-        harness.install_compile_mode()
+        harness.install_compile_mode(*map(int, options.shard.split("/")))
     elif harness.MODE == "device":
         build_in_parallel(options, harness.seed())
-    shard, shards = map(int, options.shard.split("/"))
 
     failures = []
     tests = [] if options.no_test else functions(("test_",), options.only)
-    for index, (label, function) in enumerate(tests):
-        if index % shards != shard:
-            continue
+    for label, function in tests:
         harness.reseed(label)
         start = time.perf_counter()
         try:
@@ -103,9 +100,7 @@ def main() -> int:
     rows: list[harness.Row] = []
     if harness.MODE != "interpret" and not options.no_bench:
         prefixes = ("bench_", "tune_") if options.tune else ("bench_",)
-        for index, (label, function) in enumerate(functions(prefixes, options.only)):
-            if index % shards != shard:
-                continue
+        for label, function in functions(prefixes, options.only):
             harness.reseed(label)
             try:
                 for row in function():  # type: ignore[attr-defined]
