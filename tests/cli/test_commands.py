@@ -19,7 +19,7 @@ COMMANDS = ["serve", "engine", "gateway", "chat", "pull", "doctor", "config"]
 
 def penstock(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd
+        [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=200, cwd=cwd
     )
 
 

@@ -18,7 +18,8 @@ import pytest
 from tests.protocol.client import eventually
 from tests.supervisor.test_supervisor import alive
 
-START_S = 120.0
+START_S = 200.0
+"""Includes compiling the native kernels, the first time on a machine."""
 SETTINGS = ["--max-model-len", "1024", "--set", "models.0.kv_memory=64MiB", "--set", "models.0.max_running=8"]
 
 

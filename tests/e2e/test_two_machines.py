@@ -38,7 +38,7 @@ def test_a_gateway_reaches_its_engine_over_curve_and_a_stranger_does_not(default
     processes = [subprocess.Popen(command) for command in commands]
     try:
         friend, stranger = (f"http://127.0.0.1:{port}" for port in ports)
-        assert eventually(lambda: _status(f"{friend}/health/ready") == 200, 90)
+        assert eventually(lambda: _status(f"{friend}/health/ready") == 200, 200)
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
         assert httpx.post(f"{friend}/v1/completions", json=body, timeout=30).status_code == 200
         assert eventually(lambda: _status(f"{stranger}/health/live") != 0, 30)
