@@ -30,19 +30,18 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arrivals: list[Arrival] = []
+        self._arrivals: dict[int, Arrival] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[bool] | None = None
 
     def put(self, index: int, delta: Delta) -> None:
         now = time.monotonic()
-        for arrival in self._arrivals:
-            if arrival.index == index:
-                _merge(arrival.delta, delta)
-                arrival.at = now
-                break
+        arrival = self._arrivals.get(index)
+        if arrival is None:
+            self._arrivals[index] = Arrival(index, delta, now)
         else:
-            self._arrivals.append(Arrival(index, delta, now))
+            _merge(arrival.delta, delta)
+            arrival.at = now
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -63,8 +62,8 @@ class Mailbox:
                 if timer is not None:
                     timer.cancel()
         if self._arrivals:
-            arrivals, self._arrivals = self._arrivals, []
-            return arrivals
+            arrivals, self._arrivals = self._arrivals, {}
+            return list(arrivals.values())
         if self._error is not None:
             raise self._error
         return []
@@ -78,7 +77,10 @@ def _merge(older: Delta, newer: Delta) -> None:
     """Append `newer` to `older`. Only the first delta of a request carries the prompt's fields."""
     older.tokens.extend(newer.tokens)
     if newer.logprobs is not None:
-        older.logprobs = (older.logprobs or []) + newer.logprobs
+        if older.logprobs is None:
+            older.logprobs = newer.logprobs
+        else:
+            older.logprobs.extend(newer.logprobs)
     if newer.finish_reason is not None:
         older.finish_reason = newer.finish_reason
         older.error = newer.error

@@ -26,6 +26,7 @@ log = logging.getLogger("penstock.gateway")
 
 CLIENT_CLOSED = 499
 """What logs and metrics call a request whose client left; nothing is sent."""
+METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
 _EXCHANGE = "penstock.exchange"
 
 
@@ -97,7 +98,8 @@ class App:
     def _finish(self, exchange: Exchange, logged: bool) -> None:
         seconds = exchange.elapsed_s
         status = exchange.status or CLIENT_CLOSED
-        self.service.metrics.answered(exchange.route, exchange.method, status, seconds)
+        method = exchange.method if exchange.method in METHODS else "other"  # a label must not grow with its users
+        self.service.metrics.answered(exchange.route, method, status, seconds)
         if logged:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)

@@ -59,8 +59,8 @@ def _lower(message: str) -> str:
 
 
 def given(value: Unsupported) -> bool:
-    """Whether a raw field was sent with something in it; null, and an empty list or object, are nothing."""
-    return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]", b"{}")
+    """Whether a raw field was sent with something in it; null and an empty list are nothing."""
+    return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")
 
 
 def not_supported(param: str) -> InvalidRequest:

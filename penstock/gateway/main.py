@@ -34,6 +34,8 @@ from penstock.text import load_text
 log = logging.getLogger("penstock.gateway")
 
 MAX_CONNECTIONS = 65536
+CLOSE_S = 3.0
+"""How long the listener may take to close its connections once the drain is over."""
 
 
 def run(config: Config, endpoints: dict[str, str], curve: Mapping[str, CurveClient] | None = None) -> None:
@@ -100,6 +102,9 @@ async def serve(
         stopped.cancel()
         server.stop()  # type: ignore[no-untyped-call]
         await service.close()
+        # It waits for open connections; a client that does not read must not keep the process alive.
+        await asyncio.wait((listener,), timeout=CLOSE_S)
+        listener.cancel()
         await asyncio.gather(listener, stopped, return_exceptions=True)
     if not stop.is_set():
         raise PenstockError("the HTTP listener ended by itself")
@@ -109,7 +114,8 @@ async def serve(
 async def _accepting(host: str, port: int, listener: asyncio.Task[None]) -> None:
     while not listener.done():
         with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection("127.0.0.1" if host == "0.0.0.0" else host, port)
+            reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            _, writer = await asyncio.open_connection(reachable, port)
             writer.close()
             return
         await asyncio.sleep(0.01)
@@ -138,14 +144,14 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 
 def check_port(host: str, port: int) -> None:
     """Fail early and clearly: with SO_REUSEPORT a second server would silently share the first one's clients."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"port {port} on {host} is in use by another program; stop it or choose another port"
-                ) from error
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use by another program; stop it or choose another port"
+            ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -14,6 +14,10 @@ from tests.e2e.conftest import MODEL, Server
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 TEXT = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 WRONG: list[Any] = ["x", -1, 1e30, 10**40, True, [], {}, [[]], {"a": {"b": []}}, "", 2**63, -(2**63) - 1, 0.5]
+PROMPTS: list[Any] = [
+    *(5, True, None, "", [], {}, [{}], [[]], [""], [-1], [10**9], [1.5]),
+    *([1, "a"], [[1], "a"], [[-1]], ["a"] * 999),
+]
 FIELDS = {
     "model": WRONG,
     "messages": [

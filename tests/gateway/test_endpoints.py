@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.errors import ConfigError
+from penstock.gateway.main import check_port
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually
 from tests.scripted import ScriptedEngine
@@ -191,3 +197,37 @@ async def test_what_outlives_the_drain_is_cut_with_an_error(serving: Serving, te
         last = json.loads(events((await running).text)[-1])
         assert "shutting down" in last["error"]["message"]
     assert engine.load_snapshot().running == 0
+
+
+async def test_a_client_that_does_not_read_cannot_hold_up_the_end(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text, lambda request: [10] * 30_000, max_model_len=10**6)
+    async with serving(engine, drain_s=0.1, time_limit_s=None) as gateway:
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", gateway.port))
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        stuck.sendall(head.encode() + data)
+        await eventually(lambda: bool(engine.seen) and engine.load_snapshot().running == 0, within=60)
+        started = time.monotonic()
+        gateway.stop.set()
+    assert time.monotonic() - started < 15
+    stuck.close()
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match="in use by another program"):
+            check_port("127.0.0.1", other.getsockname()[1])
+    with pytest.raises(ConfigError, match="cannot listen"):
+        check_port("no.such.host.invalid", 80)
+
+
+def test_the_gateway_does_not_import_torch() -> None:
+    """It costs seconds at start and hundreds of megabytes, in every worker."""
+    code = "import penstock.gateway.main, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
