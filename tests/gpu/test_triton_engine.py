@@ -1,0 +1,117 @@
+"""The whole engine on CUDA: graphs, overlap, paged kernels; the same greedy tokens as the CPU reference."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.engine.core import Engine  # noqa: E402
+from penstock.engine.request import Request, SamplingParams  # noqa: E402
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine  # noqa: E402
+from tests.engine.tiny import FAMILIES, Reference, write_checkpoint  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available()
+LENGTHS = (1, 2, 17, 130, 600)
+
+
+def _engine(folder: Path, **settings: object) -> Engine:
+    return make_engine(folder, **{"device": "cuda", "max_running": 8, "num_blocks": 200, **settings})
+
+
+def test_greedy_equals_the_reference_in_every_family() -> None:
+    if not ON_DEVICE:
+        return
+    rng = random.Random(7)
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint(family, Path(folder))
+            reference = Reference(path)
+            prompts = {f"r{n}": [rng.randrange(199) for _ in range(n)] for n in LENGTHS}
+            engine = _engine(path, token_budget=96, num_blocks=60)
+            got = generate(engine, *(greedy(name, prompt, 40) for name, prompt in prompts.items()))
+            for name, prompt in prompts.items():
+                assert len(got[name]) == 40 and reference.agrees(prompt, got[name]), (family, name)
+            again = generate(engine, *(greedy(name, prompt, 40) for name, prompt in prompts.items()))
+            assert again == got and engine.load_snapshot().prefix_hit_tokens > 0
+            assert_idle(engine)
+
+
+def test_preemption_abort_and_stop_under_overlap() -> None:
+    if not ON_DEVICE:
+        return
+    rng = random.Random(3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        reference = Reference(path)
+        tight = _engine(path, token_budget=48, num_blocks=18, max_running=6)
+        growing = {f"g{i}": [rng.randrange(199) for _ in range(5 + 20 * i)] for i in range(5)}
+        got = generate(tight, *(greedy(name, prompt, 60) for name, prompt in growing.items()))
+        assert all(reference.agrees(growing[name], tokens) for name, tokens in got.items())
+        assert tight.load_snapshot().preemptions > 0
+        stop = got["g1"][7]
+        tight.submit(greedy("s", growing["g1"], 60, stop_token_ids=(stop,)))
+        tight.submit(greedy("gone", growing["g2"], 60))
+        for _ in range(5):
+            tight.step()
+        tight.abort("gone")
+        tokens = collect(drain(tight))["s"]
+        assert got["g1"][: got["g1"].index(stop) + 1][-len(tokens) :] == tokens
+        assert_idle(tight)
+
+
+def test_seeds_penalties_and_logprobs_are_the_same_as_on_cpu() -> None:
+    if not ON_DEVICE:
+        return
+    rng = random.Random(5)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("qwen3-qknorm", Path(folder))
+        prompt = [rng.randrange(199) for _ in range(40)]
+        settings = [
+            SamplingParams(max_tokens=20, temperature=0.8, seed=3),
+            SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=30, seed=4),
+            SamplingParams(max_tokens=20, temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=5),
+            SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3, logit_bias={7: 3.0}),
+            SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, prompt_logprobs=1),
+        ]
+        requests = [Request(f"r{i}", prompt, params) for i, params in enumerate(settings)]
+        on_cpu, on_gpu = make_engine(path), _engine(path)
+        for engine in (on_cpu, on_gpu):
+            for request in requests:
+                engine.submit(request)
+        cpu, gpu = drain(on_cpu), drain(on_gpu)
+        assert collect(gpu) == collect(cpu)
+        scores = [
+            [p.logprob for d in deltas if d.request_id == "r4" for p in d.logprobs or []] for deltas in (cpu, gpu)
+        ]
+        assert max(abs(a - b) for a, b in zip(*scores, strict=True)) < 1e-3
+
+
+def test_bf16_and_fp8_stay_close_to_float32() -> None:
+    if not ON_DEVICE:
+        return
+    rng = random.Random(9)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        prompt = [rng.randrange(199) for _ in range(300)]
+        scores = {}
+        for name, settings in {
+            "float32": {"dtype": "float32"},
+            "bf16": {"dtype": "bfloat16"},
+            "fp8": {"dtype": "bfloat16", "weights": "fp8"},
+        }.items():
+            engine = _engine(path, **settings)
+            engine.submit(Request("a", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+            first = drain(engine)[0]
+            assert first.prompt_logprobs is not None
+            scores[name] = torch.tensor([p.logprob for p in first.prompt_logprobs[1:] if p is not None])
+        for name, limit in (("bf16", 0.12), ("fp8", 0.6)):
+            difference = float((scores[name] - scores["float32"]).abs().mean())
+            print(f"    mean difference of log-probabilities, {name}: {difference:.4f}")
+            assert difference < limit
