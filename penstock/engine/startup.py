@@ -60,6 +60,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
     with phases("open"):
         weights = _open(config, checkpoint)
         model = ModelConfig.from_hf(weights.config)
+    with phases("kernels"):
         ops = pick_ops(device, threads)
         plan = plan_weights(config, ops, device, dtype)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
