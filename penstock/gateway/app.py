@@ -7,6 +7,7 @@ in `App`, so that there is one place where an answer can come from.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -88,6 +89,9 @@ class App:
                     await exchange.reply_error(
                         ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
                     )
+        except asyncio.CancelledError:
+            exchange.record.finish_reason = "abort"
+            raise
         except ClientGone as gone:
             exchange.record.finish_reason = "abort"
             exchange.status = CLIENT_CLOSED

@@ -34,7 +34,7 @@ from penstock.text import load_text
 log = logging.getLogger("penstock.gateway")
 
 MAX_CONNECTIONS = 65536
-CLOSE_S = 3.0
+CLOSE_S = 1.5
 """How long the listener may take to close its connections once the drain is over."""
 
 

@@ -20,6 +20,8 @@ from penstock.text import ChatTemplateError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CUT_S = 1.0
+"""After the drain: how long requests that were cut may take to say so."""
 INLINE_CHARACTERS = 4096
 """Text up to this size is tokenized on the event loop: it takes less time than a thread's round trip."""
 
@@ -52,7 +54,7 @@ class Service:
         """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""
         self.draining = True
         self.metrics.draining.set(1)
-        for wait in (seconds, 2.0):
+        for wait in (seconds, CUT_S):
             try:
                 async with asyncio.timeout(wait):
                     await self._idle.wait()
