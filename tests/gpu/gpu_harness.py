@@ -27,9 +27,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-MODE = os.environ.get("PENSTOCK_GPU_TESTS") or (
-    "interpret" if os.environ.get("TRITON_INTERPRET") == "1" else "device"
-)
+MODE = os.environ.get("PENSTOCK_GPU_TESTS") or ("interpret" if os.environ.get("TRITON_INTERPRET") == "1" else "device")
 DEVICE = torch.device("cuda" if MODE == "device" else "cpu")
 QUICK = MODE == "interpret"
 """The interpreter is thousands of times slower than a GPU: tests choose small shapes."""

@@ -328,8 +328,8 @@ def bench_rope() -> Iterator[Row]:
         inputs = [rand(tokens, 48 * 128, dtype=torch.bfloat16) for _ in range(4)]
         us = time_us(
             [
-                lambda x=x, c=case: ops.rope_and_cache(
-                    x, LLAMA, cos_sin, c.batch, c.k_cache, c.v_cache, None, None, 1e-6
+                lambda x=x, c=case, t=cos_sin: ops.rope_and_cache(
+                    x, LLAMA, t, c.batch, c.k_cache, c.v_cache, None, None, 1e-6
                 )
                 for x in inputs
             ]
@@ -369,9 +369,7 @@ def bench_decode() -> Iterator[Row]:
     us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
     yield bandwidth("decode 256 x 100..2048, 32/8x128", us, decode_bytes(cases))
     cases = decode_cases(256, 1024, LLAMA, FP8)
-    us = time_us(
-        [lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache, c.scales) for c in cases]
-    )
+    us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache, c.scales) for c in cases])
     yield bandwidth("decode 256 x 1024, 32/8x128, fp8 cache", us, decode_bytes(cases))
     qwen = layout(16, 8, 128)
     cases = decode_cases(256, 1024, qwen)
@@ -380,9 +378,7 @@ def bench_decode() -> Iterator[Row]:
 
 
 def prefill_flops(case: Case) -> float:
-    pairs = sum(
-        n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True)
-    )
+    pairs = sum(n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True))
     return 4 * pairs * case.layout.heads * case.layout.head_dim
 
 
@@ -440,8 +436,8 @@ def tune_prefill() -> Iterator[Row]:
         ):
             us = time_us(
                 [
-                    lambda c=case, g=config: prefill.prefill_attention(
-                        c.q, c.layout, c.batch, c.k_cache, c.v_cache, out, g
+                    lambda c=case, o=out, g=config: prefill.prefill_attention(
+                        c.q, c.layout, c.batch, c.k_cache, c.v_cache, o, g
                     )
                 ],
                 repeats=5,

@@ -185,5 +185,3 @@ def tune_gemv_tiles() -> Iterator[Row]:
                 config = GemvConfig("tiles", block_n, block_k, warps, stages)
                 us, size = timed(n, k, 8, dtype, {}, config)
                 yield bandwidth(f"tune tiles {label} {n}x{k} n{block_n} k{block_k} w{warps} s{stages}", us, size)
-
-

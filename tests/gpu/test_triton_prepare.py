@@ -71,8 +71,9 @@ def bench_prepare() -> Iterator[Row]:
         lengths = torch.full((count,), 100, dtype=torch.int32, device=DEVICE)
         tables = torch.ones(count, 512, dtype=torch.int32, device=DEVICE)
         heat, out = torch.ones(count, device=DEVICE), DecodeInputs.empty(count, DEVICE)
-        us = time_us([lambda: prepare_decode(rows, tokens, lengths, tables, tokens, heat, BLOCK, out)])
+        given = (rows, tokens, lengths, tables, tokens, heat, BLOCK, out)
+        us = time_us([lambda g=given: prepare_decode(*g)])
         yield bandwidth(f"prepare_decode {count}", us, count * 80)
         # Once per call the lengths grow; the bench never reads them.
-        us = time_us([lambda: finish_decode(rows, tokens, tokens, lengths)])
+        us = time_us([lambda r=rows, t=tokens, n=lengths: finish_decode(r, t, t, n)])
         yield bandwidth(f"finish_decode {count}", us, count * 32)

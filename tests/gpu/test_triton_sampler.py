@@ -102,9 +102,7 @@ def test_draws_follow_the_distribution() -> None:
     assert float((got - want).abs().max()) < 5e-3
 
 
-def kept64(
-    row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[Tensor, float]:
+def kept64(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, float]:
     """Which tokens the sort-based definition keeps, and how near a mass comes to the limit."""
     scaled = row.float() / torch.tensor(temperature, dtype=torch.float32)
     order = scaled.sort(descending=True).values.double()
@@ -181,6 +179,9 @@ def bench_sampler() -> Iterator[Row]:
             top_k = torch.full((count,), 50, dtype=torch.int64, device=DEVICE)
             top_p, min_p = torch.full((count,), 0.9, device=DEVICE), torch.zeros(count, device=DEVICE)
             us = time_us(
-                [lambda x=x, t=temperatures, k=top_k, p=top_p, m=min_p: ops.filter_thresholds(x, t, k, p, m) for x in sets]
+                [
+                    lambda x=x, t=temperatures, k=top_k, p=top_p, m=min_p: ops.filter_thresholds(x, t, k, p, m)
+                    for x in sets
+                ]
             )
             yield bandwidth(f"filter_thresholds k=50 p=0.9 {count}x{vocab} {label}", us, size)

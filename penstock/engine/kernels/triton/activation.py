@@ -27,7 +27,12 @@ def _silu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _silu_mul_kernel(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, stride: tl.tensor, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: tl.tensor,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

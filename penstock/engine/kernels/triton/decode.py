@@ -145,9 +145,7 @@ def _decode_kernel(
     d = tl.arange(0, DIM_BLOCK)
     in_dim = d < DIM
     q_mask = (m < GROUP)[:, None] & in_dim[None, :]
-    q = tl.load(
-        q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0
-    )
+    q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     scores = scale * LOG2E
     if SCALED:
         scores *= tl.load(k_scale_ptr + kv_head)

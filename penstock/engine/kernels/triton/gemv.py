@@ -2,9 +2,11 @@
 
 Two kernels. `rows`, for one token: each program owns a few weight rows and multiplies them in ordinary arithmetic,
 with many independent wide loads in flight. `tiles`, for more: ordinary arithmetic would be the limit, so weight rows
-are the tall side of a tensor-core product whose narrow side is the batch, fed by an asynchronous copy pipeline. What surrounds the linear in a decoder layer can be folded in, which saves launches that
-would each cost as much as a small linear: the RMS norm of the input (each program sees all of x, so it computes the
-sum of squares itself, and one factor per token goes into the epilogue), the residual, and the SiLU gate.
+are the tall side of a tensor-core product whose narrow side is the batch, fed by an asynchronous copy pipeline.
+
+What surrounds the linear in a decoder layer can be folded in, which saves launches that would each cost as much as a
+small linear: the RMS norm of the input (each program sees all of x, so it computes the sum of squares itself, and one
+factor per token goes into the epilogue), the residual, and the SiLU gate.
 """
 
 from __future__ import annotations
@@ -87,13 +89,14 @@ def _epilogue(
 def _sums(parts: tl.tensor, FIRST: tl.constexpr, COUNT: tl.constexpr) -> tl.tensor:
     """Sums of `COUNT` of the vectors `parts`, in one reduction; four come in the order 0, 2, 1, 3."""
     if COUNT == 1:
-        return tl.sum(parts[FIRST], axis=0) + tl.zeros([1], tl.float32)
+        total = tl.sum(parts[FIRST], axis=0) + tl.zeros([1], tl.float32)
     elif COUNT == 2:
-        return tl.sum(tl.join(parts[FIRST], parts[FIRST + 1]), axis=0)
+        total = tl.sum(tl.join(parts[FIRST], parts[FIRST + 1]), axis=0)
     else:
         low = tl.join(parts[FIRST], parts[FIRST + 1])
         high = tl.join(parts[FIRST + 2], parts[FIRST + 3])
-        return tl.reshape(tl.sum(tl.join(low, high), axis=0), [4])
+        total = tl.reshape(tl.sum(tl.join(low, high), axis=0), [4])
+    return total
 
 
 @triton.jit
@@ -123,8 +126,8 @@ def _rows_kernel(
     first = tl.program_id(0) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
-    for r in tl.static_range(ROWS):
-        acc = acc + (tl.zeros([BLOCK_K], tl.float32),)
+    for _r in tl.static_range(ROWS):
+        acc = acc + (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
     square = tl.zeros([BLOCK_K], tl.float32)
     launch_successor(PDL)
     wait_for_inputs(PDL)
@@ -140,7 +143,7 @@ def _rows_kernel(
             # Rows past the end read the last row: their sums are not stored.
             row = tl.minimum(first + r % BLOCK_N, N - 1).to(tl.int64) + r // BLOCK_N * N
             w = tl.load(weight_ptr + row * K + at, mask=in_k, other=0.0, eviction_policy="evict_first")
-            new = new + (acc[r] + w.to(tl.float32) * x,)
+            new = new + (acc[r] + w.to(tl.float32) * x,)  # type: ignore[assignment]
         acc = new
     i = tl.arange(0, BLOCK_N)
     n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)

@@ -69,14 +69,10 @@ class TritonOps:
         if batch.num_decodes:
             shape = decode.choose(batch.num_decodes, layout.kv_heads, layout.head_dim, size, self.processors)
             counters = self._counters_for(batch.num_decodes * layout.kv_heads)
-            decode.decode_attention(
-                q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl
-            )
+            decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
         if batch.context_lens.shape[0] > batch.num_decodes:
             tile = prefill.choose(batch.max_query, group, layout.head_dim, size)
-            prefill.prefill_attention(
-                q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl
-            )
+            prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -85,9 +81,7 @@ class TritonOps:
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
     ) -> Tensor:
-        return sampler.gumbel_argmax(
-            logits, temperatures, keys, thresholds, processors=self.processors, pdl=self.pdl
-        )
+        return sampler.gumbel_argmax(logits, temperatures, keys, thresholds, processors=self.processors, pdl=self.pdl)
 
     def filter_thresholds(
         self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor

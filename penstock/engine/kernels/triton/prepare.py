@@ -162,9 +162,7 @@ def prepare_decode(
     )
 
 
-def finish_decode(
-    rows: Tensor, sampled: Tensor, last_tokens: Tensor, lengths: Tensor, *, pdl: bool = False
-) -> None:
+def finish_decode(rows: Tensor, sampled: Tensor, last_tokens: Tensor, lengths: Tensor, *, pdl: bool = False) -> None:
     """`last_tokens[rows] = sampled` and `lengths[rows] += 1`, padding left out. No row may appear twice."""
     count = rows.shape[0]
     if count == 0:

@@ -22,7 +22,9 @@ from penstock.engine.kernels.triton.common import (
 
 
 @triton.jit
-def _cache_value(x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, mask: tl.tensor, cache_ptr: tl.tensor, SCALED: tl.constexpr) -> tl.tensor:
+def _cache_value(
+    x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, mask: tl.tensor, cache_ptr: tl.tensor, SCALED: tl.constexpr
+) -> tl.tensor:
     """`x` as the cache stores it: divided by its head's scale and clamped to the fp8 range when scaled."""
     if SCALED:
         x = x / tl.load(scale_ptr + head, mask=mask, other=1.0)[:, None]

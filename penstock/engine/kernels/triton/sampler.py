@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
 
-_TILE = 2048
+_TILE = 1024
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _partial_kernel(
     for start in range(begin, end, TILE):
         index = start + lane
         score = tl.load(logits_ptr + row * stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
-        if RANDOM:
+        if RANDOM:  # noqa: SIM102 (one is known when the kernel is built, the other when it runs)
             if temperature > 0.0:
                 score = tl.div_rn(score, tl.zeros([TILE], tl.float32) + temperature)
                 if FILTERED:
@@ -196,9 +196,10 @@ def _scaled(row_ptr: tl.tensor, index: tl.tensor, temperature: tl.tensor, VOCAB:
 @triton.jit
 def _weight(x: tl.tensor, peak: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
     if BY_MASS:
-        return tl.exp(x - peak)
+        weight = tl.exp(x - peak)
     else:
-        return tl.zeros(x.shape, tl.float32) + 1.0
+        weight = tl.full(x.shape, 1.0, tl.float32)
+    return weight
 
 
 @triton.jit
