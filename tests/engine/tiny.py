@@ -72,10 +72,14 @@ class Reference:
         self.model.eval()
 
     @torch.inference_mode()
-    def agrees(self, prompt: list[int], output: list[int]) -> bool:
-        """Whether greedy decoding of `prompt` gives `output`: every token is the argmax given all before it."""
+    def margins(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """How far the logit of each output token is below the largest, given all tokens before it."""
         logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
-        return bool(output) and logits.argmax(-1).tolist() == output
+        return logits.amax(-1) - logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+
+    def agrees(self, prompt: list[int], output: list[int], tie: float = 0.0) -> bool:
+        """Whether greedy decoding of `prompt` gives `output`; logits no more than `tie` apart count as equal."""
+        return bool(output) and float(self.margins(prompt, output).max()) <= tie
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
