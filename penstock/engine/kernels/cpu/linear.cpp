@@ -4,8 +4,8 @@
 // float16 scales, then, for the 4-bit form, their float16 minima: w = scale * q + minimum. Activations are
 // quantized here, per row and block, to int8; products are exact integers; sums over blocks are float32.
 //
-// One row reads the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit weights
-// to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
+// One to four rows read the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit
+// weights to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
 
 #include "context.h"
 #include "dot.h"
@@ -43,32 +43,57 @@ Tile tile_at(const uint8_t* base, int64_t blocks, int bits, int64_t index) {
 
 // ---- activations -----------------------------------------------------------------------------------------
 
-// A block of one row. A non-finite value makes the block's scale NaN, so that it is seen in the result.
+// 16 integers as bytes.
+PK_INLINE void store_bytes(int8_t* to, const vi* q) {
+#if defined(PK_NEON)
+    int16x8_t low = vcombine_s16(vmovn_s32((int32x4_t)q[0]), vmovn_s32((int32x4_t)q[1]));
+    int16x8_t high = vcombine_s16(vmovn_s32((int32x4_t)q[2]), vmovn_s32((int32x4_t)q[3]));
+    vst1q_s8(to, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+#elif defined(PK_AVX512)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8((__m512i)q[0]));
+#else
+    for (int i = 0; i < 16; ++i) to[i] = int8_t(q[i / VL][i % VL]);
+#endif
+}
+
+PK_INLINE int32_t total(vi v) {
+#if defined(PK_NEON)
+    return vaddvq_s32((int32x4_t)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VL; ++i) sum += v[i];
+    return sum;
+#endif
+}
+
+// A block of one row. A value that is not finite makes the block's scale NaN, so that it is seen in the result.
 template <class T>
 PK_INLINE void quantize_block(const T* x, Record& r, int m) {
     constexpr int N = kDepth / VL;
-    vf v[N], top = splat(0), total = splat(0);
+    vf v[N];
+    vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
     for (int i = 0; i < N; ++i) {
         v[i] = load(x + i * VL);
-        top = vmax(top, vabs(v[i]));
-        total += vabs(v[i]);
+        top = max_bits(top, (vi)vabs(v[i]));
     }
-    const float max = hmax(top);
-    const float inverse = max > 1e-30f ? 127.0f / max : 0.0f;
-    float scale = max > 1e-30f ? max / 127.0f : 0.0f;
-    if (!(hsum(total) <= 3.4e38f)) scale = NAN;
+    const int32_t bits = hmax_bits(top);
+    float max;
+    std::memcpy(&max, &bits, 4);
+    const bool finite = bits < 0x7f800000, nonzero = max > 1e-30f;
+    const float inverse = nonzero && finite ? 127.0f / max : 0.0f;
+    const float scale = !finite ? NAN : nonzero ? max * (1.0f / 127.0f) : 0.0f;
     const vf magic = splat(12582912.0f);
+    vi q[N], sum[2] = {vi{}, vi{}};
     for (int i = 0; i < N; ++i) {
-        vi q = (vi)(v[i] * splat(inverse) + magic) - 0x4b400000;  // rounds to nearest even
-        typedef int8_t narrow __attribute__((vector_size(VL)));
-        narrow bytes = __builtin_convertvector(q, narrow);
-        std::memcpy(r.q[m] + i * VL, &bytes, VL);
+        q[i] = (vi)(v[i] * splat(inverse) + magic) - 0x4b400000;  // rounds to nearest even
+        sum[i * 2 / N] += q[i];
     }
-    int32_t half[2] = {0, 0};
-    for (int k = 0; k < kDepth; ++k) half[k / 16] += r.q[m][k];
+    store_bytes(r.q[m], q);
+    store_bytes(r.q[m] + 16, q + N / 2);
+    const int32_t low = total(sum[0]), high = total(sum[1]);
     r.scale[m] = scale;
-    r.sum[m] = scale * float(half[0] + half[1]);
-    set_starts(r, m, half[0], half[1]);
+    r.sum[m] = scale * float(low + high);
+    set_starts(r, m, low, high);
 }
 
 template <class T>
@@ -145,9 +170,9 @@ void write_rows(const LinearArgs& a, const float* y, int64_t row, int rows, int6
 }
 
 // Expands a 4-bit tile to int8 (the same values) and its scales and minima to float32.
-void expand_q4(const Tile& tile, int64_t blocks, uint8_t* q) {
-    for (int64_t b = 0; b < blocks; ++b, q += Q8::kBytes) {
-        const uint8_t* from = tile.q + b * Q4::kBytes;
+void expand_q4(const Tile& tile, int64_t blocks, uint8_t* __restrict q) {
+    const uint8_t* __restrict from = tile.q;
+    for (int64_t b = 0; b < blocks; ++b, q += Q8::kBytes, from += Q4::kBytes) {
         for (int i = 0; i < Q4::kBytes; ++i) {
             q[i] = from[i] & 15;
             q[i + Q4::kBytes] = uint8_t(from[i] ^ kStoredFlip) >> 4;
@@ -165,7 +190,7 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
     float y[kRows * kColumns];
     float *scale = static_cast<float*>(scratch), *minimum = scale + blocks * kColumns;
     uint8_t* wide = reinterpret_cast<uint8_t*>(minimum + blocks * kColumns);
-    const bool direct = a.rows == 1;
+    const bool direct = a.rows <= kRows;
     for (int64_t t = begin; t < end; ++t) {
         const Tile tile = tile_at(a.weights, blocks, a.bits, t);
         if (!direct) {

@@ -103,6 +103,29 @@ PK_INLINE float hsum(vf a) {
 #endif
 }
 
+PK_INLINE vi max_bits(vi a, vi b) {
+#if defined(PK_NEON)
+    return (vi)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
+#elif defined(PK_AVX512)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(PK_AVX2)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi mask = a > b;
+    return (mask & a) | (~mask & b);
+#endif
+}
+
+PK_INLINE int32_t hmax_bits(vi a) {
+#if defined(PK_NEON)
+    return vmaxvq_s32((int32x4_t)a);
+#else
+    int32_t m = a[0];
+    for (int i = 1; i < VL; ++i) m = a[i] > m ? a[i] : m;
+    return m;
+#endif
+}
+
 // float16 <-> float32 by bit arithmetic, for machines without the instructions.
 PK_INLINE float half_to_float(uint16_t h) {
     uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff, bits;
