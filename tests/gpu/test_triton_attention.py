@@ -390,8 +390,8 @@ def bench_prefill() -> Iterator[Row]:
 
 
 def tune_decode() -> Iterator[Row]:
-    for count, context in ((1, 2048), (64, 512), (256, 1024)):
-        cases = decode_cases(count, context, LLAMA)
+    for count, context, kv in ((1, 2048, None), (64, 512, None), (256, 1024, None), (256, 1024, FP8)):
+        cases = decode_cases(count, context, LLAMA, kv)
         for block_n, warps, stages in (
             (32, 4, 3),
             (32, 4, 5),
@@ -402,19 +402,20 @@ def tune_decode() -> Iterator[Row]:
             (128, 4, 3),
             (128, 8, 3),
         ):
-            for splits, tokens in ((4, 1024), (8, 256), (8, 512)) if count > 1 else ((64, 64), (64, 128), (32, 128)):
+            for splits, tokens in ((4, 1024), (8, 256)) if count > 1 else ((64, 64), (32, 128)):
                 config = decode.DecodeConfig(block_n, warps, stages, splits, max(1, tokens // block_n))
                 outs = [torch.empty_like(c.q) for c in cases]
                 us = time_us(
                     [
                         lambda c=c, o=o, g=config: decode.decode_attention(
-                            c.q, c.layout, c.batch, c.k_cache, c.v_cache, o, ops._counters, g
+                            c.q, c.layout, c.batch, c.k_cache, c.v_cache, o, ops._counters, g, c.scales
                         )
                         for c, o in zip(cases, outs, strict=True)
                     ],
                     repeats=5,
                 )
-                name = f"tune decode {count}x{context} n{block_n} w{warps} s{stages} splits{splits} min{tokens}"
+                shape = f"{'fp8 ' if kv else ''}{count}x{context}"
+                name = f"tune decode {shape} n{block_n} w{warps} s{stages} splits{splits} min{tokens}"
                 yield bandwidth(name, us, decode_bytes(cases))
 
 

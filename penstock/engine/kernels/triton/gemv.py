@@ -100,6 +100,21 @@ def _sums(parts: tl.tensor, FIRST: tl.constexpr, COUNT: tl.constexpr) -> tl.tens
 
 
 @triton.jit
+def _weights(
+    weight_ptr: tl.tensor,
+    first: tl.tensor,
+    r: tl.constexpr,
+    at: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Columns `at` of a program's r-th weight row. Rows past the end read the last row: their sums are not stored."""
+    row = tl.minimum(first + r % BLOCK_N, N - 1).to(tl.int64) + r // BLOCK_N * N
+    return tl.load(weight_ptr + row * K + at, mask=at < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -123,6 +138,7 @@ def _rows_kernel(
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
     first = tl.program_id(0) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
@@ -130,6 +146,12 @@ def _rows_kernel(
         acc = acc + (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
     square = tl.zeros([BLOCK_K], tl.float32)
     launch_successor(PDL)
+    # Weights are constants: their first loads may be under way before the input is there.
+    early = ()
+    for step in tl.static_range(EARLY):
+        at = step * BLOCK_K + k
+        for r in tl.static_range(ROWS):
+            early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
     for step in tl.static_range(STEPS):
         at = step * BLOCK_K + k
@@ -140,9 +162,10 @@ def _rows_kernel(
             x *= tl.load(norm_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
         new = ()
         for r in tl.static_range(ROWS):
-            # Rows past the end read the last row: their sums are not stored.
-            row = tl.minimum(first + r % BLOCK_N, N - 1).to(tl.int64) + r // BLOCK_N * N
-            w = tl.load(weight_ptr + row * K + at, mask=in_k, other=0.0, eviction_policy="evict_first")
+            if step < EARLY:
+                w = early[step * ROWS + r]
+            else:
+                w = _weights(weight_ptr, first, r, at, N, K, BLOCK_N)
             new = new + (acc[r] + w.to(tl.float32) * x,)  # type: ignore[assignment]
         acc = new
     i = tl.arange(0, BLOCK_N)

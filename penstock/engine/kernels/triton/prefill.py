@@ -83,10 +83,15 @@ def _attend(
             visible = n[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible = visible & (n[None, :] > position[:, None] - WINDOW)
-            qk = tl.where(visible, qk, NEGATIVE)
-        new_peak = tl.maximum(peak, tl.max(qk, axis=1) * scores)
+            # Scaled before masking: `NEGATIVE * scores - peak` contracted into one multiply-add is not zero where it
+            # must be, but the rounding error of a number near 1e30, and its exponential is infinite.
+            qk = tl.where(visible, qk * scores, NEGATIVE)
+            new_peak = tl.maximum(peak, tl.max(qk, axis=1))
+            p = tl.exp2(qk - new_peak[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(qk, axis=1) * scores)
+            p = tl.exp2(qk * scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
-        p = tl.exp2(qk * scores - new_peak[:, None])
         total = total * decay + tl.sum(p, axis=1)
         acc = acc * decay[:, None]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
@@ -121,6 +126,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -158,6 +164,9 @@ def _prefill_kernel(
     q_at = (begin + token).to(tl.int64)
     lane = ((kv_head * GROUP + m % GROUP) * DIM)[:, None] + d[None, :]
     q = tl.load(q_ptr + (q_at * q_stride)[:, None] + lane, mask=q_mask, other=0.0)
+    if HALF:
+        # fp8 keys and values widen to float16 in one instruction, exactly.
+        q = q.to(tl.float16)
     scores = scale * LOG2E
     if SCALED:
         scores *= tl.load(k_scale_ptr + kv_head)
@@ -281,6 +290,7 @@ def prefill_attention(
         BLOCK_N=config.block_n,
         WINDOW=layout.window or 0,
         SCALED=kv_scales is not None,
+        HALF=k_cache.dtype == torch.float8_e4m3fn,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=config.num_warps,

@@ -20,6 +20,17 @@ from torch import Tensor
 from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
 
 _TILE = 1024
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _fast_log(x: tl.tensor) -> tl.tensor:
+    """Natural logarithm from the hardware's base-2 one: absolute error 2^-22 near one, relative 2^-22 elsewhere."""
+    if _INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y * 0.6931471805599453
 
 
 @triton.jit
@@ -31,10 +42,11 @@ def gumbel_noise(key: tl.tensor, index: tl.tensor) -> tl.tensor:
     x = x ^ (x >> 31)
     bits = (x >> 41).to(tl.int32)
     u = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    # Near one, log(u) cancels: from the exact complement v = 1 - u, -log(1 - v) = v + v^2/2 + v^3/3 + ...
+    # Near one, log(u) is small and its error is not: there, with the exact complement v = 1 - u, use the series
+    # -log(1 - v) = v + v^2/2 + v^3/3 + ...
     v = ((8388607 - bits).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     near_one = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * (0.25 + v * 0.2))))
-    return -tl.log(tl.where(v < 0.015625, near_one, -tl.log(u)))
+    return -_fast_log(tl.where(v < 0.015625, near_one, -_fast_log(u)))
 
 
 @triton.jit(do_not_specialize=["share"])
@@ -64,10 +76,12 @@ def _partial_kernel(
     best = tl.full([TILE], float("-inf"), tl.float32)
     where = begin + tl.zeros([TILE], tl.int32)
     temperature = 0.0
+    inverse = 0.0
     key = tl.full([], 0, tl.int64)
     threshold = float("-inf")
     if RANDOM:
         temperature = tl.load(temperature_ptr + row)
+        inverse = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
         key = tl.load(key_ptr + row)
         if FILTERED:
             threshold = tl.load(threshold_ptr + row)
@@ -76,9 +90,12 @@ def _partial_kernel(
         score = tl.load(logits_ptr + row * stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
         if RANDOM:  # noqa: SIM102 (one is known when the kernel is built, the other when it runs)
             if temperature > 0.0:
-                score = tl.div_rn(score, tl.zeros([TILE], tl.float32) + temperature)
                 if FILTERED:
+                    # Rounded as in the threshold's own computation, or a token on the cut could fall out.
+                    score = tl.div_rn(score, tl.zeros([TILE], tl.float32) + temperature)
                     score = tl.where(score >= threshold, score, float("-inf"))
+                else:
+                    score *= inverse
                 score += gumbel_noise(key, index.to(tl.int64))
         better = score > best
         best = tl.where(better, score, best)
