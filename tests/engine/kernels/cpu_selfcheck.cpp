@@ -43,7 +43,7 @@ struct LinearArgs {
     const float* bias;
     void* out;
     int64_t rows, columns, depth;
-    int32_t bits, dtype, out_dtype;
+    int32_t bits, dtype, out_dtype, digits;
 };
 
 PK_API Context* pk_create(int, int);
@@ -204,7 +204,7 @@ static void check_rope(Context* ctx, int dtype) {
     report("rope_and_cache", error, 4 * kUnit[dtype]);
 }
 
-static void check_linear(Context* ctx, int kind, int rows, int columns, int depth) {
+static void check_linear(Context* ctx, int kind, int rows, int columns, int depth, int digits) {
     const int bits = kind == 8 ? 8 : 4, head = kind == 3 ? 4 : 2, stride = kind == 8 ? 34 : head + 16;
     std::vector<uint8_t> raw(size_t(columns) * depth / 32 * stride);
     std::vector<double> w(size_t(columns) * depth);
@@ -229,7 +229,7 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
     std::vector<float> x(size_t(rows) * depth), y(size_t(rows) * columns, NAN), bias(columns);
     for (size_t i = 0; i < x.size(); ++i) x[i] = (i % 32 == 5 ? 127.0f : float(int(rng() % 255) - 127)) / 64;
     for (float& v : bias) v = normal();
-    LinearArgs a{x.data(), aligned, bias.data(), y.data(), rows, columns, depth, bits, 0, 0};
+    LinearArgs a{x.data(), aligned, bias.data(), y.data(), rows, columns, depth, bits, 0, 0, digits};
     pk_linear(ctx, &a);
     for (int r = 0; r < rows; ++r)
         for (int n = 0; n < columns; ++n) {
@@ -257,7 +257,7 @@ int main() {
     check_attention(ctx, 0, 2, 80, 8, 33);
     check_attention(ctx, 0, 0, 128, 2, 7);
     for (int kind : {2, 3, 8})
-        for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 19}) check_linear(ctx, kind, rows, 37, 160);
+        for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 19}) for (int digits : {1, 2}) check_linear(ctx, kind, rows, 37, 160, digits);
     std::vector<float> logits(1000);
     for (float& v : logits) v = normal();
     logits[731] = 9;

@@ -150,3 +150,16 @@ def test_what_is_not_supported_is_refused(handle: Handle) -> None:
     with pytest.raises(LayoutError, match=r"\[T, 32\]"):
         layer(torch.randn(4, 64))
     assert layer(torch.empty(0, 32)).shape == (0, 8)
+
+
+def test_two_digits_leave_next_to_no_rounding_of_activations(handle: Handle) -> None:
+    weight, x = torch.randn(96, 320), torch.randn(9, 320) * torch.rand(9, 1) * 10
+    layer = QuantLinear.from_float(handle, weight)
+    held = QuantLinear.from_float(handle, weight)(torch.eye(320)).T.double()
+    exact = x.double() @ held.T
+    errors = {}
+    for digits in (1, 2):
+        layer.digits = digits
+        errors[digits] = float((layer(x).double() - exact).norm() / exact.norm())
+    assert errors[1] > 1e-3, "one digit rounds visibly, or this test shows nothing"
+    assert errors[2] < errors[1] / 100

@@ -72,22 +72,22 @@ void score_keys(const float* q, int qs, const C* k, int dim, int count, float* s
     int j = 0;
     for (; j + 4 <= count; j += 4) {
         vf acc[G][4];
-        for (int g = 0; g < G; ++g)
-            for (int i = 0; i < 4; ++i) acc[g][i] = splat(0);
+        PK_UNROLL for (int g = 0; g < G; ++g)
+            PK_UNROLL for (int i = 0; i < 4; ++i) acc[g][i] = splat(0);
         const C *k0 = k + int64_t(j) * dim, *k1 = k0 + dim, *k2 = k1 + dim, *k3 = k2 + dim;
         for (int d = 0; d < whole; d += VL) {
             vf key[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
-            for (int g = 0; g < G; ++g) {
+            PK_UNROLL for (int g = 0; g < G; ++g) {
                 vf x = load(q + g * qs + d);
-                for (int i = 0; i < 4; ++i) acc[g][i] += x * key[i];
+                PK_UNROLL for (int i = 0; i < 4; ++i) acc[g][i] += x * key[i];
             }
         }
         if (rest) {
             vf key[4] = {load_part(k0 + whole, rest), load_part(k1 + whole, rest), load_part(k2 + whole, rest),
                          load_part(k3 + whole, rest)};
-            for (int g = 0; g < G; ++g) {
+            PK_UNROLL for (int g = 0; g < G; ++g) {
                 vf x = load(q + g * qs + whole);
-                for (int i = 0; i < 4; ++i) acc[g][i] += x * key[i];
+                PK_UNROLL for (int i = 0; i < 4; ++i) acc[g][i] += x * key[i];
             }
         }
         for (int g = 0; g < G; ++g) reduce4(acc[g][0], acc[g][1], acc[g][2], acc[g][3], scores + g * kPart + j);
@@ -109,27 +109,42 @@ struct Span {
     int32_t count;
 };
 
-// acc[g][d] = sum over keys of p[g][key] * v[key][d], for N vectors of dimensions starting at d.
+template <int LANE, int G, int N, class C>
+PK_INLINE void weigh_key(const four* weights, const C* v, vf (&acc)[G][N]) {
+    vf value[N];
+    PK_UNROLL for (int i = 0; i < N; ++i) value[i] = load(v + i * VL);
+    PK_UNROLL for (int g = 0; g < G; ++g)
+        PK_UNROLL for (int i = 0; i < N; ++i) acc[g][i] = add_product<LANE>(acc[g][i], value[i], weights[g]);
+}
+
+// out[g][d] = sum over keys of p[g][key] * v[key][d], for N vectors of dimensions starting at d.
 template <int G, int N, class C>
 PK_INLINE void weigh_tile(const float* p, const Span* spans, int nspans, int dim, int d, int rest, float* out,
                           int os) {
     vf acc[G][N];
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < N; ++i) acc[g][i] = splat(0);
-    int at = 0;
-    for (int s = 0; s < nspans; ++s) {
+    PK_UNROLL for (int g = 0; g < G; ++g)
+        PK_UNROLL for (int i = 0; i < N; ++i) acc[g][i] = splat(0);
+    for (int s = 0, at = 0; s < nspans; at += spans[s++].count) {
         const C* v = static_cast<const C*>(spans[s].base) + d;
-        for (int j = 0; j < spans[s].count; ++j, ++at, v += dim) {
-            vf value[N];
-            for (int i = 0; i < N; ++i) value[i] = rest ? load_part(v, rest) : load(v + i * VL);
-            for (int g = 0; g < G; ++g) {
-                vf weight = splat(p[g * kPart + at]);
-                for (int i = 0; i < N; ++i) acc[g][i] += weight * value[i];
+        int j = 0;
+        if (!rest)
+            for (; j + 4 <= spans[s].count; j += 4, v += 4 * dim) {
+                four weights[G];
+                PK_UNROLL for (int g = 0; g < G; ++g) weights[g] = load_four(p + g * kPart + at + j);
+                weigh_key<0>(weights, v, acc);
+                weigh_key<1>(weights, v + dim, acc);
+                weigh_key<2>(weights, v + 2 * dim, acc);
+                weigh_key<3>(weights, v + 3 * dim, acc);
+            }
+        for (; j < spans[s].count; ++j, v += dim) {
+            PK_UNROLL for (int i = 0; i < N; ++i) {
+                vf value = rest ? load_part(v, rest) : load(v + i * VL);
+                PK_UNROLL for (int g = 0; g < G; ++g) acc[g][i] += splat(p[g * kPart + at + j]) * value;
             }
         }
     }
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < N; ++i) store(out + g * os + d + i * VL, acc[g][i]);
+    PK_UNROLL for (int g = 0; g < G; ++g)
+        PK_UNROLL for (int i = 0; i < N; ++i) store(out + g * os + d + i * VL, acc[g][i]);
 }
 
 template <int G, class C>
@@ -256,23 +271,37 @@ void merge_parts(const AttentionArgs& a, const Task& task, float* partials, int 
 
 // ---- prefill ---------------------------------------------------------------------------------------------
 
+template <int LANE, int M, int N>
+PK_INLINE void product_step(const four* left, const float* b, vf (&acc)[M][N]) {
+    vf right[N];
+    PK_UNROLL for (int n = 0; n < N; ++n) right[n] = load(b + n * VL);
+    PK_UNROLL for (int m = 0; m < M; ++m)
+        PK_UNROLL for (int n = 0; n < N; ++n) acc[m][n] = add_product<LANE>(acc[m][n], right[n], left[m]);
+}
+
 // c[M x N vectors] (+)= a[M x depth] * b[depth x N vectors].
 template <int M, int N>
 PK_INLINE void product_tile(const float* a, int as, const float* b, int bs, float* c, int cs, int depth,
                             bool add) {
     vf acc[M][N];
-    for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) acc[m][n] = add ? load(c + m * cs + n * VL) : splat(0);
-    for (int k = 0; k < depth; ++k) {
-        vf right[N];
-        for (int n = 0; n < N; ++n) right[n] = load(b + int64_t(k) * bs + n * VL);
-        for (int m = 0; m < M; ++m) {
-            vf left = splat(a[m * as + k]);
-            for (int n = 0; n < N; ++n) acc[m][n] += left * right[n];
-        }
+    PK_UNROLL for (int m = 0; m < M; ++m)
+        PK_UNROLL for (int n = 0; n < N; ++n) acc[m][n] = add ? load(c + m * cs + n * VL) : splat(0);
+    int k = 0;
+    for (; k + 4 <= depth; k += 4, b += 4 * bs) {
+        four left[M];
+        PK_UNROLL for (int m = 0; m < M; ++m) left[m] = load_four(a + m * as + k);
+        product_step<0>(left, b, acc);
+        product_step<1>(left, b + bs, acc);
+        product_step<2>(left, b + 2 * bs, acc);
+        product_step<3>(left, b + 3 * bs, acc);
     }
-    for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) store(c + m * cs + n * VL, acc[m][n]);
+    for (; k < depth; ++k, b += bs)
+        PK_UNROLL for (int n = 0; n < N; ++n) {
+            vf right = load(b + n * VL);
+            PK_UNROLL for (int m = 0; m < M; ++m) acc[m][n] += splat(a[m * as + k]) * right;
+        }
+    PK_UNROLL for (int m = 0; m < M; ++m)
+        PK_UNROLL for (int n = 0; n < N; ++n) store(c + m * cs + n * VL, acc[m][n]);
 }
 
 template <int M>
@@ -286,7 +315,7 @@ void product_rows(const float* a, int as, const float* b, int bs, float* c, int 
 
 void product(const float* a, int as, const float* b, int bs, float* c, int cs, int rows, int columns, int depth,
              bool add) {
-    constexpr int M = (VB == 64) ? 8 : (VB == 32) ? 4 : 6;
+    constexpr int M = (VB == 64) ? 8 : 4;
     int i = 0;
     for (; i + M <= rows; i += M) product_rows<M>(a + i * as, as, b, bs, c + i * cs, cs, columns, depth, add);
     for (; i < rows; ++i) product_rows<1>(a + i * as, as, b, bs, c + i * cs, cs, columns, depth, add);

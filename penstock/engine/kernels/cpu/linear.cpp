@@ -2,7 +2,9 @@
 //
 // W is cut into tiles of 16 output columns. A tile is its quantized blocks (layout in dot.h), then the blocks'
 // float16 scales, then, for the 4-bit form, their float16 minima: w = scale * q + minimum. Activations are
-// quantized here, per row and block, to int8; products are exact integers; sums over blocks are float32.
+// quantized here, per row and block, to int8; products are exact integers; sums over blocks are float32. With two
+// digits, what the first int8 leaves over becomes a second one with a scale 253 times smaller, and a row counts as
+// two: about 16 bits of activation for twice the arithmetic. Small models need that to keep their answers.
 //
 // One to four rows read the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit
 // weights to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
@@ -19,6 +21,7 @@ struct LinearArgs {
     void* out;
     int64_t rows, columns, depth;
     int32_t bits, dtype, out_dtype;
+    int32_t digits;  // int8 digits per activation: 1 or 2
 };
 
 namespace {
@@ -66,9 +69,28 @@ PK_INLINE int32_t total(vi v) {
 #endif
 }
 
+// Rounds v / scale to int8, row `m` of a record; v keeps what is left over.
+PK_INLINE void quantize_digit(vf (&v)[kDepth / VL], float scale, float inverse, Record& r, int m) {
+    constexpr int N = kDepth / VL;
+    const vf magic = splat(12582912.0f);
+    vi q[N], sum[2] = {vi{}, vi{}};
+    for (int i = 0; i < N; ++i) {
+        const vf rounded = v[i] * splat(inverse) + magic;  // rounds to nearest even
+        q[i] = (vi)rounded - 0x4b400000;
+        sum[i * 2 / N] += q[i];
+        v[i] -= (rounded - magic) * splat(scale);
+    }
+    store_bytes(r.q[m], q);
+    store_bytes(r.q[m] + 16, q + N / 2);
+    const int32_t low = total(sum[0]), high = total(sum[1]);
+    r.scale[m] = scale;
+    r.sum[m] = scale * float(low + high);
+    set_starts(r, m, low, high);
+}
+
 // A block of one row. A value that is not finite makes the block's scale NaN, so that it is seen in the result.
 template <class T>
-PK_INLINE void quantize_block(const T* x, Record& r, int m) {
+PK_INLINE void quantize_block(const T* x, Record& r, int m, int digits) {
     constexpr int N = kDepth / VL;
     vf v[N];
     vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
@@ -82,25 +104,18 @@ PK_INLINE void quantize_block(const T* x, Record& r, int m) {
     const bool finite = bits < 0x7f800000, nonzero = max > 1e-30f;
     const float inverse = nonzero && finite ? 127.0f / max : 0.0f;
     const float scale = !finite ? NAN : nonzero ? max * (1.0f / 127.0f) : 0.0f;
-    const vf magic = splat(12582912.0f);
-    vi q[N], sum[2] = {vi{}, vi{}};
-    for (int i = 0; i < N; ++i) {
-        q[i] = (vi)(v[i] * splat(inverse) + magic) - 0x4b400000;  // rounds to nearest even
-        sum[i * 2 / N] += q[i];
-    }
-    store_bytes(r.q[m], q);
-    store_bytes(r.q[m] + 16, q + N / 2);
-    const int32_t low = total(sum[0]), high = total(sum[1]);
-    r.scale[m] = scale;
-    r.sum[m] = scale * float(low + high);
-    set_starts(r, m, low, high);
+    quantize_digit(v, scale, inverse, r, m);
+    // What is left is at most half a step, and a little more by rounding: 253 instead of 254 keeps it inside int8.
+    if (digits == 2) quantize_digit(v, scale * (1.0f / 253.0f), finite ? inverse * 253.0f : 0.0f, r, m + 1);
 }
 
+// `rows` rows into one group of records, where each takes `digits` of the kRows places.
 template <class T>
-void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks) {
+void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks, int digits) {
     for (int64_t b = 0; b < blocks; ++b) {
-        if (rows < kRows) std::memset((void*)&records[b], 0, sizeof(Record));
-        for (int64_t m = 0; m < rows; ++m) quantize_block(x + (m * blocks + b) * kDepth, records[b], int(m));
+        if (rows * digits < kRows) std::memset((void*)&records[b], 0, sizeof(Record));
+        for (int64_t i = 0; i < rows; ++i)
+            quantize_block(x + (i * blocks + b) * kDepth, records[b], int(i) * digits, digits);
     }
 }
 
@@ -155,11 +170,12 @@ void tile_product(const uint8_t* q, const S* scale, const S* minimum, const Reco
 template <class O>
 void write_rows(const LinearArgs& a, const float* y, int64_t row, int rows, int64_t column) {
     const int width = int(std::min<int64_t>(kColumns, a.columns - column));
-    for (int m = 0; m < rows; ++m, y += kColumns) {
+    for (int m = 0; m < rows; ++m, y += kColumns * a.digits) {
         O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
         for (int i = 0; i < width; i += VL) {
             const int n = std::min(VL, width - i);
             vf v = load(y + i);
+            if (a.digits == 2) v += load(y + kColumns + i);
             if (a.bias) v += n == VL ? load(a.bias + column + i) : load_part(a.bias + column + i, n);
             if (n == VL)
                 store(out + i, v);
@@ -190,7 +206,8 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
     float y[kRows * kColumns];
     float *scale = static_cast<float*>(scratch), *minimum = scale + blocks * kColumns;
     uint8_t* wide = reinterpret_cast<uint8_t*>(minimum + blocks * kColumns);
-    const bool direct = a.rows <= kRows;
+    const int64_t group = kRows / a.digits;  // rows of one group of records
+    const bool direct = a.rows <= group;
     for (int64_t t = begin; t < end; ++t) {
         const Tile tile = tile_at(a.weights, blocks, a.bits, t);
         if (!direct) {
@@ -200,9 +217,9 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
                 expand_q4(tile, blocks, wide);
             }
         }
-        for (int64_t row = 0; row < a.rows; row += kRows) {
-            const Record* r = records + row / kRows * blocks;
-            const int rows = int(std::min<int64_t>(kRows, a.rows - row));
+        for (int64_t row = 0; row < a.rows; row += group) {
+            const Record* r = records + row / group * blocks;
+            const int taken = int(std::min<int64_t>(group, a.rows - row)), rows = taken * a.digits;
             if (direct && a.bits == 4)
                 tile_product<Q4, true>(tile.q, tile.scale, tile.minimum, r, blocks, rows, y);
             else if (direct)
@@ -211,7 +228,7 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
                 tile_product<Q8, true>(wide, scale, minimum, r, blocks, rows, y);
             else
                 tile_product<Q8, false>(tile.q, scale, scale, r, blocks, rows, y);
-            write_rows<O>(a, y, row, rows, t * kColumns);
+            write_rows<O>(a, y, row, taken, t * kColumns);
         }
     }
 }
@@ -341,14 +358,14 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     Guard hold(ctx->busy);
     const LinearArgs& a = *args;
     if (a.rows == 0) return;
-    const int64_t blocks = a.depth / kDepth, groups = round_up(a.rows, kRows) / kRows;
+    const int64_t group = kRows / a.digits, blocks = a.depth / kDepth, groups = round_up(a.rows, group) / group;
     Record* records = static_cast<Record*>(ctx->shared.reserve(size_t(groups * blocks) * sizeof(Record)));
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(groups, std::max<int64_t>(1, 32768 / (a.depth * kRows)), [&](int64_t begin, int64_t end, int) {
             for (int64_t g = begin; g < end; ++g)
-                quantize_rows(static_cast<const T*>(a.x) + g * kRows * a.depth, records + g * blocks,
-                              std::min<int64_t>(kRows, a.rows - g * kRows), blocks);
+                quantize_rows(static_cast<const T*>(a.x) + g * group * a.depth, records + g * blocks,
+                              std::min<int64_t>(group, a.rows - g * group), blocks, a.digits);
         });
     });
     const size_t scratch = size_t(blocks) * (2 * kColumns * sizeof(float) + Q8::kBytes);

@@ -30,6 +30,8 @@ class QuantLinear:
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise LayoutError(f"bias must be [{self.out_features}], got {tuple(bias.shape)}")
         self.bits = bits
+        self.digits = 2
+        """int8 digits that an activation is rounded to: 2 keeps about 16 bits, 1 halves the arithmetic."""
         self.packed = packed
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.weight_bytes = packed.numel()
@@ -84,7 +86,7 @@ class QuantLinear:
         args = LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), rows, self.out_features, self.in_features,
-            self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype],
+            self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))
         return out

@@ -52,7 +52,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
         *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, c_int32) for name in ("bits", "dtype", "out_dtype")),
+        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
     )
 
 

@@ -49,6 +49,11 @@ struct bf16 {
 };
 
 #define PK_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define PK_UNROLL _Pragma("unroll")
+#else
+#define PK_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 PK_INLINE vf splat(float x) {
 #if defined(PK_NEON)
@@ -236,6 +241,24 @@ PK_INLINE void store_part(T* p, vf v, int n) {
     store(pad, v);
     std::memcpy(p, pad, n * sizeof(T));
 }
+
+// Four consecutive floats, each to be multiplied with a whole vector: one load and products by lane where the
+// machine has them, broadcasts from memory where those are free.
+#if defined(PK_NEON)
+typedef float32x4_t four;
+PK_INLINE four load_four(const float* p) { return vld1q_f32(p); }
+template <int LANE>
+PK_INLINE vf add_product(vf acc, vf x, four a) {
+    return vfmaq_laneq_f32(acc, x, a, LANE);
+}
+#else
+typedef const float* four;
+PK_INLINE four load_four(const float* p) { return p; }
+template <int LANE>
+PK_INLINE vf add_product(vf acc, vf x, four a) {
+    return acc + x * splat(a[LANE]);
+}
+#endif
 
 // exp to about 2 units in the last place; below -87 exactly zero, above 88 the value at 88.
 PK_INLINE vf vexp(vf x) {
