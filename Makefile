@@ -54,10 +54,15 @@ test-gpu: ## the tests that need a CUDA device, with the system's own python and
 	fi
 
 .PHONY: lint
-lint: $(TEST_STAMP) ## ruff, mypy --strict and the import-layer check
-	@echo "ruff"; $(BIN)/ruff check .
+lint: $(TEST_STAMP) ## ruff (rules and format), mypy --strict and the import-layer check
+	@echo "ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . \
+	  || { echo "lint: try 'make format'" >&2; exit 1; }
 	@echo "mypy"; $(BIN)/mypy
 	@echo "import layers"; $(BIN)/lint-imports --no-logo
+
+.PHONY: format
+format: $(TEST_STAMP) ## fix what ruff can fix
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 .PHONY: bench
 bench: $(TEST_STAMP) ## offline engine benchmark of the default model, then against transformers
