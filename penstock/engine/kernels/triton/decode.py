@@ -63,27 +63,26 @@ def _combine(
     d = tl.arange(0, DIM_BLOCK)
     s = tl.arange(0, CHUNK)
     peak = tl.full([GROUP_BLOCK], NEGATIVE, tl.float32)
-    for start in range(0, active, CHUNK):
-        at = base + g[None, :] * SPLITS + (start + s)[:, None]
-        seen = ((start + s) < active)[:, None] & (g < GROUP)[None, :]
-        peaks = tl.load(peak_ptr + at, mask=seen, other=NEGATIVE, cache_modifier=".cg")
-        peak = tl.maximum(peak, tl.max(peaks, axis=0))
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     for start in range(0, active, CHUNK):
+        # The three loads of a chunk do not wait for each other.
         at = base + g[None, :] * SPLITS + (start + s)[:, None]
         seen = ((start + s) < active)[:, None] & (g < GROUP)[None, :]
         peaks = tl.load(peak_ptr + at, mask=seen, other=NEGATIVE, cache_modifier=".cg")
         totals = tl.load(total_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(peaks - peak[None, :])
-        total += tl.sum(totals * weight, axis=0)
         part = tl.load(
             partial_ptr + at[:, :, None] * DIM + d[None, None, :],
             mask=seen[:, :, None] & (d < DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(part * weight[:, :, None], axis=0)
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+        decay = tl.exp2(peak - new_peak)
+        weight = tl.exp2(peaks - new_peak[None, :])
+        total = total * decay + tl.sum(totals * weight, axis=0)
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        peak = new_peak
     acc = acc / tl.where(g < GROUP, total, 1.0)[:, None]
     out = out_ptr + out_row + g[:, None] * DIM + d[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
@@ -130,7 +129,14 @@ def _decode_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
 
+    # Everything the start depends on is asked for at once: at small batches latency is all there is.
     context = tl.load(context_ptr + seq)
+    row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
+    m = tl.arange(0, TILE_M)
+    d = tl.arange(0, DIM_BLOCK)
+    in_dim = d < DIM
+    q_mask = (m < GROUP)[:, None] & in_dim[None, :]
+    q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -140,13 +146,7 @@ def _decode_kernel(
     if split >= tl.maximum(active, 1):
         return
 
-    row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     table = table_ptr + row * table_stride
-    m = tl.arange(0, TILE_M)
-    d = tl.arange(0, DIM_BLOCK)
-    in_dim = d < DIM
-    q_mask = (m < GROUP)[:, None] & in_dim[None, :]
-    q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     if HALF:
         # fp8 keys and values widen to float16 in one instruction, exactly; to bfloat16 it would take three.
         q = q.to(tl.float16)
@@ -223,26 +223,22 @@ def _decode_kernel(
             )
 
 
-def choose(sequences: int, kv_heads: int, head_dim: int, element_size: int, processors: int) -> DecodeConfig:
-    """Launch shape from host values: about eight programs per multiprocessor, and at least four shares.
+def choose(sequences: int, kv_heads: int, head_dim: int, kv_size: int, processors: int) -> DecodeConfig:
+    """Launch shape from host values.
 
-    With many sequences each share is long, so that usual contexts need no combining and only very long ones are
-    cut; with few, shares are as short as a tile, so that one sequence still spreads over the chip.
+    Cutting a sequence costs a round of partial sums, which a short share does not repay. So shares are short only
+    where the chip would otherwise be idle: with few sequences, about four programs per multiprocessor; with many,
+    only contexts of several thousand tokens are cut at all, so that one of those does not outlast the rest.
     """
-    block_n = max(16, min(64, 16384 // (next_power_of_2(head_dim) * element_size)))
     programs = max(1, sequences * kv_heads)
-    splits = next_power_of_2(ceil_div(8 * processors, programs))
-    splits = min(64, max(4, splits))
-    # Tokens of one share, at least: one tile when the chip is empty, 1024 when it is full anyway.
-    occupancy = programs / (4 * processors)
-    tokens = 64 if occupancy < 0.25 else 256 if occupancy < 1.0 else 1024
-    return DecodeConfig(
-        block_n=block_n,
-        num_warps=4,
-        num_stages=3,
-        splits=splits,
-        min_tiles=max(1, tokens // block_n),
-    )
+    load = programs / processors
+    splits = next_power_of_2(ceil_div(2 * processors, programs))
+    splits = min(32, max(4, splits))
+    tokens = 128 if load < 0.6 else 256 if load < 1.2 else 512 if load < 2.4 else 1024
+    # Long tiles where a program has one or two, or where there are so many programs that the last wave is short.
+    tile_bytes = 32768 if load < 0.6 or load > 7 else 16384
+    block_n = max(16, min(128, tile_bytes // (next_power_of_2(head_dim) * max(2, kv_size))))
+    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, splits=splits, min_tiles=max(1, tokens // block_n))
 
 
 def decode_attention(

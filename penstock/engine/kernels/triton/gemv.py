@@ -4,9 +4,9 @@ Two kernels. `rows`, for one token: each program owns a few weight rows and mult
 with many independent wide loads in flight. `tiles`, for more: ordinary arithmetic would be the limit, so weight rows
 are the tall side of a tensor-core product whose narrow side is the batch, fed by an asynchronous copy pipeline.
 
-What surrounds the linear in a decoder layer can be folded in, which saves launches that would each cost as much as a
-small linear: the RMS norm of the input (each program sees all of x, so it computes the sum of squares itself, and one
-factor per token goes into the epilogue), the residual, and the SiLU gate.
+What follows the linear in a decoder layer can be folded in, which saves launches: the residual, and the SiLU gate. The
+RMS norm before it is a launch of its own: folded in, every program would read the gains and square the input again,
+which costs more than the launch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.norm import rms_norm
 
 MAX_BATCH = 16
 """Above this the vendor's matrix product is the better choice."""
@@ -44,7 +45,6 @@ class GemvConfig:
 def _epilogue(
     acc: tl.tensor,
     up: tl.tensor,
-    square: tl.tensor,
     n: tl.tensor,
     b: tl.tensor,
     batch: tl.tensor,
@@ -52,26 +52,18 @@ def _epilogue(
     bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     residual_ptr: tl.tensor,
-    eps: tl.tensor,
     N: tl.constexpr,
-    K: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
-    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
 ) -> None:
-    """From sums [batch, rows] to outputs: weight scale, norm factor, bias, gate, residual."""
+    """From sums [batch, rows] to outputs: weight scale, bias, gate, residual."""
     in_n = n < N
     if SCALED:
         acc *= tl.load(scale_ptr + n, mask=in_n, other=0.0)[None, :]
         if GATED:
             up *= tl.load(scale_ptr + N + n, mask=in_n, other=0.0)[None, :]
-    if NORM:
-        inverse = tl.rsqrt(square / K + eps)[:, None]
-        acc *= inverse
-        if GATED:
-            up *= inverse
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -121,16 +113,13 @@ def _rows_kernel(
     out_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
     residual_ptr: tl.tensor,
-    eps: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
-    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -144,7 +133,6 @@ def _rows_kernel(
     acc = ()
     for _r in tl.static_range(ROWS):
         acc = acc + (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
-    square = tl.zeros([BLOCK_K], tl.float32)
     launch_successor(PDL)
     # Weights are constants: their first loads may be under way before the input is there.
     early = ()
@@ -157,15 +145,12 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         in_k = at < K
         x = tl.load(x_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if NORM:
-            square += x * x
-            x *= tl.load(norm_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
         new = ()
         for r in tl.static_range(ROWS):
-            if step < EARLY:
-                w = early[step * ROWS + r]
-            else:
+            if step >= EARLY:
                 w = _weights(weight_ptr, first, r, at, N, K, BLOCK_N)
+            else:
+                w = early[step * ROWS + r]
             new = new + (acc[r] + w.to(tl.float32) * x,)  # type: ignore[assignment]
         acc = new
     i = tl.arange(0, BLOCK_N)
@@ -175,7 +160,6 @@ def _rows_kernel(
     _epilogue(
         y,
         _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y,
-        tl.sum(square, axis=0) + tl.zeros([1], tl.float32),
         n,
         one,
         1,
@@ -183,12 +167,9 @@ def _rows_kernel(
         bias_ptr,
         scale_ptr,
         residual_ptr,
-        eps,
         N,
-        K,
         BIAS,
         SCALED,
-        NORM,
         RESIDUAL,
         GATED,
     )
@@ -201,11 +182,9 @@ def _tiles_kernel(
     out_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     x_stride: tl.tensor,
     batch: tl.tensor,
-    eps: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BATCH: tl.constexpr,
@@ -213,9 +192,9 @@ def _tiles_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
-    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -226,7 +205,6 @@ def _tiles_kernel(
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_N, BATCH], tl.float32)
     up = tl.zeros([BLOCK_N, BATCH], tl.float32)
-    square = tl.zeros([BATCH], tl.float32)
     launch_successor(PDL)
     wait_for_inputs(PDL)
     for start in range(0, K, BLOCK_K):
@@ -238,14 +216,9 @@ def _tiles_kernel(
         else:
             w = tl.load(rows + start)
         x = tl.load(x_ptr + b[:, None] * x_stride + (start + k)[None, :], mask=x_mask, other=0.0)
-        if NORM:
-            if K % BLOCK_K != 0:
-                gain = tl.load(norm_ptr + start + k, mask=start + k < K, other=0.0)
-            else:
-                gain = tl.load(norm_ptr + start + k)
-            wide = x.to(tl.float32)
-            square += tl.sum(wide * wide, axis=1)
-            x = (wide * gain.to(tl.float32)[None, :]).to(x_ptr.dtype.element_ty)
+        if HALF:
+            # An fp8 weight widens to float16 in one instruction, exactly; so the input is taken in float16 too.
+            x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
             if K % BLOCK_K != 0:
@@ -256,7 +229,6 @@ def _tiles_kernel(
     _epilogue(
         tl.trans(acc),
         tl.trans(up),
-        square,
         n,
         b,
         batch,
@@ -264,25 +236,42 @@ def _tiles_kernel(
         bias_ptr,
         scale_ptr,
         residual_ptr,
-        eps,
         N,
-        K,
         BIAS,
         SCALED,
-        NORM,
         RESIDUAL,
         GATED,
     )
 
 
-def choose(n: int, k: int, batch: int, weight_size: int, gated: bool) -> GemvConfig:
-    """The launch shape for an [n, k] weight of `weight_size`-byte elements."""
+def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, processors: int = 132) -> GemvConfig:
+    """The launch shape for an [n, k] weight of `weight_size`-byte elements (measured on an H200)."""
     if batch == 1:
-        warps = max(1, min(4, next_power_of_2(k) // 256))
-        return GemvConfig("rows", 2, warps * 256, warps, 1)
-    block_n = 16 if n <= 2048 else 32
-    block_k = min(next_power_of_2(k), 512 // weight_size)
-    return GemvConfig("tiles", block_n, block_k, max(1, block_n // 16), 5 if not gated else 3)
+        return _choose_rows(n, k, weight_size, gated)
+    # Few large tiles read x least often, but when they do not divide evenly the last ones keep a part of the chip
+    # waiting: then take small ones.
+    tiles = ceil_div(n, 32)
+    uneven = ceil_div(tiles, processors) * processors / tiles
+    block_n = 16 if n <= 2048 or uneven > 1.2 else 32
+    step = 1024 // weight_size if block_n == 16 else 512 // weight_size
+    block_k = max(32, min(next_power_of_2(k), step))
+    return GemvConfig("tiles", block_n, block_k, block_n // 16, 3 if gated else 4 if block_n == 16 else 5)
+
+
+def _choose_rows(n: int, k: int, weight_size: int, gated: bool) -> GemvConfig:
+    fit = max(1, next_power_of_2(k) // 256)
+    if weight_size == 1:
+        # Loads are half as wide, so more rows make up for it; small weights want more programs instead.
+        warps, rows = (4, 2) if n * k < 8 << 20 else (2, 2) if k > 8192 else (2, 4)
+    elif k > 8192:
+        warps, rows = 4, 4
+    elif n * k < 8 << 20:
+        warps, rows = 4, 2
+    else:
+        warps, rows = 8, 1
+    warps = min(warps, fit)
+    # A gated program reads as many up rows as gate rows.
+    return GemvConfig("rows", max(1, rows // 2) if gated else rows, warps * 256, warps, 1)
 
 
 def linear(
@@ -301,13 +290,15 @@ def linear(
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
-    `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized with these weights first.
+    `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
     added last. `out` may be `residual`, never `x`.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
         raise ValueError(f"linear of {batch} tokens: this kernel is for up to {MAX_BATCH}")
+    if norm is not None:
+        x = rms_norm(x, norm, eps, pdl=pdl)
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty((batch, n), dtype=x.dtype, device=x.device)
@@ -318,13 +309,11 @@ def linear(
         out,
         x if bias is None else bias,
         x if weight_scale is None else weight_scale,
-        x if norm is None else norm,
         x if residual is None else residual,
     )
     flags = {
         "BIAS": bias is not None,
         "SCALED": weight_scale is not None,
-        "NORM": norm is not None,
         "RESIDUAL": residual is not None,
         "GATED": gated,
         "PDL": pdl,
@@ -335,7 +324,6 @@ def linear(
     if shape.kernel == "rows":
         _rows_kernel[grid](
             *pointers,
-            eps,
             N=n,
             K=k,
             BLOCK_N=shape.block_n,
@@ -350,13 +338,13 @@ def linear(
             *pointers,
             x.stride(0),
             batch,
-            eps,
             N=n,
             K=k,
             BATCH=8 if batch <= 8 else 16,
             BLOCK_N=shape.block_n,
             BLOCK_K=max(16, shape.block_k),
             **flags,
+            HALF=weight.dtype == torch.float8_e4m3fn,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

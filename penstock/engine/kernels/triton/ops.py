@@ -65,13 +65,15 @@ class TritonOps:
         kv_scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
-        size, group = q.element_size(), layout.heads // layout.kv_heads
+        group = layout.heads // layout.kv_heads
         if batch.num_decodes:
-            shape = decode.choose(batch.num_decodes, layout.kv_heads, layout.head_dim, size, self.processors)
+            shape = decode.choose(
+                batch.num_decodes, layout.kv_heads, layout.head_dim, k_cache.element_size(), self.processors
+            )
             counters = self._counters_for(batch.num_decodes * layout.kv_heads)
             decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
         if batch.context_lens.shape[0] > batch.num_decodes:
-            tile = prefill.choose(batch.max_query, group, layout.head_dim, size)
+            tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
 

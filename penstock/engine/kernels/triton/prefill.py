@@ -234,15 +234,16 @@ def _prefill_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def choose(max_query: int, group: int, head_dim: int, element_size: int) -> PrefillConfig:
+def choose(max_query: int, max_context: int, group: int, head_dim: int, element_size: int) -> PrefillConfig:
     """Launch shape from host values; full precision goes through ordinary arithmetic and wants small tiles."""
     if element_size == 4:
         return PrefillConfig(block_m=max(16, next_power_of_2(group)), block_n=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
-    if max_query * group <= 64:
+    if max_query * group <= 64 or max_context < 2048:
+        # Short rows of keys: small tiles waste less on the diagonal, and two programs share a multiprocessor.
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    return PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
 
 
 def prefill_attention(
