@@ -65,9 +65,11 @@ PK_INLINE void reduce4(vf a, vf b, vf c, vf d, float* out) {
 #endif
 }
 
-// scores[g * kPart + j] = q[g] . k[j] for `count` consecutive keys.
+// scores[g * kPart + j] = q[g] . k[j] for `count` consecutive keys. A block's keys are a short run, on which the
+// hardware prefetcher barely starts: the next run (`ahead`) and the values of this one are asked for line by line.
 template <int G, class C>
-void score_keys(const float* q, int qs, const C* k, int dim, int count, float* scores) {
+void score_keys(const float* q, int qs, const C* k, const C* ahead, const C* values, int dim, int count,
+                float* scores) {
     const int whole = dim / VL * VL, rest = dim - whole;
     int j = 0;
     for (; j + 4 <= count; j += 4) {
@@ -77,6 +79,8 @@ void score_keys(const float* q, int qs, const C* k, int dim, int count, float* s
         const C *k0 = k + int64_t(j) * dim, *k1 = k0 + dim, *k2 = k1 + dim, *k3 = k2 + dim;
         for (int d = 0; d < whole; d += VL) {
             vf key[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+            __builtin_prefetch(ahead + int64_t(j) * dim + 4 * d);
+            __builtin_prefetch(values + int64_t(j) * dim + 4 * d);
             PK_UNROLL for (int g = 0; g < G; ++g) {
                 vf x = load(q + g * qs + d);
                 PK_UNROLL for (int i = 0; i < 4; ++i) acc[g][i] += x * key[i];
@@ -189,21 +193,43 @@ void store_outputs(const AttentionArgs& a, int64_t token, int head, const float*
     });
 }
 
-// In place: x[i] = exp(x[i] - max); returns the sum. `n` is a multiple of VL, padding already -inf.
-PK_INLINE float exp_row(float* x, int n, float max) {
-    vf sum = splat(0);
-    for (int i = 0; i < n; i += VL) {
-        vf e = vexp(load(x + i) - splat(max));
-        store(x + i, e);
-        sum += e;
+// The largest of x[0..n); fills x up to the end of its last vector with copies of x[0].
+PK_INLINE float max_row(float* x, int n) {
+    for (int i = n; i % VL; ++i) x[i] = x[0];
+    vf m[2] = {load(x), load(x)};
+    int i = VL;
+    for (; i + VL < n; i += 2 * VL) {
+        m[0] = vmax(m[0], load(x + i));
+        m[1] = vmax(m[1], load(x + i + VL));
     }
-    return hsum(sum);
+    if (i < n) m[0] = vmax(m[0], load(x + i));
+    return hmax(vmax(m[0], m[1]));
 }
 
-PK_INLINE float max_row(const float* x, int n) {
-    vf m = load(x);
-    for (int i = VL; i < n; i += VL) m = vmax(m, load(x + i));
-    return hmax(m);
+// In place, after max_row: x[i] = exp(x[i] - max) for i < n, zeros up to the end of the last vector; the sum.
+PK_INLINE float exp_row(float* x, int n, float max) {
+    const vf low = splat(-87.0f);
+    vf sum[2] = {splat(0), splat(0)};
+    int i = 0;
+    for (; i + VL < n; i += 2 * VL) {  // two at a time: the polynomial is one long dependency
+        vf a = vexp_inside(vmax(load(x + i) - splat(max), low));
+        vf b = vexp_inside(vmax(load(x + i + VL) - splat(max), low));
+        store(x + i, a);
+        store(x + i + VL, b);
+        sum[0] += a;
+        sum[1] += b;
+    }
+    if (i < n) {
+        vf a = vexp_inside(vmax(load(x + i) - splat(max), low));
+        store(x + i, a);
+        sum[0] += a;
+    }
+    float total = hsum(sum[0] + sum[1]);
+    for (int j = n; j % VL; ++j) {
+        total -= x[j];
+        x[j] = 0;
+    }
+    return total;
 }
 
 // Partial result of one decode task: per head of the group, `width` sums, then maximum and total.
@@ -224,9 +250,13 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
                      task.kv_head * a.k_head_stride + int64_t(offset) * dim;
         const C* v = static_cast<const C*>(a.v_cache) + block * a.v_block_stride +
                      task.kv_head * a.v_head_stride + int64_t(offset) * dim;
+        const C* ahead = key + run < task.end
+                             ? static_cast<const C*>(a.k_cache) + table[key / a.block_size + 1] * a.k_block_stride +
+                                   task.kv_head * a.k_head_stride
+                             : k;
         for (int g = 0; g < group; g += kMaxGroup)
             by_group(group - g, [&](auto n) {
-                score_keys<decltype(n)::value>(q + g * width, width, k, dim, run, scores + g * kPart + at);
+                score_keys<decltype(n)::value>(q + g * width, width, k, ahead, v, dim, run, scores + g * kPart + at);
             });
         spans[nspans++] = {v, run};
         at += run;
@@ -234,11 +264,9 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
     }
     for (int g = 0; g < group; ++g) {
         float* row = scores + g * kPart;
-        const int n = padded(keys);
-        for (int i = keys; i < n; ++i) row[i] = -INFINITY;
-        const float max = max_row(row, n);
+        const float max = max_row(row, keys);
         partial[g * stride + width] = max;
-        partial[g * stride + width + 1] = exp_row(row, n, max);
+        partial[g * stride + width + 1] = exp_row(row, keys, max);
     }
     for (int g = 0; g < group; g += kMaxGroup)
         by_group(group - g, [&](auto n) {
@@ -387,17 +415,25 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
         for (int r = 0; r < rows; ++r) {
             const int position = base + task.begin + r / group;
             float* row = scores + r * kPanel;
-            const int visible = std::min(count, position + 1 - key);
-            for (int j = std::max(visible, 0); j < columns; ++j) row[j] = -INFINITY;
-            if (a.window)
-                for (int j = 0; j < std::min(columns, position - a.window + 1 - key); ++j) row[j] = -INFINITY;
-            const float top = std::max(max[r], max_row(row, columns));
-            if (top == -INFINITY) {  // nothing visible so far
+            // Visible columns are a run: [from, to). What is outside takes part in the product with weight zero.
+            const int to = std::min(count, position + 1 - key);
+            const int from = a.window ? std::max(0, position - a.window + 1 - key) : 0;
+            const int start = from / VL * VL;
+            if (to <= from) {
                 std::fill(row, row + columns, 0.0f);
                 continue;
             }
+            for (int j = start; j < from; ++j) row[j] = row[from];
+            const float top = std::max(max[r], max_row(row + start, to - start));
             const float keep = std::exp(max[r] - top);
-            total[r] = total[r] * keep + exp_row(row, columns, top);
+            float mass = exp_row(row + start, to - start, top);
+            for (int j = start; j < from; ++j) {
+                mass -= row[j];
+                row[j] = 0;
+            }
+            std::fill(row, row + start, 0.0f);
+            std::fill(row + padded(to), row + columns, 0.0f);
+            total[r] = total[r] * keep + mass;
             if (keep != 1.0f)
                 for (int d = 0; d < width; d += VL)
                     store(acc + r * width + d, load(acc + r * width + d) * splat(keep));

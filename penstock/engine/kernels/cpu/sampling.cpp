@@ -65,8 +65,9 @@ int64_t gumbel_row(const float* x, int64_t n, float temperature, uint64_t key) {
     const float inverse = 1.0f / temperature;
     auto noisy = [&](int64_t i) { return x[i] / temperature - std::log(-std::log(uniform(key, i))); };
     float top = noisy(best);
+    constexpr float kLeast = 5.9e-8f;  // just below the smallest 1 - u there is
     auto consider = [&](int64_t i, float room) {
-        if (!(1.0f - uniform(key, i) < room * 1.0001f)) return;
+        if (room < kLeast || !(1.0f - uniform(key, i) < room * 1.0001f)) return;
         const float value = noisy(i);
         if (value > top || (value == top && i < best)) {
             top = value;
@@ -75,8 +76,9 @@ int64_t gumbel_row(const float* x, int64_t n, float temperature, uint64_t key) {
     };
     int64_t i = 0;
     for (; i + VL <= n; i += VL) {
-        vf room = vexp(vmin(load(x + i) * splat(inverse) - splat(top), splat(1.0f)));
-        if (hmax(room) < 5.9e-8f) continue;  // below the smallest 1 - u there is
+        vf gap = load(x + i) * splat(inverse) - splat(top);
+        if (hmax(gap) < -16.65f) continue;  // log(kLeast): no noise closes such a gap
+        vf room = vexp(vmin(gap, splat(1.0f)));
         for (int j = 0; j < VL; ++j) consider(i + j, room[j]);
     }
     for (; i < n; ++i) consider(i, std::exp(std::min(x[i] * inverse - top, 1.0f)));
