@@ -70,6 +70,30 @@ def _quantize_kernel(
     tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _half_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, tl.clamp(x, -65504.0, 65504.0).to(tl.float16), mask=mask)
+
+
+def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
+    """`x` [T, width] in float16; what float16 cannot hold becomes its largest value."""
+    tokens, width = x.shape
+    out = torch.empty((tokens, width), dtype=torch.float16, device=x.device)
+    if tokens:
+        _half_kernel[(tokens, ceil_div(width, 1024))](
+            x, out, x.stride(0), WIDTH=width, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out
+
+
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2

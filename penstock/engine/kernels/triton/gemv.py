@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.kernels.triton.activation import to_half
 from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
 from penstock.engine.kernels.triton.norm import rms_norm
 
@@ -194,7 +195,6 @@ def _tiles_kernel(
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
-    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -216,9 +216,6 @@ def _tiles_kernel(
         else:
             w = tl.load(rows + start)
         x = tl.load(x_ptr + b[:, None] * x_stride + (start + k)[None, :], mask=x_mask, other=0.0)
-        if HALF:
-            # An fp8 weight widens to float16 in one instruction, exactly; so the input is taken in float16 too.
-            x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
             if K % BLOCK_K != 0:
@@ -297,11 +294,15 @@ def linear(
     batch, k = x.shape
     if batch > MAX_BATCH:
         raise ValueError(f"linear of {batch} tokens: this kernel is for up to {MAX_BATCH}")
-    if norm is not None:
-        x = rms_norm(x, norm, eps, pdl=pdl)
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
-        out = torch.empty((batch, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((batch, weight.shape[0] // 2 if gated else weight.shape[0]), dtype=x.dtype, device=x.device)
+    # In a product an fp8 weight widens to float16, in one instruction and exactly; so must the input.
+    half = batch > 1 and weight.dtype == torch.float8_e4m3fn
+    if norm is not None:
+        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
+    elif half:
+        x = to_half(x, pdl=pdl)
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = config or choose(n, k, batch, weight.element_size(), gated)
     pointers = (
         x,
@@ -344,7 +345,6 @@ def linear(
             BLOCK_N=shape.block_n,
             BLOCK_K=max(16, shape.block_k),
             **flags,
-            HALF=weight.dtype == torch.float8_e4m3fn,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

@@ -83,9 +83,9 @@ def _launch(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False) -> Tensor:
+    """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`."""
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     _launch(x, None, weight, eps, out, None, pdl)
     return out
 
