@@ -15,6 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FP8_MAX = tl.constexpr(448.0)
 """Largest finite float8_e4m3fn."""
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Running in Triton's interpreter, which knows no machine instructions."""
 
 
 @triton.jit
@@ -29,6 +31,24 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
     """Wait until every earlier kernel has finished and its writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def split_fp8(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Two e4m3 values in each int16 as float16: those of the low bytes, and those of the high bytes."""
+    if INTERPRETED:
+        low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 both; cvt.rn.f16x2.e4m3x2 both, $2; mov.b32 {$0, $1}, both; }",
+            "=h,=h,h",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    return low, high
 
 
 def next_power_of_2(n: int) -> int:

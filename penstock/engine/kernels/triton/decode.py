@@ -24,6 +24,7 @@ from penstock.engine.kernels.triton.common import (
     ceil_div,
     launch_successor,
     next_power_of_2,
+    split_fp8,
     wait_for_inputs,
 )
 
@@ -119,7 +120,7 @@ def _decode_kernel(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
-    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -147,8 +148,10 @@ def _decode_kernel(
         return
 
     table = table_ptr + row * table_stride
-    if HALF:
-        # fp8 keys and values widen to float16 in one instruction, exactly; to bfloat16 it would take three.
+    if PAIRED:
+        # fp8 keys and values widen to float16 in one instruction, exactly; to bfloat16 it would take three. A
+        # tensor-core operand needs neighbouring keys of a value side by side, which bytes cannot be moved into
+        # cheaply but 16-bit words can: values are loaded two to a word, and multiplied as even and odd columns.
         q = q.to(tl.float16)
     scores = scale * LOG2E
     if SCALED:
@@ -156,7 +159,9 @@ def _decode_kernel(
 
     peak = tl.full([TILE_M], NEGATIVE, tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, DIM_BLOCK], tl.float32)
+    d_pair = tl.arange(0, DIM_BLOCK // 2)
+    acc = tl.zeros([TILE_M, DIM_BLOCK // 2 if PAIRED else DIM_BLOCK], tl.float32)
+    acc_odd = tl.zeros([TILE_M, DIM_BLOCK // 2], tl.float32)
     head_offset = kv_head.to(tl.int64) * BLOCK_SIZE * DIM
     last = tl.minimum((split + 1) * share, tiles)
     for tile in range(split * share, last):
@@ -165,13 +170,16 @@ def _decode_kernel(
         block = tl.load(table + n // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
         at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
         k_at = k_cache_ptr + at[:, None] + d[None, :]
-        v_at = v_cache_ptr + at[:, None] + d[None, :]
-        # Slots past the context hold anything, NaN included: values there must be loaded as zero.
         if DIM == DIM_BLOCK:
             k = tl.load(k_at)
-            v = tl.load(v_at, mask=in_context[:, None], other=0.0)
         else:
             k = tl.load(k_at, mask=in_dim[None, :], other=0.0)
+        # Slots past the context hold anything, NaN included: values there must be loaded as zero.
+        if PAIRED:
+            v_at = v_cache_ptr + (at // 2)[:, None] + d_pair[None, :]
+            v = tl.load(v_at, mask=in_context[:, None] & (d_pair < DIM // 2)[None, :], other=0)
+        else:
+            v_at = v_cache_ptr + at[:, None] + d[None, :]
             v = tl.load(v_at, mask=in_context[:, None] & in_dim[None, :], other=0.0)
         qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores
         visible = in_context
@@ -183,8 +191,15 @@ def _decode_kernel(
         p = tl.exp2(qk - new_peak[:, None])
         total = total * decay + tl.sum(p, axis=1)
         acc = acc * decay[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        if PAIRED:
+            even, odd = split_fp8(v)
+            acc = tl.dot(p.to(q.dtype), even, acc)
+            acc_odd = tl.dot(p.to(q.dtype), odd, acc_odd * decay[:, None])
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         peak = new_peak
+    if PAIRED:
+        acc = tl.reshape(tl.join(acc, acc_odd), [TILE_M, DIM_BLOCK])
     if SCALED:
         acc *= tl.load(v_scale_ptr + kv_head)
 
@@ -264,10 +279,11 @@ def decode_attention(
     stats = torch.empty((2, sequences * layout.heads * splits), dtype=torch.float32, device=q.device)
     partial = torch.empty((sequences * layout.heads * splits, dim), dtype=torch.float32, device=q.device)
     k_scale, v_scale = kv_scales if kv_scales is not None else (stats, stats)
+    paired = v_cache.dtype == torch.float8_e4m3fn
     _decode_kernel[(sequences, layout.kv_heads, splits)](
         q,
         k_cache,
-        v_cache,
+        v_cache.view(torch.int16) if paired else v_cache,
         out,
         partial,
         stats[0],
@@ -294,7 +310,7 @@ def decode_attention(
         CHUNK=min(splits, max(1, 8192 // (group_block * dim_block))),
         WINDOW=layout.window or 0,
         SCALED=kv_scales is not None,
-        HALF=k_cache.dtype == torch.float8_e4m3fn,
+        PAIRED=paired,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=config.num_warps,

@@ -17,16 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import (
+    INTERPRETED,
+    ceil_div,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
 
 _TILE = 1024
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def _fast_log(x: tl.tensor) -> tl.tensor:
     """Natural logarithm from the hardware's base-2 one: absolute error 2^-22 near one, relative 2^-22 elsewhere."""
-    if _INTERPRETED:
+    if INTERPRETED:
         y = tl.log2(x)
     else:
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
