@@ -21,6 +21,7 @@ from gpu_harness import (
 from torch import Tensor
 
 from penstock.engine.kernels.noise import gumbel
+from penstock.engine.kernels.triton import filters
 from penstock.engine.kernels.triton.ops import TritonOps
 
 ops = TritonOps(DEVICE)
@@ -125,6 +126,15 @@ def kept64(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: flo
         margin = min(margin, float((scaled.double() - floor).abs().min()))
         kept &= scaled.double() >= floor
     return kept, margin
+
+
+def test_filters_without_room_for_candidates() -> None:
+    """The search of whole rows, for those with too many tokens above their floor."""
+    capacity, filters._CAPACITY = filters._CAPACITY, 16
+    try:
+        test_filters_keep_what_a_sort_would()
+    finally:
+        filters._CAPACITY = capacity
 
 
 def test_filters_keep_what_a_sort_would() -> None:

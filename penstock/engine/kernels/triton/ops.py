@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton import activation, decode, norm, prefill, rope, sampler
+from penstock.engine.kernels.triton import activation, decode, filters, norm, prefill, rope, sampler
 
 
 class TritonOps:
@@ -78,18 +78,18 @@ class TritonOps:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return sampler.argmax(logits, processors=self.processors, pdl=self.pdl)
+        return sampler.argmax(logits, pdl=self.pdl)
 
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
     ) -> Tensor:
-        return sampler.gumbel_argmax(logits, temperatures, keys, thresholds, processors=self.processors, pdl=self.pdl)
+        return sampler.gumbel_argmax(logits, temperatures, keys, thresholds, pdl=self.pdl)
 
     def filter_thresholds(
         self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     ) -> Tensor:
         """What `gumbel_argmax` takes to leave out what top-k, top-p and min-p exclude; no sort, no sync."""
-        return sampler.filter_thresholds(logits, temperatures, top_k, top_p, min_p, pdl=self.pdl)
+        return filters.thresholds(logits, temperatures, top_k, top_p, min_p, pdl=self.pdl)
 
     def _counters_for(self, programs: int) -> Tensor:
         """Zeroed arrival counters. Kept for good once made: a captured graph holds their address."""
