@@ -390,21 +390,22 @@ def bench_prefill() -> Iterator[Row]:
 
 
 def tune_decode() -> Iterator[Row]:
-    for count, context, kv in ((1, 2048, None), (64, 512, None), (256, 1024, None), (256, 1024, FP8)):
+    wide, narrow = (128, 4, 3), (64, 4, 3)
+    sweeps: list[tuple[int, int, torch.dtype | None, list[tuple[int, int, int]], list[tuple[int, int]]]] = [
+        (1, 512, None, [wide, narrow], [(32, 64), (32, 128), (16, 256)]),
+        (1, 2048, None, [wide, narrow], [(32, 128), (16, 256), (16, 128)]),
+        (8, 1024, None, [wide, narrow], [(8, 128), (8, 256), (4, 512)]),
+        (16, 1024, None, [wide, narrow], [(8, 128), (4, 256), (4, 512)]),
+        (32, 1024, None, [wide, narrow], [(4, 256), (4, 512), (4, 1024)]),
+        (64, 512, None, [wide, narrow], [(4, 256), (4, 512)]),
+        (256, 1024, FP8, [wide, narrow, (64, 4, 5), (128, 4, 5)], [(4, 1024)]),
+    ]
+    for count, context, kv, tiles, shares in sweeps:
         cases = decode_cases(count, context, LLAMA, kv)
-        for block_n, warps, stages in (
-            (32, 4, 3),
-            (32, 4, 5),
-            (64, 4, 2),
-            (64, 4, 3),
-            (64, 4, 5),
-            (64, 8, 3),
-            (128, 4, 3),
-            (128, 8, 3),
-        ):
-            for splits, tokens in ((4, 1024), (8, 256)) if count > 1 else ((64, 64), (32, 128)):
+        outs = [torch.empty_like(c.q) for c in cases]
+        for block_n, warps, stages in tiles:
+            for splits, tokens in shares:
                 config = decode.DecodeConfig(block_n, warps, stages, splits, max(1, tokens // block_n))
-                outs = [torch.empty_like(c.q) for c in cases]
                 us = time_us(
                     [
                         lambda c=c, o=o, g=config: decode.decode_attention(
@@ -424,16 +425,11 @@ def tune_prefill() -> Iterator[Row]:
         case = build([length] * count, [length] * count, LLAMA, torch.bfloat16)
         out = torch.empty_like(case.q)
         for config in (
-            prefill.PrefillConfig(128, 64, 8, 2),
-            prefill.PrefillConfig(128, 64, 8, 3),
             prefill.PrefillConfig(128, 64, 8, 5),
-            prefill.PrefillConfig(128, 128, 8, 2),
             prefill.PrefillConfig(128, 128, 8, 3),
-            prefill.PrefillConfig(128, 64, 4, 3),
-            prefill.PrefillConfig(64, 64, 4, 2),
             prefill.PrefillConfig(64, 64, 4, 3),
-            prefill.PrefillConfig(64, 128, 4, 2),
-            prefill.PrefillConfig(64, 128, 4, 3),
+            prefill.PrefillConfig(64, 64, 4, 5),
+            prefill.PrefillConfig(64, 32, 4, 5),
         ):
             us = time_us(
                 [

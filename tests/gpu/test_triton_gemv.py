@@ -146,7 +146,7 @@ def timed(
 
 def bench_gemv() -> Iterator[Row]:
     for dtype, label in ((BF16, "bf16"), (FP8, "fp8")):
-        for batch in (1, 2, 4, 8, 16):
+        for batch in (1, 8, 16):
             for name, (n, k, folded) in LLAMA.items():
                 rows = 2 * n if folded.get("gated") else n
                 plain = (rows, k, {})
@@ -161,29 +161,61 @@ def bench_gemv() -> Iterator[Row]:
             yield bandwidth(f"gemv bf16 b{batch} {name} {n}x{k}", us, size)
 
 
+def bench_vendor() -> Iterator[Row]:
+    """The vendor's product on the same weights, to see up to which batch the kernels above pay."""
+    if MODE != "device":
+        return
+    for batch in (1, 8, 16, 32):
+        for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 3072), (4096, 1024)):
+            copies = max(2, min(24, 400_000_000 // (2 * n * k)))
+            weights = [make_weight(n, k, BF16)[0] for _ in range(copies)]
+            x = rand(batch, k, dtype=BF16)
+            us = time_us([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights], repeats=7)
+            yield bandwidth(f"vendor bf16 b{batch} {n}x{k}", us, 2 * n * k)
+
+
+Sweep = list[tuple[torch.dtype, int, int, bool, list[tuple[int, ...]]]]
+
+
 def tune_gemv_rows() -> Iterator[Row]:
-    for dtype, label in ((BF16, "bf16"), (FP8, "fp8")):
-        for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)):
-            for block_n, warps in ((1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (2, 16), (4, 2), (4, 4), (4, 8)):
-                block_k = warps * 256
-                config = GemvConfig("rows", block_n, block_k, warps, 1)
-                us, size = timed(n, k, 1, dtype, {}, config)
-                yield bandwidth(f"tune rows {label} {n}x{k} n{block_n} k{block_k} w{warps}", us, size)
+    sweep: Sweep = [
+        (BF16, 14336, 4096, True, [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8)]),
+        (FP8, 14336, 4096, True, [(1, 2), (1, 4), (2, 2), (2, 4), (2, 8)]),
+        (FP8, 4096, 4096, False, [(4, 2), (4, 4), (2, 2), (1, 4)]),
+        (FP8, 4096, 14336, False, [(2, 2), (2, 4), (1, 8), (4, 2)]),
+        (BF16, 4096, 14336, False, [(4, 4), (4, 8), (2, 2)]),
+        (BF16, 3072, 1024, True, [(1, 4), (1, 2), (2, 2), (2, 4)]),
+        (BF16, 4096, 1024, False, [(1, 4), (2, 4), (2, 2), (4, 2)]),
+        (BF16, 1024, 2048, False, [(1, 4), (1, 8), (2, 4)]),
+    ]
+    for dtype, n, k, gated, shapes in sweep:
+        for block_n, warps in shapes:
+            config = GemvConfig("rows", block_n, warps * 256, warps, 1)
+            us, size = timed(n, k, 1, dtype, {"gated": gated}, config)
+            label = f"{'fp8' if dtype == FP8 else 'bf16'} {n}x{k}{' gated' if gated else ''}"
+            yield bandwidth(f"tune rows {label} n{block_n} w{warps}", us, size)
 
 
 def tune_gemv_tiles() -> Iterator[Row]:
-    for dtype, label in ((BF16, "bf16"), (FP8, "fp8")):
-        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (1024, 3072)):
-            for block_n, block_k, warps, stages in (
-                (16, 256, 1, 4),
-                (16, 512, 1, 4),
-                (32, 128, 2, 6),
-                (32, 256, 2, 4),
-                (32, 256, 2, 6),
-                (32, 512, 2, 3),
-                (64, 128, 4, 4),
-                (64, 256, 4, 4),
-            ):
-                config = GemvConfig("tiles", block_n, block_k, warps, stages)
-                us, size = timed(n, k, 8, dtype, {}, config)
-                yield bandwidth(f"tune tiles {label} {n}x{k} n{block_n} k{block_k} w{warps} s{stages}", us, size)
+    sweep: Sweep = [
+        (
+            BF16,
+            6144,
+            4096,
+            False,
+            [(16, 512, 1, 4), (16, 256, 1, 6), (16, 256, 2, 6), (32, 256, 2, 5), (32, 256, 4, 5)],
+        ),
+        (BF16, 14336, 4096, True, [(32, 256, 2, 3), (32, 128, 2, 5), (16, 256, 1, 4), (16, 512, 1, 3)]),
+        (FP8, 14336, 4096, True, [(32, 512, 2, 3), (32, 256, 2, 4), (16, 512, 1, 4)]),
+        (FP8, 4096, 4096, False, [(32, 512, 2, 5), (32, 256, 2, 6), (16, 512, 1, 6), (16, 1024, 1, 4)]),
+        (FP8, 6144, 4096, False, [(32, 512, 2, 4), (16, 512, 1, 6), (16, 1024, 1, 4)]),
+        (FP8, 4096, 14336, False, [(32, 512, 2, 5), (32, 256, 2, 6), (16, 1024, 1, 4)]),
+        (BF16, 1024, 3072, False, [(16, 512, 1, 4), (16, 512, 2, 4), (16, 1024, 2, 3)]),
+        (BF16, 4096, 1024, False, [(16, 512, 1, 3), (32, 256, 2, 4), (16, 256, 1, 5)]),
+    ]
+    for dtype, n, k, gated, shapes in sweep:
+        for block_n, block_k, warps, stages in shapes:
+            config = GemvConfig("tiles", block_n, block_k, warps, stages)
+            us, size = timed(n, k, 8, dtype, {"gated": gated}, config)
+            label = f"{'fp8' if dtype == FP8 else 'bf16'} {n}x{k}{' gated' if gated else ''}"
+            yield bandwidth(f"tune tiles {label} n{block_n} k{block_k} w{warps} s{stages}", us, size)

@@ -251,7 +251,8 @@ def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, processors
     uneven = ceil_div(tiles, processors) * processors / tiles
     block_n = 16 if n <= 2048 or uneven > 1.2 else 32
     step = 1024 // weight_size if block_n == 16 else 512 // weight_size
-    block_k = max(32, min(next_power_of_2(k), step))
+    # At least four steps, or there is nothing to pipeline.
+    block_k = max(32, min(next_power_of_2(k) // 4, step))
     return GemvConfig("tiles", block_n, block_k, block_n // 16, 3 if gated else 4 if block_n == 16 else 5)
 
 
