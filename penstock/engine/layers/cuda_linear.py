@@ -31,6 +31,9 @@ class ScaledTensor:
 class CudaLinear:
     """Weights [out, in] in the dtype of the activations, or in FP8 with `scale` [out]."""
 
+    pdl = False
+    """Start while the kernel before is still finishing (programmatic dependent launch, Hopper and later)."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
@@ -46,7 +49,7 @@ class CudaLinear:
 
     def __call__(self, x: Tensor | ScaledTensor) -> Tensor:
         if isinstance(x, Tensor) and x.shape[0] <= gemv.MAX_BATCH:
-            return gemv.linear(x, self.weight, bias=self.bias, weight_scale=self.scale)
+            return gemv.linear(x, self.weight, bias=self.bias, weight_scale=self.scale, pdl=self.pdl)
         if self.scale is None:
             assert isinstance(x, Tensor)
             return F.linear(x, self.weight, self.bias)
@@ -82,4 +85,5 @@ class CudaLinear:
             residual=residual,
             gated=gated,
             out=residual,
+            pdl=self.pdl,
         )
