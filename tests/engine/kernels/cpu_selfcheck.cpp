@@ -241,7 +241,7 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
             error = std::max(error, std::fabs(y[size_t(r) * columns + n] - expected) / size);
         }
     char name[96];
-    std::snprintf(name, sizeof name, "linear type %d rows %d columns %d depth %d", kind, rows, columns, depth);
+    std::snprintf(name, sizeof name, "linear type %d digits %d rows %d columns %d depth %d", kind, digits, rows, columns, depth);
     report(name, error, 1e-6);
 }
 

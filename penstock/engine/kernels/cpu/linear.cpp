@@ -153,14 +153,13 @@ template <class Q, bool MIN, class S>
 void tile_product(const uint8_t* q, const S* scale, const S* minimum, const Record* r, int64_t blocks, int rows,
                   float* y) {
     if (rows == 1) return tile_rows<Q, 1, kVectors, MIN>(q, scale, minimum, r, blocks, y);
+    if (rows == 2) return tile_rows<Q, 2, kVectors, MIN>(q, scale, minimum, r, blocks, y);
     constexpr int N = kGemmVectors;
     for (int c = 0; c < kVectors; c += N) {
         const uint8_t* part = q + c * VL * 4;
         const S *s = scale + c * VL, *low = minimum + c * VL;
         float* to = y + c * VL;
-        if (rows == 2)
-            tile_rows<Q, 2, N, MIN>(part, s, low, r, blocks, to);
-        else if (kRows > 4 && rows <= 4)
+        if (kRows > 4 && rows <= 4)
             tile_rows<Q, 4, N, MIN>(part, s, low, r, blocks, to);
         else
             tile_rows<Q, kRows, N, MIN>(part, s, low, r, blocks, to);
