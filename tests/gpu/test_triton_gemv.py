@@ -12,7 +12,11 @@ from torch import Tensor
 from penstock.engine.kernels.triton.gemv import GemvConfig, linear
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-SHAPES = [(48, 96), (33, 64)] if QUICK else [(4096, 4096), (1000, 576), (3072, 1024), (4096, 14336), (257, 1536)]
+SHAPES = (
+    [(48, 96), (33, 64)]
+    if QUICK
+    else [(4096, 4096), (6144, 512), (1000, 576), (3072, 1024), (4096, 14336), (257, 1536)]
+)
 
 
 def linear64(
@@ -55,7 +59,7 @@ def configs(batch: int) -> list[GemvConfig | None]:
 def test_linear_in_any_batch_and_dtype() -> None:
     for n, k in SHAPES:
         for dtype, weight_dtype in ((BF16, BF16), (torch.float16, torch.float16), (torch.float32,) * 2, (BF16, FP8)):
-            for batch in (1, 3) if QUICK else (1, 2, 5, 8, 16):
+            for batch in (1, 3) if QUICK else (1, 2, 5, 8):
                 x = rand(batch, k, dtype=dtype)
                 weight, scale = make_weight(n, k, weight_dtype)
                 with poisoned_outputs():
@@ -66,7 +70,7 @@ def test_linear_in_any_batch_and_dtype() -> None:
 def test_folded_operations() -> None:
     n, k = SHAPES[1] if QUICK else (1000, 576)
     for weight_dtype in (BF16, FP8):
-        for batch in (1, 3) if QUICK else (1, 4, 13):
+        for batch in (1, 3) if QUICK else (1, 4, 7):
             for gated in (False, True):
                 for config in configs(batch):
                     for use_bias, use_norm, use_residual in (
@@ -146,7 +150,7 @@ def timed(
 
 def bench_gemv() -> Iterator[Row]:
     for dtype, label in ((BF16, "bf16"), (FP8, "fp8")):
-        for batch in (1, 8, 16):
+        for batch in (1, 2, 8):
             for name, (n, k, folded) in LLAMA.items():
                 rows = 2 * n if folded.get("gated") else n
                 plain = (rows, k, {})
@@ -165,7 +169,7 @@ def bench_vendor() -> Iterator[Row]:
     """The vendor's product on the same weights, to see up to which batch the kernels above pay."""
     if MODE != "device":
         return
-    for batch in (1, 8, 16, 32):
+    for batch in (1, 8, 32):
         for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 3072), (4096, 1024)):
             copies = max(2, min(24, 400_000_000 // (2 * n * k)))
             weights = [make_weight(n, k, BF16)[0] for _ in range(copies)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     ceil_div,
+    launch,
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
@@ -88,8 +89,16 @@ def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=torch.float16, device=x.device)
     if tokens:
-        _half_kernel[(tokens, ceil_div(width, 1024))](
-            x, out, x.stride(0), WIDTH=width, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        launch(
+            _half_kernel,
+            (tokens, ceil_div(width, 1024)),
+            x,
+            out,
+            x.stride(0),
+            WIDTH=width,
+            BLOCK=1024,
+            num_warps=4,
+            pdl=pdl,
         )
     return out
 
@@ -102,15 +111,16 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
         return out
     # Few rows: more, smaller programs, so that a single token still spreads over the chip.
     block = 512 if tokens <= 32 else 2048
-    _silu_mul_kernel[(tokens, ceil_div(ffn, block))](
+    launch(
+        _silu_mul_kernel,
+        (tokens, ceil_div(ffn, block)),
         gate_up,
         out,
         gate_up.stride(0),
         FFN=ffn,
         BLOCK=block,
-        PDL=pdl,
         num_warps=block // 256,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
     return out
 
@@ -122,7 +132,9 @@ def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Te
     if tokens == 0:
         return out, scale
     block = next_power_of_2(width)
-    _quantize_kernel[(tokens,)](
+    launch(
+        _quantize_kernel,
+        (tokens,),
         x,
         out,
         scale,
@@ -130,9 +142,8 @@ def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Te
         WIDTH=width,
         BLOCK=block,
         GATED=gated,
-        PDL=pdl,
         num_warps=min(32, max(1, block // 1024)),
-        launch_pdl=pdl,
+        pdl=pdl,
     )
     return out, scale
 

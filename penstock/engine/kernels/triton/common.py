@@ -1,4 +1,4 @@
-"""What every kernel here shares: launch dependence, powers of two, the fp8 range.
+"""What every kernel here shares: how it is launched and built, powers of two, the fp8 range.
 
 Launch order: with `PDL` a kernel may be scheduled while its predecessor still runs (programmatic dependent launch,
 compute capability 9.0). It must then call `wait_for_inputs` before it touches anything an earlier kernel wrote *or
@@ -7,6 +7,14 @@ overtake its predecessor. Constants (weights, tables) may be read before the wai
 """
 
 from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -49,6 +57,35 @@ def split_fp8(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
             pack=1,
         )
     return low, high
+
+
+_MOST_OVERLAPPED = 2048
+"""Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
+_building: ContextVar[bool] = ContextVar("building", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, **options: Any) -> None:
+    """Run `kernel` on the current stream, or only build it inside `building_kernels`."""
+    early = pdl and math.prod(grid) <= _MOST_OVERLAPPED
+    if _building.get():
+        kernel.warmup(*args, grid=grid, PDL=early, launch_pdl=early, **options)
+    else:
+        kernel[grid](*args, PDL=early, launch_pdl=early, **options)
+
+
+@contextmanager
+def building_kernels(threads: int | None = None) -> Iterator[None]:
+    """Inside, launches build their kernels instead of running them, several at a time; done when the block ends.
+
+    A kernel is otherwise built when it is first launched, one after another, which is most of a cold start. The calls
+    inside must be those of later use (shapes, dtypes, flags); what they return has no meaning.
+    """
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        token = _building.set(True)
+        try:
+            yield
+        finally:
+            _building.reset(token)
 
 
 def next_power_of_2(n: int) -> int:

@@ -22,6 +22,7 @@ from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
 from penstock.engine.kernels.triton.common import (
     LOG2E,
     ceil_div,
+    launch,
     launch_successor,
     next_power_of_2,
     split_fp8,
@@ -273,14 +274,14 @@ def decode_attention(
     sequences, dim = batch.num_decodes, layout.head_dim
     group = layout.heads // layout.kv_heads
     group_block, dim_block = next_power_of_2(group), next_power_of_2(dim)
-    # No more shares than the longest context can fill; a CUDA graph is captured with the model's own bound.
-    tiles = ceil_div(batch.max_context, config.block_n * config.min_tiles)
-    splits = min(config.splits, next_power_of_2(max(1, tiles)))
+    splits = config.splits
     stats = torch.empty((2, sequences * layout.heads * splits), dtype=torch.float32, device=q.device)
     partial = torch.empty((sequences * layout.heads * splits, dim), dtype=torch.float32, device=q.device)
     k_scale, v_scale = kv_scales if kv_scales is not None else (stats, stats)
     paired = v_cache.dtype == torch.float8_e4m3fn
-    _decode_kernel[(sequences, layout.kv_heads, splits)](
+    launch(
+        _decode_kernel,
+        (sequences, layout.kv_heads, splits),
         q,
         k_cache,
         v_cache.view(torch.int16) if paired else v_cache,
@@ -312,8 +313,7 @@ def decode_attention(
         SCALED=kv_scales is not None,
         PAIRED=paired,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        launch_pdl=pdl,
+        pdl=pdl,
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.common import ceil_div, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
 
 _SHARE = 4096
 _GROUP = 64
@@ -340,7 +340,9 @@ def thresholds(
     count = torch.empty(rows, dtype=torch.int32, device=device)
     candidates = torch.empty((rows, _CAPACITY), dtype=torch.float32, device=device)
     stride = logits.stride(0)
-    _maxima_kernel[(rows, shares)](
+    launch(
+        _maxima_kernel,
+        (rows, shares),
         logits,
         temperatures,
         maxima,
@@ -349,11 +351,12 @@ def thresholds(
         VOCAB=vocab,
         SHARE=_SHARE,
         GROUP=_GROUP,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
-    _floor_kernel[(rows,)](
+    launch(
+        _floor_kernel,
+        (rows,),
         temperatures,
         top_k,
         top_p,
@@ -365,11 +368,12 @@ def thresholds(
         SHARES=shares,
         SHARE_BLOCK=next_power_of_2(shares),
         GROUPS=groups,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
-    _collect_kernel[(rows, shares)](
+    launch(
+        _collect_kernel,
+        (rows, shares),
         logits,
         temperatures,
         maxima,
@@ -381,11 +385,12 @@ def thresholds(
         SHARE=_SHARE,
         GROUPS=groups,
         CAPACITY=_CAPACITY,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
-    _threshold_kernel[(rows,)](
+    launch(
+        _threshold_kernel,
+        (rows,),
         logits,
         temperatures,
         top_k,
@@ -402,8 +407,7 @@ def thresholds(
         TILE=2048,
         MAXIMA=shares * groups,
         MAXIMA_BLOCK=next_power_of_2(shares * groups),
-        PDL=pdl,
         num_warps=8,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.common import FP8_MAX, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import FP8_MAX, launch, launch_successor, next_power_of_2, wait_for_inputs
 
 
 @triton.jit
@@ -65,7 +65,9 @@ def _launch(
     if tokens == 0:
         return
     block = next_power_of_2(hidden)
-    _norm_kernel[(tokens,)](
+    launch(
+        _norm_kernel,
+        (tokens,),
         x,
         x if residual is None else residual,
         weight,
@@ -77,9 +79,8 @@ def _launch(
         BLOCK=block,
         ADD=residual is not None,
         QUANTIZE=scale is not None,
-        PDL=pdl,
         num_warps=min(16, max(1, block // 512)),
-        launch_pdl=pdl,
+        pdl=pdl,
     )
 
 

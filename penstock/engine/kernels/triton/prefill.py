@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton.common import LOG2E, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import LOG2E, launch, launch_successor, next_power_of_2, wait_for_inputs
 
 NEGATIVE = tl.constexpr(-1.0e30)
 
@@ -265,7 +265,9 @@ def prefill_attention(
     sequences = batch.context_lens.shape[0] - batch.num_decodes
     tokens = q.shape[0] - batch.num_decodes
     k_scale, v_scale = kv_scales if kv_scales is not None else (q, q)
-    _prefill_kernel[(tokens // block_q + sequences, layout.kv_heads)](
+    launch(
+        _prefill_kernel,
+        (tokens // block_q + sequences, layout.kv_heads),
         q,
         k_cache,
         v_cache,
@@ -293,8 +295,7 @@ def prefill_attention(
         SCALED=kv_scales is not None,
         HALF=k_cache.dtype == torch.float8_e4m3fn,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        launch_pdl=pdl,
+        pdl=pdl,
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.common import ceil_div, launch_successor, wait_for_inputs
+from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, wait_for_inputs
 
 _LANES = 128
 
@@ -138,7 +138,9 @@ def prepare_decode(
     count = rows.shape[0]
     if count == 0:
         return
-    _prepare_kernel[(ceil_div(count, _LANES),)](
+    launch(
+        _prepare_kernel,
+        (ceil_div(count, _LANES),),
         rows,
         last_tokens,
         lengths,
@@ -156,9 +158,8 @@ def prepare_decode(
         count,
         BLOCK_SIZE=block_size,
         LANES=_LANES,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
 
 
@@ -167,6 +168,15 @@ def finish_decode(rows: Tensor, sampled: Tensor, last_tokens: Tensor, lengths: T
     count = rows.shape[0]
     if count == 0:
         return
-    _finish_kernel[(ceil_div(count, _LANES),)](
-        rows, sampled, last_tokens, lengths, count, LANES=_LANES, PDL=pdl, num_warps=4, launch_pdl=pdl
+    launch(
+        _finish_kernel,
+        (ceil_div(count, _LANES),),
+        rows,
+        sampled,
+        last_tokens,
+        lengths,
+        count,
+        LANES=_LANES,
+        num_warps=4,
+        pdl=pdl,
     )

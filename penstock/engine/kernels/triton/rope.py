@@ -15,6 +15,7 @@ from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     ceil_div,
+    launch,
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
@@ -140,7 +141,9 @@ def rope_and_cache(
     head_block = max(1, 512 // half_block)
     all_heads = layout.heads + 2 * layout.kv_heads
     k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
-    _rope_kernel[(tokens, ceil_div(all_heads, head_block))](
+    launch(
+        _rope_kernel,
+        (tokens, ceil_div(all_heads, head_block)),
         qkv,
         q,
         k_cache,
@@ -163,8 +166,7 @@ def rope_and_cache(
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         SCALED=kv_scales is not None,
-        PDL=pdl,
         num_warps=2,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
     return q

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.kernels.triton.common import (
     INTERPRETED,
     ceil_div,
+    launch,
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
@@ -150,7 +151,9 @@ def _best(
     splits = ceil_div(vocab, _TILE * _TILES)
     value = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
     index = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
-    _partial_kernel[(rows, splits)](
+    launch(
+        _partial_kernel,
+        (rows, splits),
         logits,
         logits if temperatures is None else temperatures,
         logits if keys is None else keys,
@@ -163,20 +166,20 @@ def _best(
         TILES=_TILES,
         RANDOM=temperatures is not None,
         FILTERED=thresholds is not None,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
-    _final_kernel[(rows,)](
+    launch(
+        _final_kernel,
+        (rows,),
         value,
         index,
         out,
         VOCAB=vocab,
         SPLITS=splits,
         SPLIT_BLOCK=next_power_of_2(splits),
-        PDL=pdl,
         num_warps=1,
-        launch_pdl=pdl,
+        pdl=pdl,
     )
     return out
 
