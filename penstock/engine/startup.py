@@ -22,6 +22,7 @@ from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
+from penstock.engine.runner.warmup import Limits, compile_kernels
 from penstock.engine.scheduler import Scheduler
 
 Progress = Callable[[str, float], None]
@@ -77,6 +78,9 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
             fused_up_to=plan.fused_up_to,
             progress=lambda fraction: phases.report("weights", fraction),
         )
+    if ops.name == "triton":
+        with phases("compile"):
+            compile_kernels(decoder, dtype, Limits(max_running, budget, wanted_len, config.block_size))
     with phases("kv cache"):
         num_blocks = count_blocks(
             config, decoder, dtype, max_running=max_running, max_model_len=wanted_len, budget=budget

@@ -77,12 +77,11 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of pure decode steps, made at start or when a size first occurs."""
 
-    def __init__(self, decoder: Decoder, kv: Tensor, rows: Rows, *, max_rows: int, max_context: int) -> None:
+    def __init__(self, decoder: Decoder, kv: Tensor, rows: Rows, *, max_rows: int) -> None:
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
-        self.max_context = max_context
         self.buckets = buckets_up_to(max_rows)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
@@ -159,7 +158,7 @@ class DecodeGraphs:
             block_tables=self.rows.block_tables,
             num_decodes=bucket,
             max_query=1,
-            max_context=self.max_context,
+            max_context=self.rows.max_context,
         )
         hidden = self.decoder.forward(ids, batch, self.kv)
         logits = self.decoder.head(hidden)

@@ -87,7 +87,8 @@ class InputBuilder:
             block_tables=self.rows.block_tables,
             num_decodes=batch.num_decodes,
             max_query=int(lengths.max()),
-            max_context=int(contexts.max()),
+            # CUDA kernels are compiled per bound; one bound for all steps keeps compilation out of traffic.
+            max_context=int(contexts.max()) if ids.device.type == "cpu" else self.rows.max_context,
         )
         request = None
         if len(sampling):

@@ -52,9 +52,13 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 class Rows:
     """Per-row tensors on the device and their host mirrors."""
 
-    def __init__(self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_context: int, vocab_size: int, device: torch.device, block_size: int = 16
+    ) -> None:
         self.device = device
         self.vocab_size = vocab_size
+        self.max_context = max_context
+        max_blocks = -(-max_context // block_size)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.floats = torch.zeros(max_rows, len(FLOATS), dtype=torch.float32, device=device)

@@ -59,13 +59,12 @@ class Runner:
     def __init__(self, decoder: Decoder, kv: Tensor, *, max_rows: int, max_model_len: int, block_size: int) -> None:
         self.decoder = decoder
         self.kv = kv
-        max_blocks = -(-max_model_len // block_size)
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
-        self.rows = Rows(max_rows + 1, max_blocks, decoder.config.vocab_size, kv.device)
+        self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size)
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
         if kv.is_cuda:
-            self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_context=max_model_len)
+            self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
@@ -77,8 +76,7 @@ class Runner:
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
         self._score_prompts(batch, hidden)
         if inputs.sampling is not None:
-            logits = self.decoder.logits(hidden[inputs.sample_at])
-            self._sample(step, logits, inputs.sampling)
+            self._sample(step, self.decoder.head(hidden[inputs.sample_at]), inputs.sampling)
         return step
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
@@ -87,13 +85,15 @@ class Runner:
         logits, tokens = graphs.replay(batch)
         request = self.inputs.sampling(batch) if self.rows.needs(batch, ~Flag.RANDOM) else None
         if request is not None:
-            self._sample(step, logits.float(), request)
+            self._sample(step, logits, request)
         else:
             step.tokens = tokens
             self._send_home(step)
         return step
 
     def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
+        if request.flags & ~Flag.RANDOM or not logits.is_cuda:
+            logits = logits.float()  # plain sampling on CUDA reads the head's own dtype
         tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
         self.rows.last_tokens[request.rows] = tokens
         step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs

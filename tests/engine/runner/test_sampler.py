@@ -33,7 +33,7 @@ def draw(
 ) -> tuple[list[int], Any]:
     """Sample each row of `logits` with its own parameters."""
     ops = ops or ReferenceOps()
-    rows = Rows(len(params), 4, logits.shape[1], DEVICE)
+    rows = Rows(len(params), 64, logits.shape[1], DEVICE)
     chunks = []
     for index, p in enumerate(params):
         seq = Sequence(Request(f"r{index}", [1, 2, 3], p), 0.0, (0.0, index))

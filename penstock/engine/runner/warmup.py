@@ -1,0 +1,82 @@
+"""Having every kernel compiled before the first request.
+
+One layer of each kind is taken through every shape that steps can have: all decode batch sizes, prompts short and
+long, and both together. Nothing runs; the kernels asked for are compiled in parallel. Shapes and types decide which
+kernels those are, not contents, so this needs no real cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.graphs import buckets_up_to
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest steps an engine takes."""
+
+    max_rows: int
+    budget: int
+    max_context: int
+    block_size: int
+
+
+@torch.inference_mode()
+def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> None:
+    """Compile whatever the decoder may launch, with a cache of `dtype`."""
+    from penstock.engine.kernels.triton.compiling import compile_only
+
+    config, device = decoder.config, decoder.embedding.device
+    kv = torch.zeros(1, 2, 2, config.num_kv_heads, limits.block_size, config.head_dim, dtype=dtype, device=device)
+    width = -(-limits.max_context // limits.block_size)
+    tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
+    kinds = {layer.heads: layer for layer in decoder.layers}
+    with compile_only():
+        for layer in kinds.values():
+            _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
+
+
+def _visit(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits) -> None:
+    device, ops, heads = kv.device, decoder.ops, decoder.layers[0].heads
+    for decodes in buckets_up_to(limits.max_rows):
+        logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
+        keys = torch.zeros(decodes, dtype=torch.int64, device=device)
+        ops.gumbel_argmax(logits, torch.zeros(decodes, device=device), keys)
+        ops.argmax(logits.float())
+    for prompts in ([17], [limits.budget - 1], [20] * 4):
+        _forward(decoder, kv, tables, limits, 0, prompts)
+        _forward(decoder, kv, tables, limits, 1, prompts)
+    # Beside prompts there may be any number of decodes, not only those that have a graph.
+    q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=kv.dtype, device=device)
+    for decodes in range(1, limits.max_rows + 1):
+        ops.attention(q[:decodes], heads, _batch(decodes, [], tables, limits), kv[0, 0], kv[0, 1])
+
+
+def _forward(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:
+    batch = _batch(decodes, prompts, tables, limits)
+    return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
+
+
+def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: Limits) -> AttentionBatch:
+    lengths = torch.tensor([1] * decodes + prompts, dtype=torch.int32, device=tables.device)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tables.device)
+    starts[1:] = lengths.cumsum(0)
+    nowhere = torch.zeros(decodes + sum(prompts), dtype=torch.int64, device=tables.device)
+    return AttentionBatch(
+        positions=nowhere,
+        slots=nowhere,
+        query_starts=starts,
+        context_lens=lengths,
+        rows=torch.zeros_like(lengths),
+        block_tables=tables,
+        num_decodes=decodes,
+        max_query=max(prompts, default=1),
+        max_context=limits.max_context,
+    )
