@@ -48,8 +48,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path, *, shard_size: str = "5GB") -> Path:
-    """A reproducible random checkpoint of `family`, as a folder of safetensors."""
+def write_checkpoint(family: str, folder: Path, *, shard_size: str = "5GB", spread: float = 1.0) -> Path:
+    """A reproducible random checkpoint of `family`, as a folder of safetensors.
+
+    With `spread` below 1 the weights are smaller and rounding errors grow less from layer to layer.
+    """
     name, overrides = FAMILIES[family]
     config = getattr(transformers, name)(**{**COMMON, **overrides})
     torch.manual_seed(sum(map(ord, family)))
@@ -60,6 +63,8 @@ def write_checkpoint(family: str, folder: Path, *, shard_size: str = "5GB") -> P
                 parameter.normal_(0, 0.4)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
+            else:
+                parameter.mul_(spread)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
