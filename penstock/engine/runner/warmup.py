@@ -31,14 +31,14 @@ class Limits:
 @torch.inference_mode()
 def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> None:
     """Compile whatever the decoder may launch, with a cache of `dtype`."""
-    from penstock.engine.kernels.triton.compiling import compile_only
+    from penstock.engine.kernels.triton.common import building_kernels
 
     config, device = decoder.config, decoder.embedding.device
     kv = torch.zeros(1, 2, 2, config.num_kv_heads, limits.block_size, config.head_dim, dtype=dtype, device=device)
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
     kinds = {layer.heads: layer for layer in decoder.layers}
-    with compile_only():
+    with building_kernels():
         for layer in kinds.values():
             _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
 
