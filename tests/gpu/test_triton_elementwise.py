@@ -21,7 +21,9 @@ from gpu_harness import (
 )
 from torch import Tensor
 
+from penstock.engine.kernels.triton import norm
 from penstock.engine.kernels.triton.activation import quantize_fp8, silu_mul_fp8
+from penstock.engine.kernels.triton.common import building_kernels
 from penstock.engine.kernels.triton.norm import rms_norm_fp8
 from penstock.engine.kernels.triton.ops import TritonOps
 
@@ -117,6 +119,19 @@ def test_fp8_of_a_zero_row_is_zero() -> None:
     x = torch.zeros(2, 64, device=DEVICE)
     values, scale = quantize_fp8(x)
     check_equal("zero", values.float() * scale, x)
+
+
+def test_kernels_can_be_built_ahead_of_use() -> None:
+    if MODE != "device":
+        return
+    x, weight = rand(3, 208, dtype=torch.bfloat16), rand(208, dtype=torch.bfloat16)
+    with building_kernels():
+        ops.rms_norm(x, weight, 1e-5)
+    cache = norm._norm_kernel.device_caches[torch.cuda.current_device()][0]
+    built = len(cache)
+    with poisoned_outputs():
+        check("built ahead", ops.rms_norm(x, weight, 1e-5), norm64(x, weight, 1e-5))
+    assert built > 0 and len(cache) == built, "the kernel was built again when it was used"
 
 
 def bench_elementwise() -> Iterator[Row]:

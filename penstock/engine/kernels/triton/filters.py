@@ -8,7 +8,8 @@ Three passes make the search small. The first takes the maximum of every 64 logi
 follows that no kept token lies under: the k-th largest of the maxima, or the level below which the whole vocabulary
 could not hold 1 - p of the mass. The second collects the tokens above the floor, usually a few hundred. The third
 narrows an interval of float bit patterns, whose order is that of the floats, until it holds one value. A row with too
-many tokens above its floor is searched in full: slower, with the same result.
+many tokens above its floor is searched in full: slower, with the same result. Masses are summed in fixed point, so
+that the order in which tokens were collected does not show.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ _SHARE = 4096
 _GROUP = 64
 _CAPACITY = 8192
 """Tokens above the floor that are searched apart."""
+
+
+@triton.jit
+def _fixed(x: tl.tensor, peak: tl.tensor) -> tl.tensor:
+    """exp(x - peak), at most one, as a multiple of 2^-40."""
+    return (tl.exp(x - peak) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -110,9 +117,9 @@ def _floor_kernel(
     mass = 0.0
     if _filters_anything(row, temperature_ptr, top_k_ptr, top_p_ptr, VOCAB):
         s = tl.arange(0, SHARE_BLOCK)
-        at = (row * SHARES + s)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        maxima = tl.load(maxima_ptr + at, mask=(s < SHARES)[:, None], other=float("-inf"))
-        peaks = tl.max(maxima, axis=1)
+        i = tl.arange(0, SHARE_BLOCK * GROUPS)
+        maxima = tl.load(maxima_ptr + row * SHARES * GROUPS + i, mask=i < SHARES * GROUPS, other=float("-inf"))
+        peaks = tl.max(tl.reshape(maxima, [SHARE_BLOCK, GROUPS]), axis=1)
         peak = tl.max(peaks, axis=0)
         masses = tl.load(mass_ptr + row * SHARES + s, mask=s < SHARES, other=0.0)
         mass = tl.sum(masses * tl.exp(tl.maximum(peaks, -1.0e30) - peak), axis=0)
@@ -122,11 +129,11 @@ def _floor_kernel(
             if top_k <= SHARES * GROUPS:
                 # The k-th largest maximum: at least k tokens are as large.
                 ordered = _ordered(maxima)
-                low = tl.min(tl.min(ordered, axis=1), axis=0).to(tl.int64) - 1
+                low = tl.min(ordered, axis=0).to(tl.int64) - 1
                 high = _ordered(peak).to(tl.int64)
                 while low + 1 < high:
                     middle = low + (high - low) // 2
-                    above = tl.sum(tl.sum((ordered > middle).to(tl.int32), axis=1), axis=0)
+                    above = tl.sum((ordered > middle.to(tl.int32)).to(tl.int32), axis=0)
                     if above < top_k:
                         high = middle
                     else:
@@ -169,10 +176,9 @@ def _collect_kernel(
             index = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
             x = _load(logits_ptr + row * stride, index, VOCAB, tl.load(temperature_ptr + row))
             above = (x >= floor) & (index < VOCAB)
-            rank = tl.cumsum(above.to(tl.int32), axis=0)
-            base = tl.atomic_add(count_ptr + row, tl.max(rank, axis=0))
-            at = base + rank - 1
-            tl.store(candidate_ptr + row * CAPACITY + at, x, mask=above & (at < CAPACITY))
+            if tl.load(count_ptr + row) <= CAPACITY:
+                at = tl.atomic_add(count_ptr + row + tl.zeros([SHARE], tl.int32), 1, mask=above, sem="relaxed")
+                tl.store(candidate_ptr + row * CAPACITY + at, x, mask=above & (at < CAPACITY))
 
 
 @triton.jit
@@ -199,21 +205,21 @@ def _search(
         first = (low.to(tl.int64) + (width + 3) // 4).to(tl.int32)
         second = (low.to(tl.int64) + (width + 1) // 2).to(tl.int32)
         third = (low.to(tl.int64) + (3 * width + 3) // 4).to(tl.int32)
-        above_first = tl.zeros([TILE], tl.float32)
-        above_second = tl.zeros([TILE], tl.float32)
-        above_third = tl.zeros([TILE], tl.float32)
+        above_first = tl.zeros([TILE], tl.int64)
+        above_second = tl.zeros([TILE], tl.int64)
+        above_third = tl.zeros([TILE], tl.int64)
         smallest = high + tl.zeros([TILE], tl.int32)
         largest = low + tl.zeros([TILE], tl.int32)
         for start in range(0, count, TILE):
             x = _load(source_ptr, start + lane, count, temperature)
             bits = _ordered(x)
             if BY_MASS:
-                weight = tl.exp(x - peak)
+                weight = _fixed(x, peak)
             else:
-                weight = tl.full([TILE], 1.0, tl.float32)
-            above_first += tl.where(bits > first, weight, 0.0)
-            above_second += tl.where(bits > second, weight, 0.0)
-            above_third += tl.where(bits > third, weight, 0.0)
+                weight = tl.full([TILE], 1, tl.int64)
+            above_first += tl.where(bits > first, weight, 0)
+            above_second += tl.where(bits > second, weight, 0)
+            above_third += tl.where(bits > third, weight, 0)
             inside = (bits > low) & (bits <= high)
             smallest = tl.where(inside, tl.minimum(smallest, bits), smallest)
             largest = tl.where(inside, tl.maximum(largest, bits), largest)
@@ -256,20 +262,22 @@ def _cut(
     cut = _ordered(tl.min(least, axis=0))
     by_count = (top_k > 0) & (top_k < VOCAB)
     if by_count:
-        cut = _search(source_ptr, count, temperature, peak, cut - 1, high, top_k.to(tl.float32), False, TILE)
+        cut = _search(source_ptr, count, temperature, peak, cut - 1, high, top_k.to(tl.int64), False, TILE)
     if top_p < 1.0:
         if by_count:
             # The mass top-k leaves: all above its cut, and as many of the cut's equals as there is room for.
-            above = tl.zeros([TILE], tl.float32)
-            number = tl.zeros([TILE], tl.float32)
+            above = tl.zeros([TILE], tl.int64)
+            number = tl.zeros([TILE], tl.int64)
             for start in range(0, count, TILE):
                 x = _load(source_ptr, start + lane, count, temperature)
                 larger = (_ordered(x) > cut) & (start + lane < count)
-                above += tl.where(larger, tl.exp(x - peak), 0.0)
-                number += tl.where(larger, 1.0, 0.0)
-            room = top_k.to(tl.float32) - tl.sum(number, axis=0)
-            mass = tl.sum(above, axis=0) + room * tl.exp(_value(cut) - peak)
-        goal = tl.maximum(top_p * mass, 1e-30)
+                above += tl.where(larger, _fixed(x, peak), 0)
+                number += tl.where(larger, 1, 0).to(tl.int64)
+            room = top_k.to(tl.int64) - tl.sum(number, axis=0)
+            mass = (tl.sum(above, axis=0) + room * _fixed(_value(cut), peak)).to(tl.float32)
+        else:
+            mass = mass * 1099511627776.0
+        goal = tl.maximum((top_p * mass).to(tl.int64), 1)
         cut = _search(source_ptr, count, temperature, peak, cut - 1, high, goal, True, TILE)
     return _value(cut)
 
@@ -312,7 +320,7 @@ def _threshold_kernel(
                 threshold = _cut(found, count, 1.0, peak, mass, top_k, top_p, VOCAB, TILE)
             else:
                 whole = logits_ptr + row * stride
-                threshold = _cut(whole, VOCAB, temperature, peak, mass, top_k, top_p, VOCAB, TILE)
+                threshold = _cut(whole, VOCAB, temperature, peak, mass, top_k, top_p, VOCAB, 2 * TILE)
         if min_p > 0.0:
             i = tl.arange(0, MAXIMA_BLOCK)
             maxima = tl.load(maxima_ptr + row * MAXIMA + i, mask=i < MAXIMA, other=float("-inf"))
@@ -404,10 +412,10 @@ def thresholds(
         stride,
         VOCAB=vocab,
         CAPACITY=_CAPACITY,
-        TILE=2048,
+        TILE=1024,
         MAXIMA=shares * groups,
         MAXIMA_BLOCK=next_power_of_2(shares * groups),
-        num_warps=8,
+        num_warps=4,
         pdl=pdl,
     )
     return out
