@@ -6,8 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "context.h"
-#include "simd.h"
+#include "attention.h"
 
 using namespace pk;
 
@@ -22,19 +21,6 @@ struct RopeArgs {
     int32_t heads, kv_heads, head_dim, block_size;
     int32_t dtype, cache_dtype, norm_dtype;
     float eps;
-};
-
-struct AttentionArgs {
-    const void* q;
-    void* out;
-    const void *k_cache, *v_cache;
-    const int32_t *query_starts, *context_lens, *rows, *block_tables;
-    int64_t q_stride, table_stride;
-    int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
-    int32_t sequences, heads, kv_heads, head_dim, block_size;
-    int32_t window;
-    int32_t dtype, cache_dtype;
-    float scale;
 };
 
 struct LinearArgs {

@@ -19,6 +19,14 @@ from penstock.errors import PenstockError
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
+_BATCH_DTYPES = {
+    "positions": torch.int64, "slots": torch.int64, "query_starts": torch.int32, "context_lens": torch.int32,
+    "rows": torch.int32, "block_tables": torch.int32,
+}  # fmt: skip
+_MAX_CACHES = 1024
+"""More layers than any model has; caches that are gone are forgotten beyond this."""
+
+
 class LayoutError(PenstockError):
     """A tensor handed to a native kernel has a dtype, shape or layout the kernel does not read."""
 
@@ -43,13 +51,74 @@ def _need(tensor: Tensor, what: str, dtype: torch.dtype) -> None:
     need_contiguous(tensor, what)
 
 
-def _need_cache(cache: Tensor, what: str, layout: HeadLayout) -> None:
-    if cache.shape[1] != layout.kv_heads or cache.shape[3] != layout.head_dim:
-        raise LayoutError(
-            f"{what} must be [blocks, {layout.kv_heads}, block_size, {layout.head_dim}], got {tuple(cache.shape)}"
+class _BatchView:
+    """Pointers of a batch's tensors, whose dtypes and layouts were checked."""
+
+    __slots__ = (
+        "_tensors", "block_tables", "context_lens", "positions", "query_starts", "rows", "sequences", "slots",
+        "table_stride", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._tensors = tuple(getattr(batch, name) for name in _BATCH_DTYPES)
+        for (name, dtype), tensor in zip(_BATCH_DTYPES.items(), self._tensors, strict=True):
+            _need(tensor, name, dtype)
+        self.positions, self.slots, self.query_starts, self.context_lens, self.rows, self.block_tables = (
+            tensor.data_ptr() for tensor in self._tensors
         )
-    if cache.stride(3) != 1 or cache.stride(2) != layout.head_dim:
-        raise LayoutError(f"{what}: the tokens of a block must be dense, got strides {cache.stride()}")
+        self.tokens: int = batch.positions.shape[0]
+        self.sequences: int = batch.context_lens.shape[0]
+        self.table_stride: int = batch.block_tables.stride(0)
+        if batch.slots.shape[0] != self.tokens:
+            raise LayoutError(f"{self.tokens} positions but {batch.slots.shape[0]} slots")
+        if batch.query_starts.shape[0] != self.sequences + 1 or batch.rows.shape[0] != self.sequences:
+            raise LayoutError(f"{self.sequences} sequences need as many rows and one query start more")
+
+    def is_of(self, batch: AttentionBatch) -> bool:
+        positions, slots, query_starts, context_lens, rows, block_tables = self._tensors
+        return (
+            positions is batch.positions
+            and slots is batch.slots
+            and query_starts is batch.query_starts
+            and context_lens is batch.context_lens
+            and rows is batch.rows
+            and block_tables is batch.block_tables
+        )
+
+
+class _CacheView:
+    """Arguments that stay the same from step to step for one layer's cache."""
+
+    __slots__ = ("attention", "rope", "v_stride")
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout) -> None:
+        expected = (k_cache.shape[0], layout.kv_heads, k_cache.shape[2], layout.head_dim)
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if cache.shape != expected or cache.dtype is not k_cache.dtype:
+                raise LayoutError(f"{name} must be {list(expected)}, both of one dtype, got {tuple(cache.shape)}")
+            if cache.stride(3) != 1 or cache.stride(2) != layout.head_dim or cache.is_cuda:
+                raise LayoutError(f"{name}: the tokens of a block must be dense on the CPU, strides {cache.stride()}")
+        self.v_stride = v_cache.stride()
+        common = {
+            "k_cache": k_cache.data_ptr(), "v_cache": v_cache.data_ptr(),
+            "k_block_stride": k_cache.stride(0), "k_head_stride": k_cache.stride(1),
+            "v_block_stride": v_cache.stride(0), "v_head_stride": v_cache.stride(1),
+            "heads": layout.heads, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim,
+            "block_size": k_cache.shape[2], "cache_dtype": dtype_code(k_cache, "k_cache"),
+        }  # fmt: skip
+        self.rope = RopeArgs(num_slots=k_cache.shape[0] * k_cache.shape[2], **common)
+        self.attention = AttentionArgs(window=layout.window or 0, scale=layout.scale, **common)
+
+
+def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim: int) -> None:
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    for norm in norms:
+        need_contiguous(norm, "q_norm and k_norm")
+        if norm.shape != (dim,) or norm.dtype is not norms[0].dtype:
+            raise LayoutError(f"q_norm and k_norm must be one dtype and [{dim}], got {norm.dtype} {norm.shape}")
+    args.q_norm = None if q_norm is None else q_norm.data_ptr()
+    args.k_norm = None if k_norm is None else k_norm.data_ptr()
+    args.norm_dtype = dtype_code(norms[0], "q_norm")
 
 
 class CpuOps:
@@ -61,6 +130,8 @@ class CpuOps:
         self.handle = handle
         self._lib = handle.lib
         self._ctx = handle.pointer
+        self._last_batch: _BatchView | None = None
+        self._caches: dict[object, _CacheView] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         need_contiguous(x, "x")
@@ -109,32 +180,21 @@ class CpuOps:
         eps: float,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
-        tokens = qkv.shape[0]
+        tokens, width = qkv.shape
         need_contiguous(qkv, "qkv")
-        if qkv.shape[1] != (heads + 2 * kv_heads) * dim or dim % 2:
+        if width != (heads + 2 * kv_heads) * dim or dim % 2:
             raise LayoutError(f"qkv is {tuple(qkv.shape)}, which does not split into the heads of {layout}")
-        if batch.positions.shape[0] != tokens or batch.slots.shape[0] != tokens:
-            raise LayoutError(f"{tokens} tokens, but positions {batch.positions.shape} and slots {batch.slots.shape}")
+        view = self._batch_view(batch)
+        if view.tokens != tokens:
+            raise LayoutError(f"{tokens} tokens, but positions and slots for {view.tokens}")
         _need(cos_sin, "cos_sin", torch.float32)
-        _need(batch.positions, "positions", torch.int64)
-        _need(batch.slots, "slots", torch.int64)
-        _need_cache(k_cache, "k_cache", layout)
-        _need_cache(v_cache, "v_cache", layout)
-        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
-        for norm in norms:
-            need_contiguous(norm, "q_norm and k_norm")
-            if norm.shape[0] != dim or norm.dtype is not norms[0].dtype:
-                raise LayoutError(f"q_norm and k_norm must be one dtype and [{dim}], got {norm.dtype} {norm.shape}")
-        args = RopeArgs(
-            qkv.data_ptr(), cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(),
-            k_cache.data_ptr(), v_cache.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
-            tokens, cos_sin.shape[0], k_cache.shape[0] * k_cache.shape[2],
-            k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-            heads, kv_heads, dim, k_cache.shape[2],
-            dtype_code(qkv, "qkv"), dtype_code(k_cache, "k_cache"),
-            dtype_code(norms[0], "q_norm") if norms else 0, eps,
-        )  # fmt: skip
+        args = RopeArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout).rope)
+        args.qkv, args.dtype, args.tokens = qkv.data_ptr(), dtype_code(qkv, "qkv"), tokens
+        args.cos_sin, args.max_positions = cos_sin.data_ptr(), cos_sin.shape[0]
+        args.positions, args.slots = view.positions, view.slots
+        args.eps = eps
+        if q_norm is not None or k_norm is not None:
+            _set_norms(args, q_norm, k_norm, dim)
         problem = self._lib.pk_rope_and_cache(self._ctx, byref(args))
         if problem:
             raise LayoutError(
@@ -142,32 +202,40 @@ class CpuOps:
                 if problem == 1
                 else f"a slot is outside the cache of {k_cache.shape[0]} blocks"
             )
-        return qkv[:, : heads * dim].view(tokens, heads, dim)
+        return qkv.as_strided((tokens, heads, dim), (width, dim, 1))
 
     def attention(
         self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         heads, dim = layout.heads, layout.head_dim
-        if q.shape[1:] != (heads, dim) or q.stride(2) != 1 or q.stride(1) != dim:
+        step, head_step, one = q.stride()
+        if q.shape[1:] != (heads, dim) or one != 1 or head_step != dim:
             raise LayoutError(f"q must be [T, {heads}, {dim}] with dense rows, got {tuple(q.shape)} {q.stride()}")
-        if v_cache.dtype is not k_cache.dtype:
-            raise LayoutError(f"k_cache is {k_cache.dtype} but v_cache is {v_cache.dtype}")
-        _need_cache(k_cache, "k_cache", layout)
-        _need_cache(v_cache, "v_cache", layout)
-        for name in ("query_starts", "context_lens", "rows", "block_tables"):
-            _need(getattr(batch, name), name, torch.int32)
+        view = self._batch_view(batch)
+        args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
-        args = AttentionArgs(
-            q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-            batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), batch.rows.data_ptr(),
-            batch.block_tables.data_ptr(), q.stride(0), batch.block_tables.stride(0),
-            k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-            batch.context_lens.shape[0], heads, layout.kv_heads, dim,
-            k_cache.shape[2], layout.window or 0, dtype_code(q, "q"), dtype_code(k_cache, "k_cache"),
-            layout.scale,
-        )  # fmt: skip
+        args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
+        args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
+        args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences
         self._lib.pk_attention(self._ctx, byref(args))
         return out
+
+    def _batch_view(self, batch: AttentionBatch) -> _BatchView:
+        """Checked once per step: every layer of a step hands over the same tensors."""
+        view = self._last_batch
+        if view is None or not view.is_of(batch):
+            view = self._last_batch = _BatchView(batch)
+        return view
+
+    def _cache_view(self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout) -> _CacheView:
+        """Checked once per layer and cache."""
+        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, k_cache.stride(), k_cache.dtype, layout)
+        view = self._caches.get(key)
+        if view is None or v_cache.stride() != view.v_stride or v_cache.dtype is not k_cache.dtype:
+            if len(self._caches) >= _MAX_CACHES:
+                self._caches.clear()
+            view = self._caches[key] = _CacheView(k_cache, v_cache, layout)
+        return view
 
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the largest entry of each float32 row (the first of equals)."""
