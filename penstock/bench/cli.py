@@ -54,6 +54,8 @@ Examples:
 
     penstock bench engine --shape llama-8b --device cuda -w b1 -w b64 -w mix
 
+    penstock bench engine -w c16 --profile
+
     penstock bench engine --list
 """
 
@@ -76,6 +78,9 @@ def engine(
     max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Context window.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show where decode steps go: busy, idle, time per kernel.")
+    ] = False,
     json_file: Json = None,
     show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
 ) -> None:
@@ -98,6 +103,7 @@ def engine(
             max_model_len=max_model_len,
             repeat=repeat,
             warm_up=warm_up,
+            profile=profile,
         )
         offline.main(settings, workload or ["c1", "c16"], json_file, _console())
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from penstock.bench import bounds, report, shapes, stats, workloads
+from penstock.bench import bounds, profiler, report, shapes, stats, workloads
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig, WeightForm
@@ -55,6 +55,8 @@ class Settings:
     max_model_len: int | None = None
     repeat: int = 1
     warm_up: bool = True
+    profile: bool = False
+    """Also record decode steps of each workload and show where they go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,9 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
         "could take on this machine over the time it took.",
         style="dim",
     )
+    if settings.profile:
+        for workload in chosen:
+            profiler.show(profiler.record(loaded.engine, workload), workload, console)
     if json_file is not None:
         facts = dataclasses.asdict(settings) | {"engine": dataclasses.asdict(info)}
         report.write_json(json_file, "engine", facts | {"bounds": dataclasses.asdict(limits)}, results)

@@ -1,0 +1,134 @@
+"""Where a step goes: device busy or idle, and which kernels take the time.
+
+A workload is brought to the point where every running sequence decodes, then a few steps are recorded. On CUDA the
+recording is the device's own timeline; on CPU it is Python's profiler, in which the native kernels are calls.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from penstock.bench import report
+from penstock.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from penstock.engine.core import Engine
+
+STEPS = 20
+_SHOWN = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One kernel (or function) over the recorded steps."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Recorded steps: wall time, time the device (or the profiled thread) was busy, and who took it."""
+
+    steps: int
+    rows: int
+    wall_s: float
+    busy_s: float
+    shares: list[Share]
+
+
+def record(engine: Engine, workload: Workload) -> Profile:
+    """Profile decode steps of `workload`, then drain the engine."""
+    for request in workload.build(engine.info.vocab_size, salt="profile"):
+        engine.submit(request)
+    while engine.has_work and not _decoding(engine):
+        engine.step()
+    rows = len(engine.scheduler.running)
+    device = torch.device(engine.info.device)
+    profile = _on_cuda(engine, rows, device) if device.type == "cuda" else _on_cpu(engine, rows)
+    for seq in list(engine.scheduler.running):
+        engine.abort(seq.id)
+    while engine.has_work:
+        engine.step()
+    return profile
+
+
+def _decoding(engine: Engine) -> bool:
+    running = engine.scheduler.running
+    full = engine.scheduler.waiting == 0 or len(running) == engine.info.max_running
+    return bool(running) and full and all(seq.length > seq.prompt_len for seq in running)
+
+
+def _on_cuda(engine: Engine, rows: int, device: torch.device) -> Profile:
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize(device)
+        wall = time.perf_counter() - begin
+    spans: list[tuple[float, float]] = []
+    totals: dict[str, list[float]] = {}
+    for event in recording.events() or []:
+        if event.device_type.name == "CUDA":
+            spans.append((event.time_range.start, event.time_range.end))
+            totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    shares = [Share(name, len(times), sum(times)) for name, times in totals.items()]
+    return Profile(STEPS, rows, wall, _covered(spans) / 1e6, sorted(shares, key=lambda s: -s.seconds))
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union: kernels may overlap, and idle time is what no kernel covers."""
+    covered, reach = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    return covered
+
+
+def _on_cpu(engine: Engine, rows: int) -> Profile:
+    profiler = cProfile.Profile()
+    begin = time.perf_counter()
+    profiler.enable()
+    for _ in range(STEPS):
+        engine.step()
+    profiler.disable()
+    wall = time.perf_counter() - begin
+    rows_of_stats: dict[tuple[str, int, str], tuple[int, int, float, float, object]]
+    rows_of_stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    shares = [
+        Share(name if file.startswith("~") else f"{_short(file)}:{name}", calls, own)
+        for (file, _, name), (calls, _, own, _, _) in rows_of_stats.items()
+    ]
+    return Profile(STEPS, rows, wall, sum(s.seconds for s in shares), sorted(shares, key=lambda s: -s.seconds))
+
+
+def _short(file: str) -> str:
+    return file.rsplit("penstock/", 1)[-1].rsplit("site-packages/", 1)[-1]
+
+
+def show(profile: Profile, workload: Workload, console: Console) -> None:
+    """The profile as a table."""
+    step = profile.wall_s / profile.steps
+    title = (
+        f"{workload.name}: {profile.rows} rows, {profile.steps} steps of {step * 1e3:.2f} ms, "
+        f"busy {profile.busy_s / profile.wall_s:.0%}, idle {max(0.0, 1 - profile.busy_s / profile.wall_s):.0%}"
+    )
+    rows = report.table(title, "kernel", "calls/step", "us/call", "us/step", "of step")
+    for share in profile.shares[:_SHOWN]:
+        rows.add_row(
+            share.name[:70],
+            report.number(share.calls / profile.steps),
+            report.number(share.seconds / share.calls * 1e6),
+            report.number(share.seconds / profile.steps * 1e6),
+            report.share(share.seconds / profile.wall_s),
+        )
+    console.print(rows)

@@ -1,0 +1,33 @@
+"""`penstock bench engine --profile`: the recorded time is accounted for, and the engine is left idle."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.bench import profiler, workloads
+from tests.engine.harness import assert_idle, make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+def test_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None:
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4)
+    workload = workloads.closed_loop(4, 20, 60)
+    profile = profiler.record(engine, workload)
+    assert profile.steps == profiler.STEPS and profile.rows == 4
+    assert 0.5 < profile.busy_s / profile.wall_s <= 1.01
+    assert any("attention" in share.name for share in profile.shares)
+    assert_idle(engine)
+    screen = io.StringIO()
+    profiler.show(profile, workload, Console(file=screen, width=140))
+    assert "4 rows" in screen.getvalue() and "us/step" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("spans", "length"), [([], 0.0), ([(0, 2), (1, 3)], 3.0), ([(0, 1), (5, 6)], 2.0), ([(0, 9), (2, 3)], 9.0)]
+)
+def test_overlapping_kernels_count_once(spans: list[tuple[float, float]], length: float) -> None:
+    assert profiler._covered(spans) == length
