@@ -47,7 +47,8 @@ class Profile:
 
 def record(engine: Engine, workload: Workload) -> Profile:
     """Profile decode steps of `workload`, then drain the engine."""
-    for request in workload.build(engine.info.vocab_size, salt="profile"):
+    together = min(workload.concurrency or workload.requests, engine.info.max_running)
+    for request in workload.build(engine.info.vocab_size, salt="profile")[:together]:
         engine.submit(request)
     while engine.has_work and not _decoding(engine):
         engine.step()
@@ -63,8 +64,7 @@ def record(engine: Engine, workload: Workload) -> Profile:
 
 def _decoding(engine: Engine) -> bool:
     running = engine.scheduler.running
-    full = engine.scheduler.waiting == 0 or len(running) == engine.info.max_running
-    return bool(running) and full and all(seq.length > seq.prompt_len for seq in running)
+    return engine.scheduler.waiting == 0 and all(seq.length > seq.prompt_len for seq in running)
 
 
 def _on_cuda(engine: Engine, rows: int, device: torch.device) -> Profile:
