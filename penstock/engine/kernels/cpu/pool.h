@@ -89,15 +89,23 @@ class Pool {
         for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(body_, i, thread);
     }
 
-    void await_workers() {
-        if (inside_.load() == 0) return;
-        auto deadline = Clock::now() + spin_;
-        do {
+    // Watches for a moment, then keeps looking but lets others have the core: on a shared one the thread we wait
+    // for may be behind us in the queue.
+    template <class F>
+    bool spin_until(F&& happened) const {
+        const auto began = Clock::now();
+        for (auto now = began; now < began + spin_; now = Clock::now()) {
             for (int i = 0; i < 16; ++i) {
-                if (inside_.load(std::memory_order_acquire) == 0) return;
+                if (happened()) return true;
                 cpu_relax();
             }
-        } while (Clock::now() < deadline);
+            if (now > began + spin_ / 8) std::this_thread::yield();
+        }
+        return false;
+    }
+
+    void await_workers() {
+        if (spin_until([this] { return inside_.load() == 0; })) return;
         std::unique_lock<std::mutex> hold(mutex_);
         caller_waits_.store(true);
         done_.wait(hold, [this] { return inside_.load() == 0; });
@@ -118,13 +126,7 @@ class Pool {
     }
 
     bool await_epoch(uint64_t seen) {
-        auto deadline = Clock::now() + spin_;
-        do {
-            for (int i = 0; i < 16; ++i) {
-                if (epoch_.load(std::memory_order_acquire) != seen) return true;
-                cpu_relax();
-            }
-        } while (Clock::now() < deadline);
+        if (spin_until([&] { return epoch_.load(std::memory_order_acquire) != seen; })) return true;
         std::unique_lock<std::mutex> hold(mutex_);
         sleepers_.fetch_add(1);
         wake_.wait(hold, [&] { return stop_ || epoch_.load() != seen; });
