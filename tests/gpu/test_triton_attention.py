@@ -297,7 +297,7 @@ def test_rope_and_cache() -> None:
                 name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
                 check(f"{name} q", q, want_q)
                 block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
-                limit = 6e-2 if kv_dtype == FP8 else TOLERANCE[dtype]
+                limit = 6.5e-2 if kv_dtype == FP8 else TOLERANCE[dtype]
                 for kind, cache, want, scale in zip(
                     "kv",
                     (case.k_cache, case.v_cache),

@@ -95,7 +95,7 @@ def check_fp8(name: str, quantized: tuple[Tensor, Tensor], want: Tensor) -> None
     assert values.dtype == torch.float8_e4m3fn
     largest = want.abs().amax(-1, keepdim=True) / 448
     check(f"{name} scale", scale, largest, 4e-3)
-    check(name, values.float().double() * scale.double(), want, 6e-2)
+    check(name, values.float().double() * scale.double(), want, 6.5e-2)
     assert int((values.float().abs() == 448).sum()) >= want.shape[0], f"{name}: a row does not use the range"
 
 
