@@ -38,6 +38,11 @@ class _Weights(StrEnum):
     fp8 = "fp8"
 
 
+class _KVDType(StrEnum):
+    auto = "auto"
+    fp8 = "fp8"
+
+
 Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
@@ -74,6 +79,7 @@ def engine(
     device: Device = "auto",
     dtype: Annotated[_DType, typer.Option(help="Type of activations, KV cache and dense weights.")] = _DType.auto,
     weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
+    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
     threads: Threads = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
@@ -97,6 +103,7 @@ def engine(
             device=device,
             dtype=dtype.value,
             weights=weights.value,
+            kv_dtype=kv_dtype.value,
             threads=threads,
             max_running=max_running,
             token_budget=token_budget,

@@ -17,7 +17,7 @@ from rich.progress import Progress, TaskID
 from penstock.bench import bounds, profiler, report, shapes, stats, workloads
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
-from penstock.engine.config import DType, EngineConfig, WeightForm
+from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.device import pick_device, pick_dtype
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
@@ -49,6 +49,7 @@ class Settings:
     device: str = "auto"
     dtype: DType = "auto"
     weights: WeightForm = "auto"
+    kv_dtype: KVDType = "auto"
     threads: int | None = None
     max_running: int | None = None
     token_budget: int | None = None
@@ -105,6 +106,7 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
             device=settings.device,
             dtype=settings.dtype,
             weights=settings.weights,
+            kv_dtype=settings.kv_dtype,
             threads=settings.threads,
             max_running=settings.max_running or max(wanted, default=None),
             token_budget=settings.token_budget,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.engine.config import DType, EngineConfig, WeightForm
+from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -81,6 +81,9 @@ class ModelConfig:
     )
     num_blocks: int | None = setting(
         None, doc="Exact number of KV blocks; overrides kv_memory.", least=1, example="4096"
+    )
+    kv_dtype: KVDType = setting(  # noqa: RUF009
+        "auto", doc="Type of the KV cache: auto (that of dtype) or fp8 (half of bfloat16, on CUDA)."
     )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
     threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
+KVDType = Literal["auto", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 
 
@@ -35,6 +36,8 @@ class EngineConfig:
     """Bytes for the KV cache; measured from what is free when not set."""
     num_blocks: int | None = None
     """Exact number of KV blocks; overrides `kv_memory`."""
+    kv_dtype: KVDType = "auto"
+    """`auto`: the cache holds numbers of `dtype`. `fp8`: half the bytes of bfloat16, on CUDA."""
     prefix_cache: bool = True
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.interface import ActivationOps, Ops, torch_dtype
+from penstock.engine.kernels.interface import FP8, ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.models.build import Quantizer
 from penstock.engine.quantization.cpu_blocks import BlockQuantizer
@@ -49,6 +49,15 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def pick_kv_dtype(config: EngineConfig, device: torch.device, dtype: torch.dtype, ops: Ops) -> torch.dtype:
+    """Type of the KV cache."""
+    if config.kv_dtype == "auto":
+        return dtype
+    if device.type != "cuda" or ops.name != "triton":
+        raise ConfigError("kv_dtype: fp8 needs a CUDA device with triton; use kv_dtype: auto")
+    return FP8
+
+
 def pick_ops(device: torch.device, threads: int) -> Ops:
     """The fastest kernels available on the device."""
     if device.type == "cuda":
@@ -72,10 +81,13 @@ class WeightPlan:
     fused_up_to: int = 0
 
 
-def plan_weights(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
-    """Choose the form of the weights; one that cannot be had here is refused."""
+def plan_weights(
+    config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, stored_fp8: bool = False
+) -> WeightPlan:
+    """Choose the form of the weights; one that cannot be had here is refused. FP8 checkpoints stay FP8 on CUDA."""
     if device.type == "cuda":
-        return _plan_cuda(config, ops, device, dtype)
+        wanted = "fp8" if config.weights == "auto" and stored_fp8 and dtype == torch.bfloat16 else config.weights
+        return _plan_cuda(wanted, ops, device, dtype)
     native = ops if isinstance(ops, CpuOps) else None
     if config.weights == "fp8":
         raise ConfigError("weights: fp8 needs a CUDA device; use int8, int4 or dense on CPU")
@@ -90,17 +102,17 @@ def plan_weights(config: EngineConfig, ops: Ops, device: torch.device, dtype: to
     return WeightPlan(BlockQuantizer(native.handle, config.weights))
 
 
-def _plan_cuda(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
-    if config.weights in ("int8", "int4"):
-        raise ConfigError(f"weights: {config.weights} runs on CPU only; use fp8 or dense on CUDA")
+def _plan_cuda(form: WeightForm, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
+    if form in ("int8", "int4"):
+        raise ConfigError(f"weights: {form} runs on CPU only; use fp8 or dense on CUDA")
     if ops.name != "triton":
-        if config.weights == "fp8":
+        if form == "fp8":
             raise ConfigError("weights: fp8 needs triton, which is not installed")
         return WeightPlan()
     from penstock.engine.kernels.triton.gemv import MAX_BATCH
     from penstock.engine.quantization.cuda_fp8 import Fp8Activations, Fp8Quantizer
 
-    if config.weights != "fp8":
+    if form != "fp8":
         return WeightPlan(fused_up_to=MAX_BATCH)
     if dtype != torch.bfloat16:
         raise ConfigError("weights: fp8 needs dtype: bfloat16")

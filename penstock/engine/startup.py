@@ -14,9 +14,11 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.device import pick_device, pick_dtype, pick_ops, plan_weights
+from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
+from penstock.engine.kernels.interface import FP8
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.memory import count_blocks, make_kv
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
@@ -63,7 +65,8 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
         model = ModelConfig.from_hf(weights.config)
     with phases("kernels"):
         ops = pick_ops(device, threads)
-        plan = plan_weights(config, ops, device, dtype)
+        plan = plan_weights(config, ops, device, dtype, stored_fp8=isinstance(weights, Fp8Checkpoint))
+        kv_dtype = pick_kv_dtype(config, device, dtype, ops)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
@@ -76,16 +79,17 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
             quantize=plan.quantize,
             inner=plan.inner,
             fused_up_to=plan.fused_up_to,
+            fp8_cache=kv_dtype == FP8,
             progress=lambda fraction: phases.report("weights", fraction),
         )
     if ops.name == "triton":
         with phases("compile"):
-            compile_kernels(decoder, dtype, Limits(max_running, budget, wanted_len, config.block_size))
+            compile_kernels(decoder, kv_dtype, Limits(max_running, budget, wanted_len, config.block_size))
     with phases("kv cache"):
         num_blocks = count_blocks(
-            config, decoder, dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
+            config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
         )
-        kv = make_kv(model, num_blocks, config.block_size, dtype, device)
+        kv = make_kv(model, num_blocks, config.block_size, kv_dtype, device)
     pool = BlockPool(num_blocks)
     # One sequence must always fit alone, or it could neither run nor be preempted.
     max_model_len = min(wanted_len, pool.capacity * config.block_size)

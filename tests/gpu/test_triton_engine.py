@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -121,3 +122,51 @@ def test_bf16_and_fp8_stay_close_to_float32() -> None:
             difference = float((scores[name] - scores["float32"]).abs().mean())
             print(f"    mean difference of log-probabilities, {name}: {difference:.4f}")
             assert difference < limit
+
+
+def test_an_fp8_cache_stays_close_at_long_context() -> None:
+    """33,000 tokens: errors of the cache must not add up along the context."""
+    if not ON_DEVICE:
+        return
+    rng = random.Random(11)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder), spread=0.3)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40960}))
+        prompt = [rng.randrange(199) for _ in range(33_000)]
+        scores, blocks = {}, {}
+        for kv_dtype in ("auto", "fp8"):
+            engine = make_engine(
+                path, device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, max_running=4, kv_memory=64 << 20
+            )
+            blocks[kv_dtype] = engine.info.num_blocks
+            engine.submit(Request("a", prompt, SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)))
+            first = drain(engine)[0]
+            assert first.prompt_logprobs is not None
+            scores[kv_dtype] = torch.tensor([p.logprob for p in first.prompt_logprobs[1:] if p is not None])
+        difference = (scores["auto"] - scores["fp8"]).abs()
+        early, late = float(difference[:1000].mean()), float(difference[-1000:].mean())
+        print(f"    fp8 cache, mean difference of log-probabilities: first 1000 {early:.4f}, last 1000 {late:.4f}")
+        assert blocks["fp8"] == 2 * blocks["auto"] or blocks["fp8"] > 1.9 * blocks["auto"]
+        assert late < 0.05 and late < 3 * early + 0.01
+
+
+def test_fp8_checkpoints_run_as_stored() -> None:
+    if not ON_DEVICE:
+        return
+    from tests.engine.loading.test_fp8_checkpoint import to_fp8
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder), spread=0.3)
+        to_fp8(path, "row")
+        prompt = list(range(150))
+        scores = []
+        for settings in ({"dtype": "bfloat16"}, {"dtype": "float32", "weights": "dense"}):
+            engine = _engine(path, **settings)
+            engine.submit(Request("a", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+            first = drain(engine)[0]
+            assert first.prompt_logprobs is not None
+            scores.append(torch.tensor([p.logprob for p in first.prompt_logprobs[1:] if p is not None]))
+            stored = engine.runner.decoder.layers[0].qkv.weight_bytes
+            assert stored == (1 if settings["dtype"] == "bfloat16" else 4) * 64 * 128
+        assert float((scores[0] - scores[1]).abs().mean()) < 0.15

@@ -19,6 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+KVScales = tuple[Tensor, Tensor]
+"""float32 [kv_heads] each: what cached keys and cached values are multiplied by when read."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
 
 @dataclass(slots=True)
 class AttentionBatch:
@@ -95,17 +100,25 @@ class Ops(ActivationOps, Protocol):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, head_dim]: cosines in the first half of a row, sines in the second; rotation pairs
-        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first.
+        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first. With
+        `kv_scales` keys and values are divided by them and clamped to the range of an FP8 cache.
         """
         ...
 
     def attention(
-        self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
         ...

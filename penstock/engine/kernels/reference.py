@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.interface import FP8_MAX, AttentionBatch, HeadLayout, KVScales
 from penstock.engine.kernels.noise import gumbel
 
 
@@ -47,6 +47,7 @@ class ReferenceOps:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
@@ -61,13 +62,22 @@ class ReferenceOps:
         q, k = (_rotate(x, cos, sin) for x in (q, k))
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
-        k_cache[block, :, offset] = k.to(k_cache.dtype)
-        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        k_cache[block, :, offset] = _stored(k, k_cache.dtype, kv_scales and kv_scales[0])
+        v_cache[block, :, offset] = _stored(v, v_cache.dtype, kv_scales and kv_scales[1])
         return q
 
     def attention(
-        self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        if kv_scales is not None:  # the definition, not a fast path: widen the whole cache
+            k_cache = (k_cache.float() * kv_scales[0][:, None, None]).to(q.dtype)
+            v_cache = (v_cache.float() * kv_scales[1][:, None, None]).to(q.dtype)
         out = torch.empty_like(q)
         decodes = batch.num_decodes
         if decodes:
@@ -87,6 +97,13 @@ class ReferenceOps:
         scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
         noise = gumbel(keys, logits.shape[1]).masked_fill_(~random.unsqueeze(1), 0.0)
         return scaled.add_(noise).argmax(-1)
+
+
+def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """`x` [T, kv_heads, head_dim] as the cache keeps it."""
+    if scale is not None:
+        x = (x.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX)
+    return x.to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.kernels.interface import FP8, FP8_MAX
 from penstock.engine.kernels.triton import activation, gemv
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)

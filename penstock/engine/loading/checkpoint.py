@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.loading.dequantize import dequantize
+from penstock.engine.loading.fp8 import Fp8Checkpoint, is_fp8
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import architecture, config_from_gguf
 from penstock.engine.loading.gguf_names import origins, raw_of
@@ -49,7 +50,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(gguf)
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
-    return SafetensorsCheckpoint(path)
+    checkpoint = SafetensorsCheckpoint(path)
+    return Fp8Checkpoint(checkpoint) if is_fp8(checkpoint.config) else checkpoint
 
 
 class GGUFCheckpoint:

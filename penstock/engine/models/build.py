@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import ActivationOps, HeadLayout, Ops
+from penstock.engine.kernels.interface import ActivationOps, HeadLayout, KVScales, Ops
 from penstock.engine.layers.linear import Linear, make_linear
 from penstock.engine.layers.rotary import cos_sin_table
+from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.errors import CheckpointError
@@ -77,6 +78,7 @@ def build_decoder(
     quantize: Quantizer | None = None,
     inner: ActivationOps | None = None,
     fused_up_to: int = 0,
+    fp8_cache: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer."""
@@ -86,7 +88,9 @@ def build_decoder(
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden)
     layers: list[DecoderLayer] = []
     for index in range(config.num_layers):
-        layers.append(_layer(read, config, f"{prefix}layers.{index}.", config.windows[index]))
+        at = f"{prefix}layers.{index}."
+        scales = _kv_scales(weights, f"{at}self_attn.", config.num_kv_heads, device) if fp8_cache else None
+        layers.append(_layer(read, config, at, config.windows[index], scales))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
     final_norm = read.get(f"{prefix}norm.weight", hidden)
@@ -108,7 +112,7 @@ def build_decoder(
     return decoder
 
 
-def _layer(read: _Reader, config: ModelConfig, at: str, window: int | None) -> DecoderLayer:
+def _layer(read: _Reader, config: ModelConfig, at: str, window: int | None, kv_scales: KVScales | None) -> DecoderLayer:
     hidden, ffn, dim = config.hidden_size, config.ffn_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     attention, mlp = f"{at}self_attn.", f"{at}mlp."
@@ -123,4 +127,11 @@ def _layer(read: _Reader, config: ModelConfig, at: str, window: int | None) -> D
         gate_up=read.linear(mlp, {"gate_proj": ffn, "up_proj": ffn}, hidden, config.mlp_bias),
         down=read.linear(mlp, {"down_proj": hidden}, ffn, config.mlp_bias),
         heads=HeadLayout(config.num_heads, config.num_kv_heads, dim, dim**-0.5, window),
+        kv_scales=kv_scales,
     )
+
+
+def _kv_scales(weights: Weights, attention: str, kv_heads: int, device: torch.device) -> KVScales:
+    """The checkpoint's own scales for an FP8 cache, or 1: e4m3 reaches 448 and keeps three bits at any size."""
+    k, v = weights.kv_scale(attention) if isinstance(weights, Fp8Checkpoint) else (1.0, 1.0)
+    return torch.full((kv_heads,), k, device=device), torch.full((kv_heads,), v, device=device)

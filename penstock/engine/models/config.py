@@ -60,10 +60,6 @@ class ModelConfig:
         activation = raw.get("hidden_act", raw.get("hidden_activation", "silu"))
         if activation != "silu":
             raise CheckpointError(f"hidden_act {activation!r} is not supported for {family} models; only 'silu' is")
-        if raw.get("quantization_config"):
-            raise CheckpointError(
-                "this checkpoint's weights are quantized (quantization_config); use the unquantized one or a GGUF file"
-            )
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
         layers = _integer(raw, "num_hidden_layers")

@@ -12,7 +12,7 @@ from typing import cast
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, Ops
+from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KVScales, Ops
 from penstock.engine.layers.linear import FusedLinear, Linear
 from penstock.engine.models.config import ModelConfig
 
@@ -30,6 +30,8 @@ class DecoderLayer:
     gate_up: Linear
     down: Linear
     heads: HeadLayout
+    kv_scales: KVScales | None = None
+    """With an FP8 cache: what this layer's keys and values are divided by when stored."""
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -86,9 +88,10 @@ class Decoder:
     def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
         k_cache, v_cache = kv[0], kv[1]
         q = self.ops.rope_and_cache(
-            qkv, layer.heads, self.cos_sin, batch, k_cache, v_cache, layer.q_norm, layer.k_norm, self.config.rms_eps
-        )
-        return self.ops.attention(q, layer.heads, batch, k_cache, v_cache)
+            qkv, layer.heads, self.cos_sin, batch, k_cache, v_cache,
+            layer.q_norm, layer.k_norm, self.config.rms_eps, layer.kv_scales,
+        )  # fmt: skip
+        return self.ops.attention(q, layer.heads, batch, k_cache, v_cache, layer.kv_scales)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.engine.kernels.triton import activation, norm
 from penstock.engine.layers.cuda_linear import CudaLinear, ScaledTensor
 from penstock.engine.layers.linear import Linear
+from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.build import Weights
 
 
@@ -21,6 +22,11 @@ class Fp8Quantizer:
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
         if inputs % 16 or sum(names.values()) % 16 or any("embed_tokens" in n or "lm_head" in n for n in names):
             return None
+        if isinstance(weights, Fp8Checkpoint):
+            stored = [weights.stored(name, self.device) for name in names]
+            if all(part is not None for part in stored):
+                parts = [part for part in stored if part is not None]
+                return CudaLinear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
         dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
         return CudaLinear.fp8(dense, bias)
 

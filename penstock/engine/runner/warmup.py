@@ -54,9 +54,10 @@ def _visit(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits) -> None
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
     # Beside prompts there may be any number of decodes, not only those that have a graph.
-    q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=kv.dtype, device=device)
+    q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
-        ops.attention(q[:decodes], heads, _batch(decodes, [], tables, limits), kv[0, 0], kv[0, 1])
+        batch = _batch(decodes, [], tables, limits)
+        ops.attention(q[:decodes], heads, batch, kv[0, 0], kv[0, 1], decoder.layers[0].kv_scales)
 
 
 def _forward(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KVScales
 from penstock.errors import PenstockError
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -121,6 +121,11 @@ def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim
     args.norm_dtype = dtype_code(norms[0], "q_norm")
 
 
+def _refuse_scales(kv_scales: KVScales | None) -> None:
+    if kv_scales is not None:
+        raise LayoutError("the CPU kernels have no FP8 cache; use kv_dtype: auto")
+
+
 class CpuOps:
     """See `Ops`. One instance per engine: it owns the thread pool."""
 
@@ -178,7 +183,9 @@ class CpuOps:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        _refuse_scales(kv_scales)
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         tokens, width = qkv.shape
         need_contiguous(qkv, "qkv")
@@ -205,8 +212,15 @@ class CpuOps:
         return qkv.as_strided((tokens, heads, dim), (width, dim, 1))
 
     def attention(
-        self, q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
+        _refuse_scales(kv_scales)
         heads, dim = layout.heads, layout.head_dim
         step, head_step, one = q.stride()
         if q.shape[1:] != (heads, dim) or one != 1 or head_step != dim:
