@@ -121,6 +121,12 @@ void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks, in
 
 // ---- products --------------------------------------------------------------------------------------------
 
+constexpr int64_t kAhead = 4096;  // bytes; weights come from memory once per step and the hardware looks less far
+
+PK_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // y[MR][NC vectors] over the whole depth. S: type of scales and minima (float16 as stored, or expanded float32).
 template <class Q, int MR, int NC, bool MIN, class S>
 PK_INLINE void tile_rows(const uint8_t* q, const S* scale, const S* minimum, const Record* r, int64_t blocks,
@@ -130,6 +136,7 @@ PK_INLINE void tile_rows(const uint8_t* q, const S* scale, const S* minimum, con
         for (int c = 0; c < NC; ++c) acc[m][c] = splat(0);
     for (int64_t b = 0; b < blocks; ++b, q += Q::kBytes, scale += kColumns) {
         vf dots[MR][NC];
+        if (std::is_same<S, f16>::value) prefetch(q + kAhead, Q::kBytes);
         dot_block<MR, NC>(Q(), q, r[b], dots);
         for (int c = 0; c < NC; ++c) {
             vf d = load(scale + c * VL);
@@ -216,8 +223,11 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
                 expand_q4(tile, blocks, wide);
             }
         }
+        const int64_t bytes = tile_bytes(blocks, a.bits), share = round_up(bytes * group / a.rows, 64);
+        const bool ahead = a.rows > 2 * group && t + 1 < end;  // ask for the next tile in small portions
         for (int64_t row = 0; row < a.rows; row += group) {
             const Record* r = records + row / group * blocks;
+            if (ahead) prefetch(tile.q + bytes + row / group * share, share);
             const int taken = int(std::min<int64_t>(group, a.rows - row)), rows = taken * a.digits;
             if (direct && a.bits == 4)
                 tile_product<Q4, true>(tile.q, tile.scale, tile.minimum, r, blocks, rows, y);

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if !defined(PENSTOCK_GENERIC)
 #if defined(__aarch64__) && defined(__ARM_NEON)
