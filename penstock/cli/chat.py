@@ -18,8 +18,8 @@ def chat(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model; the server's first by default.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 always picks the likeliest.")
-    ] = None,
+        float, typer.Option("--temperature", "-t", help="0 always picks the likeliest; small models ramble near 1.")
+    ] = 0.3,
     top_p: Annotated[
         float | None, typer.Option(help="Choose among the likeliest tokens of this total probability.")
     ] = None,

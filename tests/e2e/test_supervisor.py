@@ -99,7 +99,7 @@ def test_it_becomes_ready_says_how_to_use_it_and_answers(server: Server) -> None
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
     reply = server.ask()
     assert reply.status_code == 200
-    assert reply.json()["choices"][0]["message"]["content"].strip()
+    assert "Paris" in reply.json()["choices"][0]["message"]["content"]
     assert reply.json()["usage"]["completion_tokens"] > 1
 
 
