@@ -202,7 +202,8 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
     )
     if settings.profile:
         for workload in chosen:
-            profiler.show(profiler.record(loaded.engine, workload), workload, console)
+            if workload.output_len[0] > 2 * profiler.STEPS:  # shorter ones end before there is anything to record
+                profiler.show(profiler.record(loaded.engine, workload), workload, console)
     if json_file is not None:
         facts = dataclasses.asdict(settings) | {"engine": dataclasses.asdict(info)}
         report.write_json(json_file, "engine", facts | {"bounds": dataclasses.asdict(limits)}, results)
