@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Protocol
@@ -73,7 +74,7 @@ class Backend(Protocol):
         """The deltas of one request. Closing the iterator early aborts it."""
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Routes step outputs to mailboxes and watches the engine's progress; subclasses move the messages."""
 
     def __init__(self, name: str, *, max_in_flight: int, max_waiters: int, clock: Clock) -> None:
@@ -169,11 +170,11 @@ class EngineClient:
         finally:
             self.abort(request.request_id)
 
-    def _send_submit(self, request: Request) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send_submit(self, request: Request) -> None: ...
 
-    def _send_abort(self, request_id: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send_abort(self, request_id: str) -> None: ...
 
     def _came_up(self, info: EngineInfo) -> None:
         self._info = info

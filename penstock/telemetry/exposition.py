@@ -8,6 +8,7 @@ this is not the client library (the tests parse our output with it).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -68,7 +69,7 @@ class Buckets:
         self.sum += value * count
 
 
-class Family:
+class Family(ABC):
     """A metric name with its help text; `lines` writes it."""
 
     kind = "untyped"
@@ -78,8 +79,8 @@ class Family:
         self.labels = tuple(labels)
         self.head = f"# HELP {name} {help}\n# TYPE {name} {self.kind}\n"
 
-    def lines(self) -> Iterable[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def lines(self) -> Iterable[str]: ...
 
 
 class _Scalar(Family):
