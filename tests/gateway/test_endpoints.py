@@ -19,7 +19,7 @@ from tests.gateway.conftest import Serving, events, eventually
 from tests.scripted import ScriptedEngine
 
 
-async def test_models(serving: Serving) -> None:
+async def test_models(serving: Serving, text: TextModel) -> None:
     async with serving() as gateway:
         listing = (await gateway.client.get("/v1/models")).json()
         assert listing["object"] == "list"
@@ -30,6 +30,7 @@ async def test_models(serving: Serving) -> None:
         assert model["aliases"] == ["small"]
         assert model["capabilities"]["chat"] is True
         assert (await gateway.client.get("/v1/models/tiny")).json() == model
+        assert (await gateway.client.get("/v1/models/tiny")).json()["vocab_size"] == text.vocab_size
         assert (await gateway.client.get("/v1/models/small")).json()["id"] == "tiny"
 
 

@@ -31,6 +31,7 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
         "aliases": list(model.aliases),
         "context_window": window,
         "max_model_len": window,
+        "vocab_size": model.text.vocab_size,
         "max_output_tokens": window if cap is None else cap if window is None else min(cap, window),
         "ready": model.backend.ready,
         "capabilities": {
