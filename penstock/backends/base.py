@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from penstock.backends.mailbox import Mailbox
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request, StepOutput
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -26,8 +26,6 @@ from penstock.protocol.errors import (
 from penstock.protocol.messages import DRAINING, NOT_REGISTERED
 
 Clock = Callable[[], float]
-QUEUE_FULL = "the engine's queue is full"
-"""How `Delta.error` begins when the engine's waiting queue is at its limit."""
 
 
 class Backend(Protocol):

@@ -63,7 +63,8 @@ class ModelConfig:
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
     dtype: DType = setting("auto", doc="Type of activations, KV cache and dense weights.")  # noqa: RUF009
     weights: WeightForm = setting(  # noqa: RUF009
-        "auto", doc="dense, or kept in few bits on CPU; auto keeps a quantized GGUF as stored where that is faster."
+        "auto",
+        doc="dense; int8 or int4 blocks on CPU; fp8 on CUDA. auto keeps few-bit files as stored where it pays.",
     )
     max_model_len: int | None = setting(
         None, doc="Context window in tokens; the checkpoint's own when not set.", least=1, example="2048"

@@ -22,7 +22,16 @@ from collections.abc import Callable
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.request import Delta, EngineInfo, FinishReason, Load, Request, StepOutput, TokenLogprob
+from penstock.engine.request import (
+    QUEUE_FULL,
+    Delta,
+    EngineInfo,
+    FinishReason,
+    Load,
+    Request,
+    StepOutput,
+    TokenLogprob,
+)
 from penstock.engine.runner.runner import PendingStep, Runner
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
@@ -198,7 +207,7 @@ class Engine:
         if self.scheduler.get(request.request_id) is not None:
             return f"request id {request.request_id!r} is already running"
         if self.scheduler.waiting >= self.config.max_waiting:
-            return f"the engine's queue is full ({self.config.max_waiting} requests)"
+            return f"{QUEUE_FULL} ({self.config.max_waiting} requests)"
         return None
 
     def _shrink(self, batch: Batch, error: Exception) -> None:

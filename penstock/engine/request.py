@@ -14,6 +14,10 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 window is full. `abort`: the caller cancelled. `timeout`: the deadline passed. `error`: see `Delta.error`."""
 
 
+QUEUE_FULL = "the engine's queue is full"
+"""How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens for one request. Ranges are checked by the gateway; the engine trusts them."""

@@ -131,7 +131,8 @@ def _cutoff(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, count: i
     keep = inside & (before < (top_p * total).unsqueeze(1))
     keep[:, 0] = True
     if count < vocab:
-        undecided = keep[:, -1] & ((limit > count) & (top_p >= 0))
+        # A top-k beyond the candidates leaves even the mass to share out unknown.
+        undecided = (limit > count) & (keep[:, -1] | (top_k > 0))
         unlimited = (top_p >= 1.0) & (top_k == 0)
         if bool((undecided & ~unlimited).any()):
             return None

@@ -16,7 +16,7 @@ from penstock.engine.kernels.noise import gumbel, row_keys
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.rows import Flag, Rows
-from penstock.engine.runner.sampler import SampleRequest, sample
+from penstock.engine.runner.sampler import SampleRequest, _filter, sample
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 
@@ -115,6 +115,28 @@ def test_filters_keep_exactly_the_defined_set(params: dict[str, Any], vocab: int
     assert drawn <= kept
     if len(kept) <= 10:
         assert drawn == kept
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 900, "top_p": 0.99}, {"top_k": 600, "top_p": 0.5}, {"top_k": 513}, {"top_p": 0.97}, {"top_p": 0.3},
+     {"top_k": 40, "top_p": 0.7, "min_p": 0.01}, {"min_p": 0.3}],
+)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_kept_set_is_complete(params: dict[str, Any], spread: float) -> None:
+    """Every token the definition keeps, also where more candidates are needed than are looked at first."""
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)) * spread
+    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
+    filtered = _filter(
+        logits,
+        torch.ones(1),
+        top_k=torch.tensor([full["top_k"]]),
+        top_p=torch.tensor([full["top_p"]]),
+        min_p=torch.tensor([full["min_p"]]),
+    )
+    got = set(torch.isfinite(filtered[0]).nonzero().flatten().tolist())
+    expected = set(kept_by_definition(logits[0], **params))
+    assert len(got ^ expected) <= 1, "sums of probabilities may round differently at the very border"
 
 
 def kept_by_definition(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
