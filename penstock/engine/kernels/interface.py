@@ -127,11 +127,23 @@ class Ops(ActivationOps, Protocol):
         """int64 [rows]: index of the largest entry of each row of float32 [rows, vocab]; the first of equals."""
         ...
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    def filter_thresholds(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        """float32 [rows]: the smallest logit / temperature that top-k, top-p and min-p all keep; -inf where none
+        filters or the temperature is 0.
+
+        `top_k` is int64 (0: no limit), `top_p` and `min_p` float32, all [rows]. Top-p is taken over what top-k leaves.
+        """
+        ...
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
+    ) -> Tensor:
         """int64 [rows]: a draw from softmax(logits / temperature); temperature 0 means argmax.
 
         The noise of an entry is a function of the row's key (int64 [rows]) and its index alone; `kernels.noise`
-        defines it. `temperatures` is float32 [rows].
+        defines it. `temperatures` is float32 [rows]; what lies below `thresholds` cannot be drawn.
         """
         ...
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.kernels import filters
 from penstock.engine.kernels.interface import FP8_MAX, AttentionBatch, HeadLayout, KVScales
 from penstock.engine.kernels.noise import gumbel
 
@@ -92,7 +93,16 @@ class ReferenceOps:
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    def filter_thresholds(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        return filters.thresholds(logits, temperatures, top_k, top_p, min_p)
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
+    ) -> Tensor:
+        if thresholds is not None:
+            logits = filters.drop_below(logits, temperatures, thresholds)
         random = temperatures > 0
         scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
         noise = gumbel(keys, logits.shape[1]).masked_fill_(~random.unsqueeze(1), 0.0)

@@ -20,6 +20,7 @@ from penstock.engine.loading.fp8 import Fp8Checkpoint, is_fp8
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import architecture, config_from_gguf
 from penstock.engine.loading.gguf_names import origins, raw_of
+from penstock.engine.loading.parallel import ParallelReader
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -86,6 +87,7 @@ class SafetensorsCheckpoint:
         self.folder = Path(folder)
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._files: dict[Path, Any] = {}
+        self._reader: ParallelReader | None = None
         self._where = self._indexed() if (self.folder / INDEX).exists() else self._listed()
 
     def _indexed(self) -> dict[str, Path]:
@@ -143,11 +145,18 @@ class SafetensorsCheckpoint:
         file = self._where.get(name)
         if file is None:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        if torch.device(device).type == "cuda":
+            return self._read_ahead(torch.device(device)).tensor(name)
         try:
             tensor: Tensor = self._open(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {name!r} cannot be read ({error}); fetch the file again") from error
         return tensor.to(device)
+
+    def _read_ahead(self, device: torch.device) -> ParallelReader:
+        if self._reader is None or self._reader.device != device:
+            self._reader = ParallelReader(set(self._where.values()), device)
+        return self._reader
 
 
 def read_json(path: Path) -> dict[str, Any]:

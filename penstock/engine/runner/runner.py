@@ -92,8 +92,8 @@ class Runner:
         return step
 
     def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
-        if request.flags & ~Flag.RANDOM or not logits.is_cuda:
-            logits = logits.float()  # plain sampling on CUDA reads the head's own dtype
+        if request.flags & ~(Flag.RANDOM | Flag.FILTER) or not logits.is_cuda:
+            logits = logits.float()  # draws and filters on CUDA read the head's own dtype
         tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
         self.rows.last_tokens[request.rows] = tokens
         step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs

@@ -18,9 +18,6 @@ from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
 from penstock.engine.scheduler import Chunk
 
-_CANDIDATES = 512
-"""Filters look at this many most likely tokens first, and sort the whole vocabulary only when that is not enough."""
-
 
 @dataclass(slots=True)
 class SampleRequest:
@@ -67,7 +64,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
 def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tuple[Tensor, LogprobTensors | None]:
     """Choose one token per row of float32 `logits` [S, vocab], which may be overwritten."""
     flags = request.flags
-    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS | Flag.FILTER)
+    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS)
     raw = logits.clone() if flags & Flag.LOGPROBS and edits else logits
     if flags & Flag.BIAS:
         _add_bias(logits, request)
@@ -89,56 +86,11 @@ def _choose(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> Ten
         return ops.argmax(logits)
     values = rows.floats[request.rows]
     temperature = values[:, FLOATS.index("temperature")].contiguous()
+    cut = None
     if request.flags & Flag.FILTER:
-        at = torch.from_numpy(np.flatnonzero(request.row_flags & Flag.FILTER)).to(logits.device)
-        logits[at] = _filter(
-            logits[at],
-            temperature[at],
-            top_k=rows.top_k[request.rows][at],
-            top_p=values[at, FLOATS.index("top_p")],
-            min_p=values[at, FLOATS.index("min_p")],
-        )
-    return ops.gumbel_argmax(logits, temperature, request.keys)
-
-
-def _filter(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf what min-p, top-k and top-p exclude. Ties at the boundary stay in."""
-    scaled = logits / temperature.unsqueeze(1)
-    vocab = scaled.shape[1]
-    norm = scaled.logsumexp(-1, keepdim=True)
-    floor = scaled.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
-    count = min(_CANDIDATES, vocab)
-    if scaled.device.type != "cpu":
-        count = vocab  # looking whether the candidates suffice would be a sync
-    cut = _cutoff(scaled, norm, top_k, top_p, count)
-    if cut is None:
-        cut = _cutoff(scaled, norm, top_k, top_p, vocab)
-    assert cut is not None
-    return logits.masked_fill(scaled < torch.maximum(cut, floor), float("-inf"))
-
-
-def _cutoff(scaled: Tensor, norm: Tensor, top_k: Tensor, top_p: Tensor, count: int) -> Tensor | None:
-    """The smallest logit that top-k and top-p keep; None when `count` candidates do not decide it."""
-    vocab = scaled.shape[1]
-    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
-    ordered = scaled.topk(count, dim=-1).values
-    mass = (ordered - norm).exp()
-    # top-p is taken over what top-k left, so its mass is renormalized to that.
-    inside = torch.arange(count, device=scaled.device) < limit.unsqueeze(1)
-    mass = mass * inside
-    total = torch.where(top_k > 0, mass.sum(-1), 1.0)
-    before = mass.cumsum(-1) - mass
-    keep = inside & (before < (top_p * total).unsqueeze(1))
-    keep[:, 0] = True
-    if count < vocab:
-        # A top-k beyond the candidates leaves even the mass to share out unknown.
-        undecided = (limit > count) & (keep[:, -1] | (top_k > 0))
-        unlimited = (top_p >= 1.0) & (top_k == 0)
-        if bool((undecided & ~unlimited).any()):
-            return None
-        last = ordered.gather(1, keep.sum(-1, keepdim=True) - 1)
-        return torch.where(unlimited.unsqueeze(1), float("-inf"), last)
-    return ordered.gather(1, keep.sum(-1, keepdim=True) - 1)
+        top_p, min_p = (values[:, FLOATS.index(name)].contiguous() for name in ("top_p", "min_p"))
+        cut = ops.filter_thresholds(logits, temperature, rows.top_k[request.rows], top_p, min_p)
+    return ops.gumbel_argmax(logits, temperature, request.keys, cut)
 
 
 def _add_bias(logits: Tensor, request: SampleRequest) -> None:

@@ -47,9 +47,11 @@ def _visit(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits) -> None
     device, ops, heads = kv.device, decoder.ops, decoder.layers[0].heads
     for decodes in buckets_up_to(limits.max_rows):
         logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
-        keys = torch.zeros(decodes, dtype=torch.int64, device=device)
-        ops.gumbel_argmax(logits, torch.zeros(decodes, device=device), keys)
-        ops.argmax(logits.float())
+        keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
+        ops.gumbel_argmax(logits, floats, keys)
+        for scores in (logits, logits.float()):
+            ops.argmax(scores)
+            ops.gumbel_argmax(scores, floats, keys, ops.filter_thresholds(scores, floats, keys, floats, floats))
     for prompts in ([17], [limits.budget - 1], [20] * 4):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.kernels import cpu
+from penstock.engine.kernels import cpu, filters
 from penstock.engine.kernels.interface import Ops
 from penstock.engine.kernels.noise import gumbel, row_keys
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.rows import Flag, Rows
-from penstock.engine.runner.sampler import SampleRequest, _filter, sample
+from penstock.engine.runner.sampler import SampleRequest, sample
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 
@@ -127,14 +127,9 @@ def test_the_kept_set_is_complete(params: dict[str, Any], spread: float) -> None
     """Every token the definition keeps, also where more candidates are needed than are looked at first."""
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)) * spread
     full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
-    filtered = _filter(
-        logits,
-        torch.ones(1),
-        top_k=torch.tensor([full["top_k"]]),
-        top_p=torch.tensor([full["top_p"]]),
-        min_p=torch.tensor([full["min_p"]]),
-    )
-    got = set(torch.isfinite(filtered[0]).nonzero().flatten().tolist())
+    limits = (torch.tensor([full[name]]) for name in ("top_k", "top_p", "min_p"))
+    cut = filters.thresholds(logits, torch.ones(1), *limits)
+    got = set(torch.isfinite(filters.drop_below(logits, torch.ones(1), cut)[0]).nonzero().flatten().tolist())
     expected = set(kept_by_definition(logits[0], **params))
     assert len(got ^ expected) <= 1, "sums of probabilities may round differently at the very border"
 

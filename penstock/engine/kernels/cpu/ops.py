@@ -12,6 +12,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels import filters
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KVScales
 from penstock.errors import PenstockError
@@ -265,7 +266,14 @@ class CpuOps:
         self._lib.pk_logsumexp(self._ctx, logits.data_ptr(), out.data_ptr(), *logits.shape)
         return out
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    def filter_thresholds(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        return filters.thresholds(logits, temperatures, top_k, top_p, min_p)
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
+    ) -> Tensor:
         """int64 [rows]: a draw from softmax(logits / temperature) that depends only on the row and its key.
 
         `keys` is int64 (read as unsigned) or uint64 [rows]; `temperatures` float32 [rows], zero meaning greedy.
@@ -278,6 +286,8 @@ class CpuOps:
         need_contiguous(keys, "keys")
         if temperatures.shape[0] != logits.shape[0] or keys.shape[0] != logits.shape[0]:
             raise LayoutError("logits, temperatures and keys must have the same number of rows")
+        if thresholds is not None:
+            logits = filters.drop_below(logits, temperatures, thresholds)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         self._lib.pk_gumbel_argmax(
             self._ctx, logits.data_ptr(), temperatures.data_ptr(), keys.data_ptr(), out.data_ptr(), *logits.shape
