@@ -12,6 +12,7 @@ from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
+from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
 
@@ -62,4 +63,5 @@ app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
+bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(bench, name="bench")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
+from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -65,6 +65,9 @@ class ModelConfig:
     weights: WeightForm = setting(  # noqa: RUF009
         "auto",
         doc="dense; int8 or int4 blocks on CPU; fp8 on CUDA. auto keeps few-bit files as stored where it pays.",
+    )
+    activations: ActivationForm = setting(  # noqa: RUF009
+        "auto", doc="Rounding of what int8 and int4 weights are applied to on CPU: int8 (fastest) or int16."
     )
     max_model_len: int | None = setting(
         None, doc="Context window in tokens; the checkpoint's own when not set.", least=1, example="2048"

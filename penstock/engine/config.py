@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
+ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 
@@ -25,6 +26,9 @@ class EngineConfig:
     weights: WeightForm = "auto"
     """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `fp8`: on CUDA.
     `auto`: a quantized GGUF stays as it is stored on CPUs without bfloat16 instructions; all else is dense."""
+    activations: ActivationForm = "auto"
+    """How CPU linears on `int8` and `int4` weights round what they are applied to, per row and block of 32: to one
+    int8 digit, or to two (about 16 bits). `auto`: see `quantization.cpu_blocks`."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""
     max_running: int | None = None

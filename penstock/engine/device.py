@@ -85,6 +85,13 @@ def plan_weights(
     config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, stored_fp8: bool = False
 ) -> WeightPlan:
     """Choose the form of the weights; one that cannot be had here is refused. FP8 checkpoints stay FP8 on CUDA."""
+    plan = _plan(config, ops, device, dtype, stored_fp8)
+    if config.activations != "auto" and not isinstance(plan.quantize, BlockQuantizer):
+        raise ConfigError(f"activations: {config.activations} needs weights in int8 or int4 blocks on CPU")
+    return plan
+
+
+def _plan(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, stored_fp8: bool) -> WeightPlan:
     if device.type == "cuda":
         wanted = "fp8" if config.weights == "auto" and stored_fp8 and dtype == torch.bfloat16 else config.weights
         return _plan_cuda(wanted, ops, device, dtype)
@@ -99,7 +106,7 @@ def plan_weights(
     asked = config.weights != "auto" or (config.dtype == "auto" and not cpu_has_bf16())
     if native is None or config.weights == "dense" or not asked:
         return WeightPlan()
-    return WeightPlan(BlockQuantizer(native.handle, config.weights))
+    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations))
 
 
 def _plan_cuda(form: WeightForm, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:

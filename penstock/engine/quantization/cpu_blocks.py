@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.config import WeightForm
+from penstock.engine.config import ActivationForm, WeightForm
 from penstock.engine.kernels.cpu.linear import QuantLinear
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.layers.linear import Linear
@@ -18,13 +18,20 @@ _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
 class BlockQuantizer:
-    """See `Quantizer`. `form` is what the configuration asked for."""
+    """See `Quantizer`. `form` and `activations` are what the configuration asked for."""
 
-    def __init__(self, handle: Handle, form: WeightForm) -> None:
+    def __init__(self, handle: Handle, form: WeightForm, activations: ActivationForm = "auto") -> None:
         self.handle = handle
         self.form = form
+        self.digits = 1 if activations == "int8" else 2
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        linear = self._make(weights, names, inputs, bias)
+        if linear is not None:
+            linear.digits = self.digits
+        return linear
+
+    def _make(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> QuantLinear | None:
         shape = (sum(names.values()), inputs)
         if not QuantLinear.supports(shape):
             return None
@@ -36,7 +43,7 @@ class BlockQuantizer:
 
     def _as_stored(
         self, weights: Weights, names: dict[str, int], shape: tuple[int, int], bias: Tensor | None
-    ) -> Linear | None:
+    ) -> QuantLinear | None:
         """The file's own blocks, when all matrices have one type that the kernels read and the form asks for."""
         if not isinstance(weights, GGUFCheckpoint):
             return None
