@@ -130,7 +130,7 @@ def measure(
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    kv_bytes = loaded.engine.runner.kv.element_size()
+    kv_bytes = loaded.engine.runner.kv.shape.bytes_per_number
     cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
     total = sum(outputs for _, outputs in workload.lengths())
     results = []

@@ -90,7 +90,7 @@ class Cost:
     """Keys and values kept per token of context, over all layers."""
     weight_bytes: float
     """Mean bytes of one weight as stored."""
-    kv_bytes: int
+    kv_bytes: float
     """Bytes of one element of the KV cache."""
 
     @property
@@ -101,7 +101,7 @@ class Cost:
 
     def context(self, tokens: int) -> int:
         """Bytes of keys and values read to attend over this many tokens of context."""
-        return tokens * self.kv_elements * self.kv_bytes
+        return round(tokens * self.kv_elements * self.kv_bytes)
 
     def flops(self, tokens: int, sampled: int) -> int:
         """Multiply-adds of the matrices, counted as two operations. Attention scores are left out, so the
@@ -109,7 +109,7 @@ class Cost:
         return 2 * (self.linear_params * tokens + self.head_params * sampled)
 
 
-def cost(config: Config, *, weight_bytes: float, kv_bytes: int) -> Cost:
+def cost(config: Config, *, weight_bytes: float, kv_bytes: float) -> Cost:
     """Count from a Hugging Face configuration of a dense decoder."""
     linear_params, head_params = parameters(config)
     _, kv_heads, head_dim = _heads(config)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.errors import ConfigError
@@ -21,13 +19,9 @@ _CUDA_SHARE = 0.92
 """Of what activations leave: the rest is for CUDA graphs, the sampler, and fragmentation."""
 
 
-def make_kv(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[layers, 2, num_blocks, kv_heads, block_size, head_dim], zeroed."""
-    shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Pages come from the system on first touch, so that a large cache costs nothing to make.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+def kv_shape(model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
+    """The cache that a model needs."""
+    return KVShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def count_blocks(
@@ -37,7 +31,7 @@ def count_blocks(
     if config.num_blocks is not None:
         return config.num_blocks + 1
     device, model = decoder.embedding.device, decoder.config
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = kv_shape(model, config.block_size, dtype).block_bytes
     memory = config.kv_memory
     if memory is None and device.type == "cuda":
         activations = _activation_bytes(decoder, dtype, budget, config.block_size)
@@ -74,7 +68,7 @@ def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_s
     device, model = decoder.embedding.device, decoder.config
     tokens = min(budget, decoder.cos_sin.shape[0])
     blocks = -(-tokens // block_size)
-    kv = make_kv(model, blocks + 1, block_size, dtype, device)
+    kv = KVCache(kv_shape(model, block_size, dtype), blocks + 1, device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     positions = torch.arange(tokens, device=device)

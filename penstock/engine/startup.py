@@ -17,9 +17,10 @@ from penstock.engine.core import Engine
 from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
 from penstock.engine.kernels.interface import FP8
 from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.memory import count_blocks, make_kv
+from penstock.engine.memory import count_blocks, kv_shape
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.request import EngineInfo, Request, SamplingParams
@@ -89,7 +90,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
         num_blocks = count_blocks(
             config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
         )
-        kv = make_kv(model, num_blocks, config.block_size, kv_dtype, device)
+        kv = KVCache(kv_shape(model, config.block_size, kv_dtype), num_blocks, device)
     pool = BlockPool(num_blocks)
     # One sequence must always fit alone, or it could neither run nor be preempted.
     max_model_len = min(wanted_len, pool.capacity * config.block_size)

@@ -8,6 +8,7 @@ Layout, the same everywhere:
 * Tokens of all sequences in a step are packed along one axis of length T, sequence after sequence.
 * Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
 * The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
+* Cached numbers may be scaled: `KVScales` says how.
 * The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
 """
 
@@ -20,8 +21,13 @@ import torch
 from torch import Tensor
 
 KVScales = tuple[Tensor, Tensor]
-"""float32 [kv_heads] each: what cached keys and cached values are multiplied by when read."""
+"""What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each, fixed. Int8 cache:
+`SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
 FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
+SCALE_DTYPE = torch.bfloat16
+"""Any magnitude in two bytes. Its eight bits cost nothing: numbers are divided by the scale as it was rounded."""
+INT8_MAX = 127.0
 FP8_MAX = 448.0
 
 
@@ -106,8 +112,9 @@ class Ops(ActivationOps, Protocol):
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, head_dim]: cosines in the first half of a row, sines in the second; rotation pairs
-        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first. With
-        `kv_scales` keys and values are divided by them and clamped to the range of an FP8 cache.
+        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first. An FP8
+        cache stores keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them
+        rounded, and writes `kv_scales`.
         """
         ...
 

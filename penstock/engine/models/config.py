@@ -96,9 +96,6 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + embeddings
 
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
-
 
 def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)

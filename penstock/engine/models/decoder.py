@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KVScales, Ops
+from penstock.engine.kv.cache import KVCache, LayerCache
 from penstock.engine.layers.linear import FusedLinear, Linear
 from penstock.engine.models.config import ModelConfig
 
@@ -54,11 +55,8 @@ class Decoder:
     fused_up_to: int = 0
     """Steps of at most this many tokens take the fused path."""
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
-        """Final hidden states [T, hidden] of the packed tokens; their keys and values are in `kv` afterwards.
-
-        `kv` is [layers, 2, num_blocks, kv_heads, block_size, head_dim].
-        """
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """Final hidden states [T, hidden] of the packed tokens; their keys and values are in `kv` afterwards."""
         if token_ids.shape[0] <= self.fused_up_to:
             return self._forward_fused(token_ids, batch, kv)
         ops, inner, eps = self.ops, self.inner, self.config.rms_eps
@@ -66,32 +64,32 @@ class Decoder:
         x = inner.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = layer.output(self._attend(layer, layer.qkv(x), batch, kv[index]))
+            x = layer.output(self._attend(layer, layer.qkv(x), batch, kv.layers[index]))
             x = inner.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(inner.silu_mul(layer.gate_up(x)))
             if index < last:
                 x = inner.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
         return ops.add_rms_norm(x, residual, self.final_norm, eps)
 
-    def _forward_fused(self, token_ids: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+    def _forward_fused(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """The same in six launches a layer: norms, gate and residual additions are part of the linears."""
         eps = self.config.rms_eps
         residual = F.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv, output, gate_up, down = (cast(FusedLinear, linear) for linear in layer.linears)
-            attended = self._attend(layer, qkv.fused(residual, norm=layer.input_norm, eps=eps), batch, kv[index])
+            attended = self._attend(layer, qkv.fused(residual, norm=layer.input_norm, eps=eps), batch, kv.layers[index])
             residual = output.fused(attended, residual=residual)
             x = gate_up.fused(residual, norm=layer.post_norm, eps=eps, gated=True)
             residual = down.fused(x, residual=residual)
         return self.ops.rms_norm(residual, self.final_norm, eps)
 
-    def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
-        k_cache, v_cache = kv[0], kv[1]
+    def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: LayerCache) -> Tensor:
+        scales = kv.scales or layer.kv_scales
         q = self.ops.rope_and_cache(
-            qkv, layer.heads, self.cos_sin, batch, k_cache, v_cache,
-            layer.q_norm, layer.k_norm, self.config.rms_eps, layer.kv_scales,
+            qkv, layer.heads, self.cos_sin, batch, kv.k, kv.v,
+            layer.q_norm, layer.k_norm, self.config.rms_eps, scales,
         )  # fmt: skip
-        return self.ops.attention(q, layer.heads, batch, k_cache, v_cache, layer.kv_scales)
+        return self.ops.attention(q, layer.heads, batch, kv.k, kv.v, scales)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kernels.noise import row_keys
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.rows import FLOATS, Rows
 from penstock.engine.scheduler import Batch
@@ -77,7 +78,7 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of pure decode steps, made at start or when a size first occurs."""
 
-    def __init__(self, decoder: Decoder, kv: Tensor, rows: Rows, *, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int) -> None:
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
@@ -85,7 +86,7 @@ class DecodeGraphs:
         self.buckets = buckets_up_to(max_rows)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
-        self._block_size = kv.shape[4]
+        self._block_size = kv.block_size
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.

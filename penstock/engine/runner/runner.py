@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
@@ -54,16 +55,16 @@ class PendingStep:
 
 
 class Runner:
-    """Owns the decoder, the KV cache tensor and the device rows."""
+    """Owns the decoder, the KV cache and the device rows."""
 
-    def __init__(self, decoder: Decoder, kv: Tensor, *, max_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, *, max_rows: int, max_model_len: int, block_size: int) -> None:
         self.decoder = decoder
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
         self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size)
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
-        if kv.is_cuda:
+        if kv.device.type == "cuda":
             self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows)
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.graphs import buckets_up_to
 
@@ -34,7 +35,7 @@ def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> Non
     from penstock.engine.kernels.triton.common import building_kernels
 
     config, device = decoder.config, decoder.embedding.device
-    kv = torch.zeros(1, 2, 2, config.num_kv_heads, limits.block_size, config.head_dim, dtype=dtype, device=device)
+    kv = KVCache(KVShape(1, config.num_kv_heads, config.head_dim, limits.block_size, dtype), 2, device)
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
     kinds = {layer.heads: layer for layer in decoder.layers}
@@ -43,8 +44,8 @@ def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> Non
             _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
 
 
-def _visit(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits) -> None:
-    device, ops, heads = kv.device, decoder.ops, decoder.layers[0].heads
+def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+    device, ops, heads, cache = kv.device, decoder.ops, decoder.layers[0].heads, kv.layers[0]
     for decodes in buckets_up_to(limits.max_rows):
         logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
         keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
@@ -59,10 +60,10 @@ def _visit(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits) -> None
     q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
         batch = _batch(decodes, [], tables, limits)
-        ops.attention(q[:decodes], heads, batch, kv[0, 0], kv[0, 1], decoder.layers[0].kv_scales)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or decoder.layers[0].kv_scales)
 
 
-def _forward(decoder: Decoder, kv: Tensor, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:
+def _forward(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:
     batch = _batch(decodes, prompts, tables, limits)
     return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
 
