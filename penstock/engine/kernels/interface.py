@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 KVScales = tuple[Tensor, Tensor]
-"""What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each, fixed. Int8 cache:
+"""What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
