@@ -56,14 +56,15 @@ def engine(
     """
     from penstock.cli.console import flags, resolve_models, stderr
     from penstock.config import load, load_resolved
+    from penstock.engine.process import die_with_parent
     from penstock.errors import ConfigError
-    from penstock.supervisor.lifeline import StatusPipe, die_with_supervisor
+    from penstock.supervisor.lifeline import StatusPipe
 
     if make_curve_key is not None:
         _write_key(make_curve_key)
         return
     if supervised is not None:
-        die_with_supervisor()
+        die_with_parent()
     status = StatusPipe(supervised)
     with _reported(status):
         if resolved is not None:

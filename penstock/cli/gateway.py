@@ -49,12 +49,13 @@ def gateway(
     """
     from penstock.cli.console import flags, resolve_models, stderr
     from penstock.config import load, load_resolved
+    from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.lifeline import Failed, StatusPipe, die_with_supervisor
+    from penstock.supervisor.lifeline import Failed, StatusPipe
 
     if supervised is not None:
-        die_with_supervisor()
+        die_with_parent()
     try:
         endpoints = _endpoints(engine or [])
         curve = _curve(curve_key, curve_engines)

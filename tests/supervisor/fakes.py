@@ -9,15 +9,16 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from penstock.engine.process import die_with_parent
 from penstock.errors import ConfigError
 from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import Listener
-from penstock.supervisor.lifeline import Failed, Progress, Started, StatusPipe, die_with_supervisor
+from penstock.supervisor.lifeline import Failed, Progress, Started, StatusPipe
 from tests.protocol.scripted import ScriptedEngine
 
 
 def engine(endpoint: str, status_fd: str, mode: str) -> int:
-    die_with_supervisor()
+    die_with_parent()
     status = StatusPipe(int(status_fd))
     print("engine loading", flush=True)
     status.send(Progress("weights", 0.5))
@@ -41,7 +42,7 @@ def engine(endpoint: str, status_fd: str, mode: str) -> int:
 
 def gateway(port: str, mode: str, drain_file: str) -> int:
     """Answers 200 to anything. On SIGTERM it finishes after a moment, or, being stubborn, never."""
-    die_with_supervisor()
+    die_with_parent()
     leaving = threading.Event()
 
     def on_term(number: int, frame: FrameType | None) -> None:

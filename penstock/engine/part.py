@@ -1,0 +1,114 @@
+"""What one process holds of a model: its decoder and its KV cache, loaded phase by phase.
+
+With one device that is the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
+from penstock.engine.kernels.interface import FP8
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.memory import count_blocks, kv_shape
+from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.warmup import Limits, compile_kernels
+
+Progress = Callable[[str, float], None]
+
+
+class Phases:
+    """Times the phases of starting and passes progress on."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    def report(self, phase: str, fraction: float) -> None:
+        if self._progress is not None:
+            self._progress(phase, fraction)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        self.report(phase, 0.0)
+        yield
+        self.seconds[phase] = round(time.perf_counter() - begin, 3)
+        self.report(phase, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A decoder with its cache, and the limits it was made for."""
+
+    model: ModelConfig
+    decoder: Decoder
+    kv: KVCache
+    max_running: int
+    token_budget: int
+    max_model_len: int
+    """No longer than one sequence that has the whole cache: or it could neither run nor be preempted."""
+
+
+def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -> Part:
+    """Read the checkpoint and make decoder and cache; `checkpoint` stands in for the one that `config` names."""
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    on_cpu = device.type == "cpu"
+    max_running = config.max_running or (64 if on_cpu else 256)
+    budget = config.token_budget or (512 if on_cpu else 8192)
+    with phases("open"):
+        weights = _open(config, checkpoint)
+        model = ModelConfig.from_hf(weights.config)
+        stored_fp8 = isinstance(weights, Fp8Checkpoint)
+    with phases("kernels"):
+        ops = pick_ops(device, threads)
+        plan = plan_weights(config, ops, device, dtype, stored_fp8=stored_fp8)
+        kv_dtype = pick_kv_dtype(config, device, dtype, ops)
+    wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
+    with phases("weights"), torch.inference_mode():
+        decoder = build_decoder(
+            weights,
+            model,
+            ops,
+            device=device,
+            dtype=dtype,
+            max_positions=wanted_len,
+            quantize=plan.quantize,
+            inner=plan.inner,
+            fused_up_to=plan.fused_up_to,
+            fp8_cache=kv_dtype == FP8,
+            progress=lambda fraction: phases.report("weights", fraction),
+        )
+    if ops.name == "triton":
+        with phases("compile"):
+            compile_kernels(decoder, kv_dtype, Limits(max_running, budget, wanted_len, config.block_size))
+    with phases("kv cache"):
+        num_blocks = count_blocks(
+            config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
+        )
+        kv = KVCache(kv_shape(model, config.block_size, kv_dtype), num_blocks, device)
+    # Block 0 belongs to nobody.
+    max_model_len = min(wanted_len, (num_blocks - 1) * config.block_size)
+    return Part(model, decoder, kv, max_running, budget, max_model_len)
+
+
+def _open(config: EngineConfig, checkpoint: object | None) -> Weights:
+    if checkpoint is not None:
+        return cast(Weights, checkpoint)
+    from penstock.engine.loading.checkpoint import open_checkpoint
+
+    return open_checkpoint(config.model)
