@@ -14,12 +14,13 @@ from contextlib import suppress
 from typing import Protocol
 
 from penstock.backends.mailbox import Mailbox
-from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Delta, EngineInfo, Load, Request, StepOutput
 from penstock.protocol.errors import (
     ApiError,
     Draining,
     EngineLost,
     EngineUnavailable,
+    InvalidRequest,
     Overloaded,
     ServerError,
 )
@@ -215,6 +216,8 @@ def error_of(delta: Delta) -> ApiError:
         return EngineLost()
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
+    if message.startswith(GRAMMAR_REFUSED):
+        return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
     return ServerError(message)
 
 

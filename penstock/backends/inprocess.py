@@ -17,6 +17,7 @@ from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
 from penstock.protocol.errors import EngineLost
+from penstock.text.vocabulary import grammars_of
 
 log = logging.getLogger("penstock.backends.inprocess")
 
@@ -62,7 +63,7 @@ class InProcessBackend(EngineClient):
     ) -> InProcessBackend:
         from penstock.engine.core import Engine
 
-        return cls(Engine.load(config, progress), name=name)
+        return cls(Engine.load(config, progress, grammars=grammars_of(config.model)), name=name)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()

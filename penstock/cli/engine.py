@@ -102,10 +102,13 @@ def _run(
         status.send(Progress("import", 0.0))
         begin = time.perf_counter()
         from penstock.engine.core import Engine
+        from penstock.text.vocabulary import grammars_of
 
         imported = round(time.perf_counter() - begin, 3)
         loaded = Engine.load(
-            model.engine_config(str(path)), lambda phase, fraction: status.send(Progress(phase, fraction))
+            model.engine_config(str(path)),
+            lambda phase, fraction: status.send(Progress(phase, fraction)),
+            grammars=grammars_of(path),
         )
         info = loaded.info
         phases = {"import": imported, **info.startup}

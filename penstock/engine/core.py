@@ -22,7 +22,9 @@ from collections.abc import Callable
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.request import (
+    GRAMMAR_REFUSED,
     QUEUE_FULL,
     Delta,
     EngineInfo,
@@ -50,6 +52,7 @@ class Engine:
         runner: Runner,
         *,
         overlap: bool,
+        grammars: MakeCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -59,6 +62,7 @@ class Engine:
         self.clock = clock
         self.steps = 0
         self._depth = 1 if overlap else 0
+        self._constraints = Constraints(grammars, info.vocab_size)
         self._in_flight: deque[PendingStep] = deque()
         self._deltas: list[Delta] = []
         self._prompt_tokens = 0
@@ -70,15 +74,18 @@ class Engine:
         config: EngineConfig,
         progress: Callable[[str, float], None] | None = None,
         checkpoint: object | None = None,
+        grammars: MakeCompiler | None = None,
     ) -> Engine:
-        """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is."""
+        """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is; `grammars`
+        makes the compiler for requests with a grammar, when the first of them comes."""
         from penstock.engine.startup import load_engine
 
-        return load_engine(config, progress, checkpoint)
+        return load_engine(config, progress, checkpoint, grammars)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight) or bool(self._deltas)
+        waiting = self.scheduler.has_work or self._constraints.opening > 0
+        return waiting or bool(self._in_flight) or bool(self._deltas)
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run is answered with an error delta."""
@@ -86,18 +93,29 @@ class Engine:
         if problem is not None:
             self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
             return
-        self.scheduler.add(request, self.clock())
         self._prompt_tokens += len(request.prompt)
+        now = self.clock()
+        if not request.params.grammar:
+            self.scheduler.add(request, now)
+        elif (matcher := self._constraints.open(request, now)) is not None:
+            self.scheduler.add(request, now).matcher = matcher
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
         seq = self.scheduler.get(request_id)
         if seq is not None:
             self._finish(seq, "abort")
+        elif self._constraints.cancel(request_id):
+            self._deltas.append(Delta(request_id, finish_reason="abort"))
 
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there was nothing to say."""
         now = self.clock()
+        for request, arrived, found in self._constraints.opened():
+            if isinstance(found, str):
+                self._deltas.append(Delta(request.request_id, finish_reason="error", error=found))
+            else:
+                self.scheduler.add(request, arrived).matcher = found
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
         batch = self.scheduler.schedule(now)
@@ -114,7 +132,7 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
         return Load(
             running=len(scheduler.running),
-            waiting=scheduler.waiting,
+            waiting=scheduler.waiting + self._constraints.opening,
             used_blocks=pool.used,
             cached_blocks=pool.cached,
             total_blocks=pool.capacity,
@@ -134,6 +152,7 @@ class Engine:
 
     def _launch(self, batch: Batch) -> None:
         try:
+            batch.masks = self._constraints.begin(batch)
             self._in_flight.append(self.runner.run(batch))
         except torch.OutOfMemoryError as error:
             self._shrink(batch, error)
@@ -150,6 +169,9 @@ class Engine:
             if seq.finished:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
+            if seq.matcher is not None and (problem := _advance(seq, token)) is not None:
+                self._finish(seq, "error", problem)
+                continue
             seq.tokens.append(token)
             if seq.row >= 0:
                 self.scheduler.allocator.publish(seq)
@@ -180,6 +202,8 @@ class Engine:
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.params.stop_token_ids:
             return "stop"
+        if seq.matcher is not None and seq.matcher.complete:
+            return "complete"
         known = len(seq.tokens)
         if known - seq.prompt_len >= seq.params.max_tokens or known >= self.scheduler.max_model_len:
             return "length"
@@ -204,9 +228,9 @@ class Engine:
             return f"stop and bias token ids must be between 0 and {self.info.vocab_size - 1}"
         if request.params.max_tokens < 1:
             return "max_tokens must be at least 1"
-        if self.scheduler.get(request.request_id) is not None:
+        if self.scheduler.get(request.request_id) is not None or self._constraints.is_opening(request.request_id):
             return f"request id {request.request_id!r} is already running"
-        if self.scheduler.waiting >= self.config.max_waiting:
+        if self.scheduler.waiting + self._constraints.opening >= self.config.max_waiting:
             return f"{QUEUE_FULL} ({self.config.max_waiting} requests)"
         return None
 
@@ -242,3 +266,11 @@ class Engine:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
+
+
+def _advance(seq: Sequence, token: int) -> str | None:
+    """Move on in the sequence's grammar; what is wrong, when it cannot be followed."""
+    assert seq.matcher is not None
+    if seq.matcher.error is None and token not in seq.params.stop_token_ids:
+        seq.matcher.accept(token)
+    return None if seq.matcher.error is None else f"{GRAMMAR_REFUSED}: {seq.matcher.error}"

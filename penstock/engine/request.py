@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-"""`stop`: a stop token was sampled (it is the last token delivered). `length`: `max_tokens` or the context
+FinishReason = Literal["stop", "complete", "length", "abort", "timeout", "error"]
+"""`stop`: a stop token was sampled (it is the last token delivered). `complete`: the grammar
+allows nothing more (the last token delivered belongs to the text). `length`: `max_tokens` or the context
 window is full. `abort`: the caller cancelled. `timeout`: the deadline passed. `error`: see `Delta.error`."""
 
 
 QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
+
+GRAMMAR_REFUSED = "the grammar cannot be used"
+"""How `Delta.error` begins when the request's own grammar is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. 0: of the chosen token. k: also the k most likely tokens."""
     prompt_logprobs: int | None = None
+    grammar: str = ""
+    """What may be generated, in the language of the engine's grammar compiler; empty for anything."""
 
     @property
     def greedy(self) -> bool:

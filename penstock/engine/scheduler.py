@@ -16,6 +16,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 
+from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
@@ -41,6 +42,8 @@ class Batch:
     chunks: list[Chunk]
     num_decodes: int
     num_tokens: int
+    masks: PendingMasks | None = None
+    """For its sequences with a grammar; set when the step is launched."""
 
 
 class Scheduler:
@@ -147,6 +150,8 @@ class Scheduler:
         """Tokens left to compute; none once every allowed output token has been sampled."""
         if seq.output_len >= seq.params.max_tokens or seq.length >= self.max_model_len:
             return 0
+        if seq.pending and seq.matcher is not None:
+            return 0  # what its grammar allows next depends on a token that has not been seen yet
         return seq.length - seq.computed
 
     def _wait(self, seq: Sequence) -> None:

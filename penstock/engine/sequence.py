@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.kv.hashing import root_name
 from penstock.engine.request import FinishReason, Request, TokenLogprob
 
@@ -24,6 +25,7 @@ class Sequence:
         "finish_reason",
         "first_scheduled",
         "key",
+        "matcher",
         "named",
         "params",
         "pending",
@@ -61,6 +63,8 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.started = False
         """Whether a delta has been sent."""
+        self.matcher: TokenMatcher | None = None
+        """Its place in its grammar, for a request that has one; it has taken the tokens in `tokens`."""
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if request.params.prompt_logprobs is not None:
@@ -78,6 +82,14 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return self.length - self.prompt_len
+
+    @property
+    def barred_stops(self) -> tuple[int, ...]:
+        """Stop tokens that may not be sampled now, because the minimum length is not reached.
+
+        To be asked when the token being sampled is already counted as pending.
+        """
+        return self.params.stop_token_ids if self.output_len <= self.params.min_tokens else ()
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.part import Phases, Progress, load_part
@@ -15,7 +16,9 @@ from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 
 
-def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: object | None) -> Engine:
+def load_engine(
+    config: EngineConfig, progress: Progress | None, checkpoint: object | None, grammars: MakeCompiler | None = None
+) -> Engine:
     """See `Engine.load`."""
     phases = Phases(progress)
     part = load_part(config, checkpoint, phases)
@@ -45,7 +48,7 @@ def load_engine(config: EngineConfig, progress: Progress | None, checkpoint: obj
         dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
         startup=phases.seconds,
     )
-    engine = Engine(config, info, scheduler, runner, overlap=part.kv.device.type != "cpu")
+    engine = Engine(config, info, scheduler, runner, overlap=part.kv.device.type != "cpu", grammars=grammars)
     if runner.graphs is not None:
         with phases("graphs"):
             runner.graphs.capture_all()

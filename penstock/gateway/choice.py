@@ -124,13 +124,14 @@ class Choice:
         if matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", matched
         elif delta.finish_reason is not None:
-            piece.finish_reason = delta.finish_reason
+            piece.finish_reason = "stop" if delta.finish_reason == "complete" else delta.finish_reason
             if delta.finish_reason == "timeout":
                 piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
         if piece.finish_reason is not None:
             self.finished = True
-            self.outcome = "stop" if matched is not None else str(delta.finish_reason)
+            ended = matched is not None or delta.finish_reason == "complete"
+            self.outcome = "stop" if ended else str(delta.finish_reason)
             return piece
         return piece if piece.text or piece.tokens else None
 

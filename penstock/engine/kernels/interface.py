@@ -130,6 +130,13 @@ class Ops(ActivationOps, Protocol):
         """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
         ...
 
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        """In row `at[i]` of `logits`, set to -inf every token whose bit in `bits[i]` is 0.
+
+        `at` is int64 [n], `bits` int32 [n, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t.
+        """
+        ...
+
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: index of the largest entry of each row of float32 [rows, vocab]; the first of equals."""
         ...

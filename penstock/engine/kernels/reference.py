@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels import filters
+from penstock.engine.kernels import filters, masks
 from penstock.engine.kernels.interface import FP8_MAX, AttentionBatch, HeadLayout, KVScales
 from penstock.engine.kernels.noise import gumbel
 
@@ -89,6 +89,9 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, k_cache, v_cache)
         return out.view(q.shape[0], -1)
+
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        masks.mask_logits(logits, at, bits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
@@ -93,7 +94,7 @@ class InputBuilder:
         request = None
         if len(sampling):
             row_flags = self.rows.flags[rows[sampling]]
-            request = _request([chunks[index] for index in sampling], sample_rows, sample_keys, row_flags)
+            request = _request([chunks[index] for index in sampling], sample_rows, sample_keys, row_flags, batch.masks)
         return StepInputs(ids, attention, last, request)
 
     def sampling(self, batch: Batch) -> SampleRequest:
@@ -101,11 +102,13 @@ class InputBuilder:
         rows = np.array([chunk.seq.row for chunk in batch.chunks], np.int64)
         ends = np.array([chunk.start + chunk.length for chunk in batch.chunks], np.int64)
         device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], ends)])
-        return _request(batch.chunks, device_rows, keys, self.rows.flags[rows])
+        return _request(batch.chunks, device_rows, keys, self.rows.flags[rows], batch.masks)
 
 
-def _request(chunks: list[Chunk], rows: Tensor, keys: Tensor, row_flags: np.ndarray) -> SampleRequest:
-    return SampleRequest(chunks, rows, keys, Flag(int(np.bitwise_or.reduce(row_flags))), row_flags)
+def _request(
+    chunks: list[Chunk], rows: Tensor, keys: Tensor, row_flags: np.ndarray, masks: PendingMasks | None
+) -> SampleRequest:
+    return SampleRequest(chunks, rows, keys, Flag(int(np.bitwise_or.reduce(row_flags))), row_flags, masks)
 
 
 def chunk_targets(batch: Batch) -> list[tuple[int, int, Tensor]]:

@@ -27,6 +27,7 @@ class Flag(IntFlag):
     BIAS = 8
     MIN_TOKENS = 16
     LOGPROBS = 32
+    GRAMMAR = 64
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -43,6 +44,8 @@ def flags_of(params: SamplingParams) -> Flag:
         flags |= Flag.MIN_TOKENS
     if params.logprobs is not None:
         flags |= Flag.LOGPROBS
+    if params.grammar:
+        flags |= Flag.GRAMMAR
     return flags
 
 
@@ -74,6 +77,8 @@ class Rows:
         self._epoch = [0] * max_rows
         self._known_blocks = [0] * max_rows
         self._staging = Staging(device)
+        self.mask_staging = Staging(device)
+        """For grammar masks, which cross later in a step than the rest."""
 
     def update(self, batch: Batch) -> None:
         """Bring the rows of a batch up to date with its sequences."""

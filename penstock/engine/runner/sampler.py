@@ -1,8 +1,8 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order: bias, penalties, minimum length, temperature, min-p, top-k, top-p, then Gumbel-max: the sample is the argmax of
-scaled logits plus noise. A step runs only the parts that some row of it needs. Log-probabilities are of the model's
-own distribution, before any of this.
+Order: bias, penalties, minimum length, grammar, temperature, min-p, top-k, top-p, then Gumbel-max: the sample is the
+argmax of scaled logits plus noise. A step runs only the parts that some row of it needs. Log-probabilities are of the
+model's own distribution, before any of this.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kernels.interface import Ops
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
@@ -31,6 +32,8 @@ class SampleRequest:
     flags: Flag
     """Union over the rows."""
     row_flags: np.ndarray
+    masks: PendingMasks | None = None
+    """Of the rows with a grammar, in their order."""
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
 def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tuple[Tensor, LogprobTensors | None]:
     """Choose one token per row of float32 `logits` [S, vocab], which may be overwritten."""
     flags = request.flags
-    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS)
+    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS | Flag.GRAMMAR)
     raw = logits.clone() if flags & Flag.LOGPROBS and edits else logits
     if flags & Flag.BIAS:
         _add_bias(logits, request)
@@ -72,6 +75,8 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tupl
         _penalize(logits, request, rows)
     if flags & Flag.MIN_TOKENS:
         _forbid_early_stops(logits, request)
+    if flags & Flag.GRAMMAR:
+        _follow_grammars(logits, request, rows, ops)
     tokens = _choose(logits, request, rows, ops)
     if flags & Flag.PENALTY and rows.output_counts is not None:
         rows.output_counts.index_put_((request.rows, tokens), tokens.new_ones(len(tokens)).int(), accumulate=True)
@@ -132,10 +137,18 @@ def _forbid_early_stops(logits: Tensor, request: SampleRequest) -> None:
     at: list[int] = []
     ids: list[int] = []
     for index in np.flatnonzero(request.row_flags & Flag.MIN_TOKENS):
-        seq = request.chunks[index].seq
-        # The token being sampled is already counted as pending.
-        if seq.output_len <= seq.params.min_tokens:
-            at.extend([int(index)] * len(seq.params.stop_token_ids))
-            ids.extend(seq.params.stop_token_ids)
+        # A grammar's masks say themselves which stops are possible.
+        if not request.row_flags[index] & Flag.GRAMMAR:
+            barred = request.chunks[index].seq.barred_stops
+            at.extend([int(index)] * len(barred))
+            ids.extend(barred)
     if at:
         logits[torch.tensor(at, device=logits.device), torch.tensor(ids, device=logits.device)] = float("-inf")
+
+
+def _follow_grammars(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> None:
+    """Leave the tokens that grammars allow. The masks were computed while the device ran the step."""
+    assert request.masks is not None, "rows with a grammar come with masks"
+    masks = request.masks.wait()
+    at, bits = rows.mask_staging.upload([np.flatnonzero(request.row_flags & Flag.GRAMMAR), masks.reshape(-1)])
+    ops.mask_logits(logits, at, bits.view(masks.shape))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.engine.grammar.interface import words_for
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.decoder import Decoder
@@ -50,6 +51,8 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> Non
         logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
         keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
         ops.gumbel_argmax(logits, floats, keys)
+        words = words_for(logits.shape[1])
+        ops.mask_logits(logits.float(), keys, torch.zeros(decodes, words, dtype=torch.int32, device=device))
         for scores in (logits, logits.float()):
             ops.argmax(scores)
             ops.gumbel_argmax(scores, floats, keys, ops.filter_thresholds(scores, floats, keys, floats, floats))

@@ -12,7 +12,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels import filters
+from penstock.engine.kernels import filters, masks
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KVScales
 from penstock.errors import PenstockError
@@ -251,6 +251,9 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout)
         return view
+
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        masks.mask_logits(logits, at, bits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the largest entry of each float32 row (the first of equals)."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton import activation, decode, filters, norm, prefill, rope, sampler
+from penstock.engine.kernels.triton import activation, decode, filters, masks, norm, prefill, rope, sampler
 
 
 class TritonOps:
@@ -76,6 +76,9 @@ class TritonOps:
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
+
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        masks.mask_logits(logits, at, bits, pdl=self.pdl)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return sampler.argmax(logits, pdl=self.pdl)
