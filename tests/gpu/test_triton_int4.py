@@ -10,7 +10,7 @@ from test_triton_elementwise import norm64
 from test_triton_gemv import LLAMA, QWEN
 from torch import Tensor
 
-from penstock.engine.kernels.triton.grouped import GroupedConfig, GroupedWeight, linear, widen
+from penstock.engine.kernels.triton.grouped import GroupedConfig, GroupedWeight, join_factors, linear, widen
 
 BF16, F16 = torch.bfloat16, torch.float16
 SHAPES = [(48, 128), (33, 64)] if QUICK else [(4096, 4096), (6144, 512), (1000, 576), (4096, 14336), (257, 1536)]
@@ -32,7 +32,7 @@ def make(rows: int, k: int, bits: int, group: int, minimum: bool = True) -> tupl
         data = (blocks[:, :, 0] + 16 * blocks[:, :, 1]).reshape(rows, k // 2).to(torch.uint8)
     else:
         data = q.to(torch.int8)
-    weight = GroupedWeight(data, scale, low, bits, group)
+    weight = GroupedWeight(data, join_factors(scale, low), bits, group, minimum)
     if MODE == "compile":
         return weight, torch.empty(rows, k, dtype=torch.float64)
     wide = q.double() * scale.double().T.repeat_interleave(group, 1)

@@ -37,12 +37,13 @@ class GroupedWeight:
 
     data: Tensor
     """uint8 [out, in / 2], or int8 [out, in]."""
-    scale: Tensor
-    """float16 [in / group, out]."""
-    minimum: Tensor | None
-    """float16 [in / group, out]; None: zero."""
+    factors: Tensor
+    """int32 [in / group, out]: two float16, the scale in the low half and the minimum in the high half. One word, so
+    that it can travel through the asynchronous copy pipeline beside the weights."""
     bits: int
     group: int
+    has_minimum: bool = True
+    """False: all minima are zero and need no arithmetic."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,8 +51,13 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.data, self.scale) if self.minimum is None else (self.data, self.scale, self.minimum)
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.numel() * part.element_size() for part in (self.data, self.factors))
+
+
+def join_factors(scale: Tensor, minimum: Tensor | None) -> Tensor:
+    """`GroupedWeight.factors` of two float16 [in / group, out]."""
+    low = torch.zeros_like(scale) if minimum is None else minimum
+    return torch.stack((scale, low), dim=-1).contiguous().view(torch.int32).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,14 @@ class GroupedConfig:
     unroll: int
     num_warps: int
     num_stages: int
+
+
+@triton.jit
+def _split(factors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Scale and minimum, as float32."""
+    scale = (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    minimum = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, minimum
 
 
 @triton.jit
@@ -118,26 +132,69 @@ def _group_sum(
     MINIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total` [batch]: their sum."""
+    """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total`: their sum, for each row."""
     if BITS == 4:
         dot = tl.dot(_nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
         dot = tl.dot(_nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
-        acc += dot * scale[:, None] + total[None, :] * (minimum - scale * _bias(low.dtype))[:, None]
+        acc += dot * scale[:, None] + total * (minimum - scale * _bias(low.dtype))[:, None]
     else:
         wide = weights.to(tl.float32).to(low.dtype) if INTERPRETED else weights.to(low.dtype)
         dot = tl.dot(wide, tl.trans(low), input_precision=PRECISION)
         acc += dot * scale[:, None]
         if MINIMUM:
-            acc += total[None, :] * minimum[:, None]
+            acc += total * minimum[:, None]
     return acc
+
+
+@triton.jit
+def _ones(weights: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Ones of `dtype`, laid out as the weights are: made from them, so that both products take the input alike."""
+    if INTERPRETED or dtype == tl.float32:
+        ones = (weights.to(tl.float32) * 0.0 + 1.0).to(dtype)
+    elif dtype == tl.bfloat16:
+        ones = tl.inline_asm_elementwise(
+            "mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80;",
+            "=r,=r,r",
+            [weights],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        ones = tl.inline_asm_elementwise(
+            "mov.b32 $0, 0x3c003c00; mov.b32 $1, 0x3c003c00;",
+            "=r,=r,r",
+            [weights],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    return ones
+
+
+@triton.jit
+def _totals(
+    weights: tl.tensor, low: tl.tensor, high: tl.tensor, BITS: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """Sums of the inputs of a group [1 or rows, batch]. For few tokens the tensor cores have time to add them up, and
+    put the result where the group's product is; for many, they are better used for products."""
+    if low.shape[0] <= 8:
+        ones = _ones(weights, low.dtype)
+        total = tl.dot(ones, tl.trans(low), input_precision=PRECISION)
+        if BITS == 4:
+            total = tl.dot(ones, tl.trans(high), total, input_precision=PRECISION)
+    else:
+        total = tl.sum(low.to(tl.float32), axis=1)[None, :]
+        if BITS == 4:
+            total += tl.sum(high.to(tl.float32), axis=1)[None, :]
+    return total
 
 
 @triton.jit(do_not_specialize=["batch"])
 def _grouped_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    minimum_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
     out_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -150,6 +207,7 @@ def _grouped_kernel(
     BATCH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -177,22 +235,18 @@ def _grouped_kernel(
     up = tl.zeros([BLOCK_N, BATCH], tl.float32)
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    for start in range(0, GROUPS, UNROLL):
+    # Said at the loop, the number of stages holds for the factors too, which no product takes in directly.
+    for start in tl.range(0, GROUPS, UNROLL, num_stages=STAGES):
         for u in tl.static_range(UNROLL):
             g = start + u
             low = tl.load(inputs + g * GROUP, mask=in_batch, other=0.0)
             high = tl.load(inputs + g * GROUP + _HALF, mask=in_batch, other=0.0) if BITS == 4 else low
-            total = tl.sum(low.to(tl.float32), axis=1) if SUMS else tl.zeros([BATCH], tl.float32)
-            if SUMS and BITS == 4:
-                total += tl.sum(high.to(tl.float32), axis=1)
-            scale = tl.load(scale_ptr + g * ROWS + row).to(tl.float32)
-            minimum = tl.load(minimum_ptr + g * ROWS + row).to(tl.float32) if MINIMUM else tl.zeros_like(scale)
-            acc = _group_sum(
-                acc, tl.load(rows + g * BYTES), scale, minimum, low, high, total, BITS, MINIMUM, PRECISION
-            )
+            weights = tl.load(rows + g * BYTES)
+            total = _totals(weights, low, high, BITS, PRECISION) if SUMS else acc
+            scale, minimum = _split(tl.load(factor_ptr + g * ROWS + row))
+            acc = _group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
             if GATED:
-                scale = tl.load(scale_ptr + g * ROWS + N + row).to(tl.float32)
-                minimum = tl.load(minimum_ptr + g * ROWS + N + row).to(tl.float32) if MINIMUM else tl.zeros_like(scale)
+                scale, minimum = _split(tl.load(factor_ptr + g * ROWS + N + row))
                 weights = tl.load(rows + N * PITCH + g * BYTES)
                 up = _group_sum(up, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
     _epilogue(
@@ -203,7 +257,7 @@ def _grouped_kernel(
         batch,
         out_ptr,
         bias_ptr,
-        scale_ptr,
+        factor_ptr,
         residual_ptr,
         N,
         BIAS,
@@ -216,15 +270,13 @@ def _grouped_kernel(
 @triton.jit
 def _widen_kernel(
     weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    minimum_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
     out_ptr: tl.tensor,
     first: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    MINIMUM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -236,17 +288,16 @@ def _widen_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     q = tl.load(weight_ptr + n[:, None] * (K * BITS // 8) + (g * BYTES + j)[None, :])
-    scale = tl.load(scale_ptr + g * N + n).to(tl.float32)[:, None]
-    minimum = tl.load(minimum_ptr + g * N + n).to(tl.float32)[:, None] if MINIMUM else tl.zeros_like(scale)
+    scale, minimum = _split(tl.load(factor_ptr + g * N + n))
     k = j // _HALF * 2 * _HALF + j % _HALF if BITS == 4 else j
     to = out_ptr + local.to(tl.int64)[:, None] * K + (g * GROUP + k)[None, :]
     inside = (first + local < N)[:, None]
     kind = out_ptr.dtype.element_ty
     if BITS == 4:
-        tl.store(to, ((q & 15).to(tl.float32) * scale + minimum).to(kind), mask=inside)
-        tl.store(to + _HALF, ((q >> 4).to(tl.float32) * scale + minimum).to(kind), mask=inside)
+        tl.store(to, ((q & 15).to(tl.float32) * scale[:, None] + minimum[:, None]).to(kind), mask=inside)
+        tl.store(to + _HALF, ((q >> 4).to(tl.float32) * scale[:, None] + minimum[:, None]).to(kind), mask=inside)
     else:
-        tl.store(to, (q.to(tl.float32) * scale + minimum).to(kind), mask=inside)
+        tl.store(to, (q.to(tl.float32) * scale[:, None] + minimum[:, None]).to(kind), mask=inside)
 
 
 def choose(n: int, batch: int, bits: int, group: int, gated: bool) -> tuple[GroupedConfig, int]:
@@ -255,7 +306,7 @@ def choose(n: int, batch: int, bits: int, group: int, gated: bool) -> tuple[Grou
     block_n = (16 if n <= 8192 else 32) if tokens <= 8 else 32 if tokens <= 16 else 64
     step = group * bits // 8 * block_n * (2 if gated else 1)
     # Enough bytes under way per program to cover the latency of memory, in a pipeline of a few steps.
-    unroll = max(1, min(4, 4096 // step))
+    unroll = max(1, min(8 if group == 32 else 4, 4096 // step))
     warps = block_n // 16 if tokens <= 16 else 4
     return GroupedConfig(block_n, unroll, warps, 3 if gated or tokens > 16 else 4), tokens
 
@@ -293,8 +344,7 @@ def linear(
         (ceil_div(n, shape.block_n), ceil_div(batch, tokens)),
         x,
         weight.data,
-        weight.scale,
-        weight.scale if weight.minimum is None else weight.minimum,
+        weight.factors,
         out,
         x if bias is None else bias,
         x if residual is None else residual,
@@ -307,7 +357,8 @@ def linear(
         BATCH=tokens,
         BLOCK_N=shape.block_n,
         UNROLL=unroll,
-        MINIMUM=weight.minimum is not None,
+        STAGES=shape.num_stages,
+        MINIMUM=weight.has_minimum,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
@@ -326,15 +377,13 @@ def widen(weight: GroupedWeight, first: int, out: Tensor, *, pdl: bool = False) 
         _widen_kernel,
         (ceil_div(out.shape[0], 16), k // weight.group),
         weight.data,
-        weight.scale,
-        weight.scale if weight.minimum is None else weight.minimum,
+        weight.factors,
         out,
         first,
         N=rows,
         K=k,
         GROUP=weight.group,
         BITS=weight.bits,
-        MINIMUM=weight.minimum is not None,
         BLOCK_N=16,
         num_warps=4,
         pdl=pdl,
