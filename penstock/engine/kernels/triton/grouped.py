@@ -132,7 +132,7 @@ def _group_sum(
     MINIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total`: their sum, for each row."""
+    """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total`: their sum."""
     if BITS == 4:
         dot = tl.dot(_nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
         dot = tl.dot(_nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
