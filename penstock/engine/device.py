@@ -103,10 +103,13 @@ def _plan(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dty
             f"weights: {config.weights} needs the native CPU kernels, which are not in use here "
             "(run `penstock doctor` to see why); use weights: dense"
         )
-    asked = config.weights != "auto" or (config.dtype == "auto" and not cpu_has_bf16())
-    if native is None or config.weights == "dense" or not asked:
+    matrix = native is not None and native.handle.has_matrix and dtype == torch.bfloat16
+    blocks = config.weights in ("int8", "int4") or (
+        config.weights == "auto" and config.dtype == "auto" and not cpu_has_bf16()
+    )
+    if native is None or not (matrix or blocks):
         return WeightPlan()
-    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations))
+    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations, matrix))
 
 
 def _plan_cuda(form: WeightForm, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:

@@ -1,4 +1,4 @@
-"""Linears in blocks of 32 for the CPU kernels: taken over from GGUF as stored, or rounded from floats."""
+"""Linears for the CPU kernels: blocks of 32 taken over from GGUF as stored or rounded from floats, or matrix tiles."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ _STORED = ("Q4_0", "Q4_1", "Q8_0")
 class BlockQuantizer:
     """See `Quantizer`. `form` and `activations` are what the configuration asked for."""
 
-    def __init__(self, handle: Handle, form: WeightForm, activations: ActivationForm = "auto") -> None:
+    def __init__(
+        self, handle: Handle, form: WeightForm, activations: ActivationForm = "auto", matrix: bool = False
+    ) -> None:
         self.handle = handle
+        self.matrix = matrix
+        """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
         self.form = form
         self.digits = 1 if activations == "int8" else 2
 
@@ -35,11 +39,12 @@ class BlockQuantizer:
         shape = (sum(names.values()), inputs)
         if not QuantLinear.supports(shape):
             return None
-        stored = self._as_stored(weights, names, shape, bias)
-        if stored is not None or self.form == "auto":
+        stored = self._as_stored(weights, names, shape, bias) if self.form != "dense" else None
+        bits = _BITS.get(self.form, 16 if self.matrix else None)
+        if stored is not None or bits is None:
             return stored
         dense = torch.cat([weights.tensor(name).float() for name in names])
-        return QuantLinear.from_float(self.handle, dense, bias, bits=_BITS[self.form])
+        return QuantLinear.from_float(self.handle, dense, bias, bits=bits)
 
     def _as_stored(
         self, weights: Weights, names: dict[str, int], shape: tuple[int, int], bias: Tensor | None

@@ -6,9 +6,12 @@
 // digits, what the first int8 leaves over becomes a second one with a scale 253 times smaller, and a row counts as
 // two: about 16 bits of activation for twice the arithmetic. Small models need that to keep their answers.
 //
+// On CPUs with matrix tiles, more than a few rows take that road instead (amx.h), and dense weights always do.
+//
 // One to four rows read the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit
 // weights to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
 
+#include "amx.h"
 #include "context.h"
 #include "dot.h"
 
@@ -35,6 +38,7 @@ struct Tile {
 };
 
 int64_t tile_bytes(int64_t blocks, int bits) {
+    if (bits == 16) return blocks * kDepth * kColumns * 2;
     return round_up(blocks * (bits == 4 ? Q4::kBytes + 4 * kColumns : Q8::kBytes + 2 * kColumns), 64);
 }
 
@@ -242,7 +246,80 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
     }
 }
 
+// ---- products on matrix tiles ----------------------------------------------------------------------------
+
+#if defined(PK_AMX)
+
+// From this many rows on, widening the weights once costs less than integer products for every row.
+constexpr int64_t kMatrixRows = 5;
+
+bool by_matrix(const LinearArgs& a) {
+    return amx_granted() && a.dtype == 2 && (a.bits == 16 || a.rows >= kMatrixRows);
+}
+
+template <class O>
+void write_pair(const LinearArgs& a, const float* y, int64_t row, int rows, int64_t column) {
+    const int width = int(std::min<int64_t>(kPair, a.columns - column));
+    for (int m = 0; m < rows; ++m, y += kPair) {
+        O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
+        for (int i = 0; i < width; i += VL) {
+            const int n = std::min(VL, width - i);
+            vf v = load(y + i);
+            if (a.bias) v += n == VL ? load(a.bias + column + i) : load_part(a.bias + column + i, n);
+            if (n == VL)
+                store(out + i, v);
+            else
+                store_part(out + i, v, n);
+        }
+    }
+}
+
+// Two column tiles at a time; the last pair may consist of one tile twice.
+template <class O>
+void linear_matrix(const LinearArgs& a, int64_t begin, int64_t end, void* scratch) {
+    alignas(64) float y[32 * kPair];
+    const int64_t blocks = a.depth / kDepth, last = round_up(a.columns, kColumns) / kColumns - 1;
+    uint8_t* wide[2] = {static_cast<uint8_t*>(scratch), static_cast<uint8_t*>(scratch) + blocks * kTileBytes};
+    for (int64_t pair = begin; pair < end; ++pair) {
+        const uint8_t* side[2];
+        for (int i = 0; i < 2; ++i) {
+            const Tile tile = tile_at(a.weights, blocks, a.bits, std::min(2 * pair + i, last));
+            if (a.bits == 4) widen4(tile.q, tile.scale, tile.minimum, blocks, wide[i]);
+            if (a.bits == 8) widen8(tile.q, tile.scale, blocks, wide[i]);
+            side[i] = a.bits == 16 ? tile.q : wide[i];
+        }
+        for (int64_t row = 0; row < a.rows; row += 32) {
+            const int rows = int(std::min<int64_t>(32, a.rows - row));
+            const uint8_t* x = static_cast<const uint8_t*>(a.x) + row * a.depth * 2;
+            tile_products(x, a.depth * 2, rows, side[0], side[1], blocks, y);
+            write_pair<O>(a, y, row, rows, pair * kPair);
+        }
+    }
+    _tile_release();
+}
+
+void linear_by_matrix(Context* ctx, const LinearArgs& a) {
+    const size_t scratch = a.bits == 16 ? 0 : size_t(a.depth / kDepth) * 2 * kTileBytes;
+    for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].reserve(scratch);
+    dispatch(a.out_dtype, [&](auto* o) {
+        using O = elem<decltype(o)>;
+        ctx->pool.rows(round_up(a.columns, kPair) / kPair, 1, [&](int64_t begin, int64_t end, int thread) {
+            linear_matrix<O>(a, begin, end, ctx->scratch[thread].reserve(0));
+        });
+    });
+}
+
+#endif
+
 // ---- packing ---------------------------------------------------------------------------------------------
+
+// To nearest even; what is not finite stays so.
+bf16 round_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7f800000) == 0x7f800000) return {uint16_t((bits >> 16) | ((bits & 0xffff) != 0))};
+    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
 
 struct Packer {
     uint8_t* base;
@@ -255,6 +332,11 @@ struct Packer {
         uint8_t* tile = base + n / kColumns * tile_bytes(blocks, bits);
         uint8_t* scales = tile + blocks * (bits == 4 ? Q4::kBytes : Q8::kBytes);
         return reinterpret_cast<uint16_t*>(scales) + ((minimum ? blocks : 0) + b) * kColumns + n % kColumns;
+    }
+    // bfloat16 in the order of matrix tiles.
+    void put16(int64_t n, int64_t b, const float* values) const {
+        bf16* to = reinterpret_cast<bf16*>(base + n / kColumns * tile_bytes(blocks, 16)) + b * kDepth * kColumns;
+        for (int k = 0; k < kDepth; ++k) to[k / 2 * 2 * kColumns + n % kColumns * 2 + k % 2] = round_bf16(values[k]);
     }
     void put8(int64_t n, int64_t b, const int8_t* values, uint16_t scale) const {
         uint8_t* to = q(n, b) + n % kColumns * 4;
@@ -319,7 +401,16 @@ PK_API int64_t pk_linear_bytes(int64_t columns, int64_t depth, int bits) {
     return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
 }
 
-// Quantizes float32 rows. 0: done; 1: a weight is not finite or too large for a float16 scale.
+// Whether weights can be held in bfloat16 (bits 16), for matrix tiles.
+PK_API int pk_linear_has_matrix() {
+#if defined(PK_AMX)
+    return amx_granted();
+#else
+    return 0;
+#endif
+}
+
+// Quantizes float32 rows (bits 16: rounds them to bfloat16). 0: done; 1: a weight is not finite or too large for a float16 scale.
 PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
                                  int bits) {
     Guard hold(ctx->busy);
@@ -330,7 +421,9 @@ PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int
         for (int64_t n = begin; n < end; ++n)
             for (int64_t b = 0; b < p.blocks; ++b) {
                 const float* block = w + n * depth + b * kDepth;
-                if (!(bits == 4 ? pack_floats4(p, n, b, block) : pack_floats8(p, n, b, block))) bad.store(1);
+                if (bits == 16)
+                    p.put16(n, b, block);
+                else if (!(bits == 4 ? pack_floats4(p, n, b, block) : pack_floats8(p, n, b, block))) bad.store(1);
             }
     });
     return bad.load();
@@ -367,6 +460,9 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     Guard hold(ctx->busy);
     const LinearArgs& a = *args;
     if (a.rows == 0) return;
+#if defined(PK_AMX)
+    if (by_matrix(a)) return linear_by_matrix(ctx, a);
+#endif
     const int64_t group = kRows / a.digits, blocks = a.depth / kDepth, groups = round_up(a.rows, group) / group;
     Record* records = static_cast<Record*>(ctx->shared.reserve(size_t(groups * blocks) * sizeof(Record)));
     dispatch(a.dtype, [&](auto* t) {

@@ -46,10 +46,11 @@ class QuantLinear:
     def from_float(cls, handle: Handle, weight: Tensor, bias: Tensor | None = None, *, bits: int = 8) -> QuantLinear:
         """Round a float weight to the nearest representable one, block by block.
 
-        A weight that was dequantized from Q8_0 (bits=8) or Q4_1 (bits=4) comes back to the values it had.
+        A weight that was dequantized from Q8_0 (bits=8) or Q4_1 (bits=4) comes back to the values it had. 16 means
+        bfloat16 laid out for matrix tiles, where the CPU has them; activations must be bfloat16 then.
         """
-        if bits not in (4, 8):
-            raise LayoutError(f"bits must be 4 or 8, got {bits}")
+        if bits not in ((4, 8, 16) if handle.has_matrix else (4, 8)):
+            raise LayoutError(f"weights of {bits} bits are not supported here")
         shape = _checked(tuple(weight.shape))
         source = weight.detach().float().contiguous()
         packed = _allocate(handle, shape, bits)

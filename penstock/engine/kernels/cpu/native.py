@@ -67,6 +67,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
+    "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
@@ -99,6 +100,8 @@ class Handle:
     def __init__(self, threads: int, isa: str = "native") -> None:
         self.lib = library(isa)
         self.isa = str(self.lib.pk_isa().decode())
+        self.has_matrix = bool(self.lib.pk_linear_has_matrix())
+        """Whether linears can run on matrix tiles (AMX)."""
         self.threads = threads
         pointer = self.lib.pk_create(max(1, threads), _SPIN_US)
         if not pointer:

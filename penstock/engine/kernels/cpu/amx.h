@@ -1,0 +1,162 @@
+// Matrix products on AMX tiles: bfloat16 activations against weights widened to bfloat16.
+//
+// A tile register holds 16 rows of 64 bytes. The right-hand tile of a product covers 32 depths x 16 columns; its row r
+// holds depths 2r and 2r + 1 of every column, side by side. Weights of few bits are widened to that form for 32 columns
+// at a time, into a buffer that stays in the core's second-level cache, and reused by every group of rows: the bytes
+// read from memory are those of the few-bit form. Sums are float32. Dense weights are stored in that form at load.
+
+#pragma once
+
+#include "dot.h"
+
+#if defined(PK_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define PK_AMX 1
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace pk {
+
+constexpr int kTileBytes = 1024;
+constexpr int kPair = 2 * kColumns;  // columns of a task
+
+// The kernel grants tile registers per process, on request.
+inline bool amx_granted() {
+    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return granted;
+}
+
+struct alignas(64) TileShape {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Registers 0..3: sums; 4, 5: activations of the first and second 16 rows; 6, 7: weights.
+// Loading the shape also zeroes them.
+PK_INLINE void shape_tiles(int first, int second) {
+    TileShape shape;
+    const int rows[8] = {first, first, second, second, first, second, 16, 16};
+    for (int i = 0; i < 8; ++i) {
+        shape.bytes[i] = 64;
+        shape.rows[i] = uint8_t(rows[i]);
+    }
+    _tile_loadconfig(&shape);
+}
+
+// One row of a weight tile: depths 2r (low) and 2r + 1 (high) of 16 columns.
+PK_INLINE void store_pairs(uint8_t* to, __m512 low, __m512 high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(order, both));
+}
+
+// 1 + q / 16 of the 4-bit number that starts at bit AT of every lane.
+template <int AT>
+PK_INLINE __m512 one_and_sixteenths(__m512i v) {
+    const __m512i moved = AT <= 19 ? _mm512_slli_epi32(v, AT <= 19 ? 19 - AT : 0) : _mm512_srli_epi32(v, AT - 19);
+    const __m512i bits = _mm512_ternarylogic_epi32(moved, _mm512_set1_epi32(0x00780000), _mm512_set1_epi32(0x3f800000),
+                                                   0xea);  // (moved & mask) | one
+    return _mm512_castsi512_ps(bits);
+}
+
+template <int AT>
+PK_INLINE void widen_pair4(__m512i v, __m512 factor, __m512 base, uint8_t* to) {
+    store_pairs(to, _mm512_fmadd_ps(one_and_sixteenths<AT>(v), factor, base),
+                _mm512_fmadd_ps(one_and_sixteenths<AT + 8>(v), factor, base));
+}
+
+// A tile of 4-bit blocks (see dot.h) as bfloat16 tiles: w = scale * q + minimum.
+inline void widen4(const uint8_t* q, const f16* scale, const f16* minimum, int64_t blocks, uint8_t* to) {
+    static_assert(kStoredFlip == 0, "nibbles are taken as they are");
+    for (int64_t b = 0; b < blocks; ++b, q += Q4::kBytes, to += kTileBytes) {
+        const __m512 factor = _mm512_mul_ps((__m512)load(scale + b * kColumns), _mm512_set1_ps(16.0f));
+        const __m512 base = _mm512_sub_ps((__m512)load(minimum + b * kColumns), factor);
+        for (int g = 0; g < 4; ++g) {
+            const __m512i v = _mm512_loadu_si512(q + g * 64);
+            _mm_prefetch(reinterpret_cast<const char*>(q + 4096 + g * 64), _MM_HINT_T0);
+            widen_pair4<0>(v, factor, base, to + (2 * g) * 64);
+            widen_pair4<16>(v, factor, base, to + (2 * g + 1) * 64);
+            widen_pair4<4>(v, factor, base, to + (8 + 2 * g) * 64);
+            widen_pair4<20>(v, factor, base, to + (9 + 2 * g) * 64);
+        }
+    }
+}
+
+template <int BYTE>
+PK_INLINE __m512 signed_byte(__m512i v) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * BYTE), 24));
+}
+
+inline void widen8(const uint8_t* q, const f16* scale, int64_t blocks, uint8_t* to) {
+    for (int64_t b = 0; b < blocks; ++b, q += Q8::kBytes, to += kTileBytes) {
+        const __m512 factor = (__m512)load(scale + b * kColumns);
+        for (int g = 0; g < 8; ++g) {
+            const __m512i v = _mm512_loadu_si512(q + g * 64);
+            _mm_prefetch(reinterpret_cast<const char*>(q + 4096 + g * 64), _MM_HINT_T0);
+            store_pairs(to + (2 * g) * 64, _mm512_mul_ps(signed_byte<0>(v), factor),
+                        _mm512_mul_ps(signed_byte<1>(v), factor));
+            store_pairs(to + (2 * g + 1) * 64, _mm512_mul_ps(signed_byte<2>(v), factor),
+                        _mm512_mul_ps(signed_byte<3>(v), factor));
+        }
+    }
+}
+
+// y [32][kPair] = rows x (up to 32, `stride` bytes apart) times two tiles of columns.
+inline void tile_products(const uint8_t* x, int64_t stride, int rows, const uint8_t* left, const uint8_t* right,
+                          int64_t blocks, float* y) {
+    constexpr int kOut = kPair * 4;
+    if (rows <= 16) {
+        // Two sums per column tile, even and odd depths: one would wait for itself.
+        shape_tiles(rows, rows);
+        int64_t b = 0;
+        for (; b + 2 <= blocks; b += 2) {
+            _tile_loadd(4, x + b * 64, int(stride));
+            _tile_loadd(6, left + b * kTileBytes, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, right + b * kTileBytes, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x + b * 64 + 64, int(stride));
+            _tile_loadd(6, left + (b + 1) * kTileBytes, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(7, right + (b + 1) * kTileBytes, 64);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        if (b < blocks) {
+            _tile_loadd(4, x + b * 64, int(stride));
+            _tile_loadd(6, left + b * kTileBytes, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, right + b * kTileBytes, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, y, kOut);
+        _tile_stored(1, y + kColumns, kOut);
+        float* odd = y + 16 * kPair;
+        _tile_stored(2, odd, kOut);
+        _tile_stored(3, odd + kColumns, kOut);
+        for (int i = 0; i < rows * kPair; i += VL) store(y + i, load(y + i) + load(odd + i));
+        return;
+    }
+    shape_tiles(16, rows - 16);
+    const uint8_t* lower = x + 16 * stride;
+    for (int64_t b = 0; b < blocks; ++b) {
+        _tile_loadd(4, x + b * 64, int(stride));
+        _tile_loadd(6, left + b * kTileBytes, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right + b * kTileBytes, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower + b * 64, int(stride));
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, y, kOut);
+    _tile_stored(1, y + kColumns, kOut);
+    _tile_stored(2, y + 16 * kPair, kOut);
+    _tile_stored(3, y + 16 * kPair + kColumns, kOut);
+}
+
+}  // namespace pk
+
+#endif
