@@ -66,7 +66,7 @@ def _available(device: torch.device) -> int:
 def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
     """What the largest step needs besides weights and cache, measured by running one (a single long prompt)."""
     device, model = decoder.embedding.device, decoder.config
-    tokens = min(budget, decoder.cos_sin.shape[0])
+    tokens = min(budget, decoder.max_positions)
     blocks = -(-tokens // block_size)
     kv = KVCache(kv_shape(model, block_size, dtype), blocks + 1, device)
     torch.cuda.reset_peak_memory_stats(device)

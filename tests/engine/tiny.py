@@ -34,6 +34,16 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.5 * i for i in range(8)],
+}
+GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
+QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
     "llama-mqa-tied": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -45,6 +55,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-bias": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3-qknorm": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": ("Qwen3MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "phi3": ("Phi3Config", {"sliding_window": 60}),
+    "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
 

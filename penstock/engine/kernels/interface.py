@@ -65,6 +65,8 @@ class HeadLayout:
     scale: float
     window: int | None = None
     """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) before the softmax. None: they stay."""
 
 
 class ActivationOps(Protocol):
@@ -75,12 +77,21 @@ class ActivationOps(Protocol):
         """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
-        """`residual += x` in place, then `rms_norm(residual)`; returns a new tensor (may reuse `x`)."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Any:
+        """`residual += x` in place, then `rms_norm(residual)`; returns a new tensor (may reuse `x`).
+
+        With `x_weight`, what is added is `rms_norm(x, x_weight)`.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Any:
         """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Any:
+        """As `silu_mul`, with gelu in its tanh form."""
         ...
 
 
@@ -91,9 +102,13 @@ class Ops(ActivationOps, Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def rope_and_cache(
         self,

@@ -29,13 +29,19 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _rms(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual.add_(x)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor:
+        residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
         return _rms(residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def rope_and_cache(
         self,
@@ -141,9 +147,7 @@ def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cach
     if layout.window is not None:
         visible &= key_at > last - layout.window
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    out = F.scaled_dot_product_attention(
-        grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=visible[:, None, None], scale=layout.scale
-    )
+    out = _softmax_attention(grouped, k.to(q.dtype), v.to(q.dtype), visible[:, None, None], layout)
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
@@ -158,7 +162,12 @@ def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, k_ca
     visible = key_at <= query_at
     if layout.window is not None:
         visible &= key_at > query_at - layout.window
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=visible, scale=layout.scale
-    )
-    return out.squeeze(0).transpose(0, 1)
+    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout).transpose(0, 1)
+
+
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout) -> Tensor:
+    if layout.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layout.scale)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * (layout.scale / layout.softcap)
+    scores = scores.tanh_().mul_(layout.softcap).masked_fill_(~visible, float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)

@@ -7,17 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.models.config import RopeConfig
+from penstock.engine.models.rope import RopeConfig
+from penstock.errors import CheckpointError
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
     """float32 [positions, head_dim]: cosines in the first half of each row, sines in the second."""
-    frequencies, scale = _frequencies(rope, head_dim)
+    frequencies, scale = _frequencies(rope, head_dim, positions)
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _frequencies(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, float]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -26,6 +27,8 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         return _llama3(rope, base), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, base, head_dim)
+    if rope.kind == "longrope":
+        return _longrope(rope, base, positions)
     return base, 1.0
 
 
@@ -44,11 +47,33 @@ def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> tuple[Tensor, float]
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
     frequencies = base / rope.factor * ramp + base * (1 - ramp)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    scale = rope.attention_factor
+    if scale is None and rope.mscale and rope.mscale_all_dim:
+        scale = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return frequencies, magnitude(1.0) if scale is None else scale
+
+
+def _longrope(rope: RopeConfig, base: Tensor, positions: int) -> tuple[Tensor, float]:
+    """Divide each frequency by its own factor: the long ones in an engine whose contexts may pass the original length.
+
+    One table for all contexts, chosen when the engine starts: were it chosen by each sequence's length, keys cached
+    before a sequence outgrew the original length would no longer fit those after.
+    """
+    factors = rope.long_factor if positions > rope.original_max_positions else rope.short_factor
+    if len(factors) != len(base):
+        raise CheckpointError(f"longrope has {len(factors)} factors for {len(base)} frequencies")
     scale = rope.attention_factor
     if scale is None:
-        scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-    return frequencies, scale
+        stretched = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
+        scale = math.sqrt(1 + stretched)
+    return base / torch.tensor(factors), scale

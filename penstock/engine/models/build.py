@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import ActivationOps, HeadLayout, KVScales, Ops
-from penstock.engine.layers.linear import Linear, make_linear
+from penstock.engine.layers.linear import Linear, SoftCapped, make_linear
+from penstock.engine.layers.mlp import GatedMlp, Mlp
+from penstock.engine.layers.moe import ExpertMlp, Router
 from penstock.engine.layers.rotary import cos_sin_table
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.errors import CheckpointError
+
+_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
+"""What stands before the decoder's tensor names: usual, headless, and inside a model that also sees."""
+_DENSE = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = ("w1", "w3", "w2")
 
 
 class Weights(Protocol):
@@ -44,19 +51,23 @@ class _Reader:
         self.dtype = dtype
         self.quantize = quantize
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
         tensor = self.weights.tensor(name, self.device)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
-    def optional(self, wanted: bool, name: str, *shape: int) -> Tensor | None:
-        return self.get(name, *shape) if wanted else None
+    def norm(self, name: str, size: int, shift: float) -> Tensor:
+        """Norm weights; shifted ones stay float32, since one plus a small number would lose its digits."""
+        return self.get(name, size, dtype=torch.float32) + shift if shift else self.get(name, size)
 
-    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False) -> Linear:
-        """Matrices `at + part` of the given output sizes, stacked into one layer."""
+    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
+        """Matrices `at + part` of the given output sizes, stacked into one layer; or `at + fused`, where the checkpoint
+        has them stacked already."""
+        if fused and f"{at}{fused}.weight" in self.names:
+            parts = {fused: sum(parts.values())}
         biases = [self.get(f"{at}{part}.bias", size) for part, size in parts.items()] if bias else None
         stacked_bias = torch.cat(biases) if biases else None
         names = {f"{at}{part}.weight": size for part, size in parts.items()}
@@ -83,51 +94,94 @@ def build_decoder(
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer."""
     read = _Reader(weights, device, dtype, quantize)
-    prefix = "model." if "model.embed_tokens.weight" in read.names else ""
-    hidden, vocab = config.hidden_size, config.vocab_size
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), "model.")
+    hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_shift
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden)
+    ropes = {rope: cos_sin_table(rope, config.head_dim, max_positions, device) for rope in config.ropes}
     layers: list[DecoderLayer] = []
     for index in range(config.num_layers):
         at = f"{prefix}layers.{index}."
         scales = _kv_scales(weights, f"{at}self_attn.", config.num_kv_heads, device) if fp8_cache else None
-        layers.append(_layer(read, config, at, config.windows[index], scales))
+        mlp = _mlp(read, config, at, index, ops, inner or ops)
+        layers.append(_layer(read, config, at, index, ropes[config.ropes[index]], mlp, scales))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
-    final_norm = read.get(f"{prefix}norm.weight", hidden)
-    tied = config.tied_embeddings or "lm_head.weight" not in read.names
-    head = f"{prefix}embed_tokens" if tied else "lm_head"
+    heads = [name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in read.names]
+    tied = config.tied_embeddings or not heads
+    head = read.linear("", {f"{prefix}embed_tokens" if tied else heads[0]: vocab}, hidden)
     decoder = Decoder(
         config=config,
         ops=ops,
         embedding=embedding,
         layers=layers,
-        final_norm=final_norm,
-        head=read.linear("", {head: vocab}, hidden),
-        cos_sin=cos_sin_table(config.rope, config.head_dim, max_positions, device),
+        final_norm=read.norm(f"{prefix}norm.weight", hidden, shift),
+        head=head if config.logit_softcap is None else SoftCapped(head, config.logit_softcap),
         inner=inner or ops,
-        fused_up_to=fused_up_to,
+        fused_up_to=fused_up_to if config.plain_layers else 0,
     )
     if progress is not None:
         progress(1.0)
     return decoder
 
 
-def _layer(read: _Reader, config: ModelConfig, at: str, window: int | None, kv_scales: KVScales | None) -> DecoderLayer:
-    hidden, ffn, dim = config.hidden_size, config.ffn_size, config.head_dim
+def _layer(
+    read: _Reader, config: ModelConfig, at: str, index: int, cos_sin: Tensor, mlp: Mlp, kv_scales: KVScales | None
+) -> DecoderLayer:
+    hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_shift
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-    attention, mlp = f"{at}self_attn.", f"{at}mlp."
+    attention = f"{at}self_attn."
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    before_mlp, after_attention, after_mlp = (
+        ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+        if config.sandwich_norms
+        else ("post_attention_layernorm", "", "")
+    )
+
+    def norm(name: str, size: int) -> Tensor:
+        return read.norm(f"{name}.weight", size, shift)
+
     return DecoderLayer(
-        input_norm=read.get(f"{at}input_layernorm.weight", hidden),
-        qkv=read.linear(attention, qkv, hidden, config.qkv_bias),
-        q_norm=read.optional(config.qk_norm, f"{attention}q_norm.weight", dim),
-        k_norm=read.optional(config.qk_norm, f"{attention}k_norm.weight", dim),
+        input_norm=norm(f"{at}input_layernorm", hidden),
+        qkv=read.linear(attention, qkv, hidden, config.qkv_bias, fused="qkv_proj"),
+        q_norm=norm(f"{attention}q_norm", dim) if config.qk_norm else None,
+        k_norm=norm(f"{attention}k_norm", dim) if config.qk_norm else None,
+        heads=HeadLayout(
+            config.num_heads,
+            config.num_kv_heads,
+            dim,
+            config.attention_scale,
+            config.windows[index],
+            config.attention_softcap,
+        ),
+        cos_sin=cos_sin,
         output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
-        post_norm=read.get(f"{at}post_attention_layernorm.weight", hidden),
-        gate_up=read.linear(mlp, {"gate_proj": ffn, "up_proj": ffn}, hidden, config.mlp_bias),
-        down=read.linear(mlp, {"down_proj": hidden}, ffn, config.mlp_bias),
-        heads=HeadLayout(config.num_heads, config.num_kv_heads, dim, dim**-0.5, window),
+        attention_out_norm=norm(f"{at}{after_attention}", hidden) if after_attention else None,
+        mlp_norm=norm(f"{at}{before_mlp}", hidden),
+        mlp=mlp,
+        mlp_out_norm=norm(f"{at}{after_mlp}", hidden) if after_mlp else None,
         kv_scales=kv_scales,
+    )
+
+
+def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inner: ActivationOps) -> Mlp:
+    hidden, moe = config.hidden_size, config.moe
+    if moe is None or not moe.layers[index]:
+        return _gated(read, config, f"{at}mlp.", _DENSE, config.ffn_size, inner)
+    block, names = (f"{at}block_sparse_moe.", _MIXTRAL) if config.family == "mixtral" else (f"{at}mlp.", _DENSE)
+    router = Router(make_linear(read.get(f"{block}gate.weight", moe.experts, hidden)), moe.top_k, moe.normalize)
+    experts = [f"{block}experts.{expert}." for expert in range(moe.experts)]
+    return ExpertMlp(ops, router, tuple(_gated(read, config, e, names, moe.ffn_size, ops) for e in experts))
+
+
+def _gated(
+    read: _Reader, config: ModelConfig, at: str, names: tuple[str, str, str], ffn: int, ops: ActivationOps
+) -> GatedMlp:
+    gate, up, down = names
+    return GatedMlp(
+        ops=ops,
+        activation=config.activation,
+        gate_up=read.linear(at, {gate: ffn, up: ffn}, config.hidden_size, config.mlp_bias, fused="gate_up_proj"),
+        down=read.linear(at, {down: config.hidden_size}, ffn, config.mlp_bias),
     )
 
 

@@ -15,28 +15,33 @@ from torch.nn import functional as F
 from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KVScales, Ops
 from penstock.engine.kv.cache import KVCache, LayerCache
 from penstock.engine.layers.linear import FusedLinear, Linear
+from penstock.engine.layers.mlp import Mlp
 from penstock.engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer. Query, key and value are one matrix; so are gate and up."""
+    """Weights of one layer. Query, key and value are one matrix; the feed-forward is dense or made of experts."""
 
     input_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
     heads: HeadLayout
+    cos_sin: Tensor
+    """Rotary table [positions, head_dim], shared with other layers."""
+    output: Linear
+    mlp_norm: Tensor
+    mlp: Mlp
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    """With sandwich norms: what attention and feed-forward give is normalized before it is added."""
     kv_scales: KVScales | None = None
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        return self.qkv, self.output, self.gate_up, self.down
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, *self.mlp.linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,44 +54,47 @@ class Decoder:
     layers: list[DecoderLayer]
     final_norm: Tensor
     head: Linear
-    cos_sin: Tensor
     inner: ActivationOps
-    """Norms and activations inside the layers: those of `ops`, or ones that hand FP8 to FP8 linears."""
+    """Norms inside the layers: those of `ops`, or ones that hand FP8 to FP8 linears."""
     fused_up_to: int = 0
-    """Steps of at most this many tokens take the fused path."""
+    """Steps of at most this many tokens take the fused path; 0 where the layers are not all plain."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; their keys and values are in `kv` afterwards."""
         if token_ids.shape[0] <= self.fused_up_to:
             return self._forward_fused(token_ids, batch, kv)
         ops, inner, eps = self.ops, self.inner, self.config.rms_eps
-        residual = F.embedding(token_ids, self.embedding)
+        residual = self._embed(token_ids)
         x = inner.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             x = layer.output(self._attend(layer, layer.qkv(x), batch, kv.layers[index]))
-            x = inner.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.down(inner.silu_mul(layer.gate_up(x)))
+            x = layer.mlp.ops.add_rms_norm(x, residual, layer.mlp_norm, eps, layer.attention_out_norm)
+            x = layer.mlp(x)
             if index < last:
-                x = inner.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
-        return ops.add_rms_norm(x, residual, self.final_norm, eps)
+                x = inner.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps, layer.mlp_out_norm)
+        return ops.add_rms_norm(x, residual, self.final_norm, eps, self.layers[last].mlp_out_norm)
 
     def _forward_fused(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """The same in six launches a layer: norms, gate and residual additions are part of the linears."""
         eps = self.config.rms_eps
-        residual = F.embedding(token_ids, self.embedding)
+        residual = self._embed(token_ids)
         for index, layer in enumerate(self.layers):
             qkv, output, gate_up, down = (cast(FusedLinear, linear) for linear in layer.linears)
             attended = self._attend(layer, qkv.fused(residual, norm=layer.input_norm, eps=eps), batch, kv.layers[index])
             residual = output.fused(attended, residual=residual)
-            x = gate_up.fused(residual, norm=layer.post_norm, eps=eps, gated=True)
+            x = gate_up.fused(residual, norm=layer.mlp_norm, eps=eps, gated=True)
             residual = down.fused(x, residual=residual)
         return self.ops.rms_norm(residual, self.final_norm, eps)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x, scale = F.embedding(token_ids, self.embedding), self.config.embedding_scale
+        return x if scale == 1.0 else x.mul_(scale)
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: LayerCache) -> Tensor:
         scales = kv.scales or layer.kv_scales
         q = self.ops.rope_and_cache(
-            qkv, layer.heads, self.cos_sin, batch, kv.k, kv.v,
+            qkv, layer.heads, layer.cos_sin, batch, kv.k, kv.v,
             layer.q_norm, layer.k_norm, self.config.rms_eps, scales,
         )  # fmt: skip
         return self.ops.attention(q, layer.heads, batch, kv.k, kv.v, scales)
@@ -96,7 +104,12 @@ class Decoder:
         return self.head(hidden).float()
 
     @property
+    def max_positions(self) -> int:
+        """Positions that the rotary tables reach."""
+        return self.layers[0].cos_sin.shape[0]
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one step reads (the embedding is a lookup and does not count)."""
+        """Bytes of the matrices that steps read (the embedding is a lookup and does not count)."""
         linears = [linear for layer in self.layers for linear in layer.linears]
         return sum(linear.weight_bytes for linear in [*linears, self.head])

@@ -37,8 +37,13 @@ class Fp8Activations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> ScaledTensor:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> ScaledTensor:
-        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual))
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> ScaledTensor:
+        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual, x_weight))
 
     def silu_mul(self, gate_up: Tensor) -> ScaledTensor:
         return ScaledTensor(*activation.silu_mul_fp8(gate_up))
+
+    def gelu_mul(self, gate_up: Tensor) -> ScaledTensor:
+        return ScaledTensor(*activation.gelu_mul_fp8(gate_up))

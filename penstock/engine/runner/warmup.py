@@ -39,7 +39,7 @@ def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> Non
     kv = KVCache(KVShape(1, config.num_kv_heads, config.head_dim, limits.block_size, dtype), 2, device)
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
-    kinds = {layer.heads: layer for layer in decoder.layers}
+    kinds = {(layer.heads, type(layer.mlp)): layer for layer in decoder.layers}
     with building_kernels():
         for layer in kinds.values():
             _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)

@@ -17,6 +17,7 @@ struct AttentionArgs {
     int32_t window;  // 0: none
     int32_t dtype, cache_dtype;
     float scale;
+    float softcap;  // 0: none
 };
 
 namespace pk {
@@ -51,6 +52,14 @@ inline void store_outputs(const AttentionArgs& a, int64_t token, int head, const
         for (; d + VL <= a.head_dim; d += VL) store(to + d, load(row + d) * splat(factor));
         if (int rest = a.head_dim - d) store_part(to + d, load(row + d) * splat(factor), rest);
     });
+}
+
+// In place: x[i] = cap * tanh(x[i] / cap) up to the end of the last vector (scratch rows are whole vectors).
+PK_INLINE void cap_row(float* x, int n, float cap) {
+    for (int i = 0; i < n; i += VL) {
+        vf e = vexp(load(x + i) * splat(2 / cap));
+        store(x + i, splat(cap) - splat(2 * cap) / (e + splat(1.0f)));
+    }
 }
 
 // The largest of x[0..n); fills x up to the end of its last vector with copies of x[0].

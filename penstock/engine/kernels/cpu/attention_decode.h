@@ -168,6 +168,7 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
     }
     for (int g = 0; g < group; ++g) {
         float* row = scores + g * kPart;
+        if (a.softcap > 0) cap_row(row, keys, a.softcap);
         const float max = max_row(row, keys);
         partial[g * stride + width] = max;
         partial[g * stride + width + 1] = exp_row(row, keys, max);

@@ -136,6 +136,7 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
                 std::fill(row, row + columns, 0.0f);
                 continue;
             }
+            if (a.softcap > 0) cap_row(row + start, to - start, a.softcap);
             for (int j = start; j < from; ++j) row[j] = row[from];
             const float top = std::max(max[r], max_row(row + start, to - start));
             const float keep = std::exp(max[r] - top);

@@ -48,22 +48,52 @@ PK_INLINE void add_row(T* residual, const T* x, int64_t n) {
         store_part(residual + i, load_part(residual + i, rest) + load_part(x + i, rest), rest);
 }
 
+// residual += x * factor * weight.
+template <class T>
+PK_INLINE void add_scaled_row(T* residual, const T* x, const float* weight, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        store(residual + i, load(residual + i) + load(x + i) * splat(factor) * load(weight + i));
+    if (int rest = int(n - i)) {
+        vf scaled = load_part(x + i, rest) * splat(factor) * load_part(weight + i, rest);
+        store_part(residual + i, load_part(residual + i, rest) + scaled, rest);
+    }
+}
+
 PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
     return 1.0f / std::sqrt(squares / float(n) + eps);
 }
 
 PK_INLINE vf silu(vf x) { return x / (splat(1.0f) + vexp(-x)); }
 
-template <class T>
-void silu_mul_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
+// The tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+PK_INLINE vf gelu(vf x) {
+    const vf twice = splat(-1.5957691216057308f) * x * (splat(1.0f) + splat(0.044715f) * x * x);
+    return x / (splat(1.0f) + vexp(twice));
+}
+
+template <bool GELU, class T>
+void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
+    auto act = [](vf v) { return GELU ? gelu(v) : silu(v); };
     for (int64_t r = begin; r < end; ++r) {
         const T *gate = x + r * 2 * ffn, *up = gate + ffn;
         T* y = out + r * ffn;
         int64_t i = 0;
-        for (; i + VL <= ffn; i += VL) store(y + i, silu(load(gate + i)) * load(up + i));
+        for (; i + VL <= ffn; i += VL) store(y + i, act(load(gate + i)) * load(up + i));
         if (int rest = int(ffn - i))
-            store_part(y + i, silu(load_part(gate + i, rest)) * load_part(up + i, rest), rest);
+            store_part(y + i, act(load_part(gate + i, rest)) * load_part(up + i, rest), rest);
     }
+}
+
+template <bool GELU>
+void gate_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    Guard hold(ctx->busy);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(4 * ffn), [&](int64_t begin, int64_t end, int) {
+            gate_rows<GELU>(static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
+        });
+    });
 }
 
 // Rotates dimension i with i + half, in float32, from `head` to `out` (which may be the same memory).
@@ -167,16 +197,22 @@ PK_API void pk_rms_norm(Context* ctx, const void* x, const void* weight, void* o
     });
 }
 
-PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const void* weight, void* out,
-                            int64_t rows, int64_t n, float eps, int dtype, int weight_dtype) {
+// With `x_weight` (of the same type as `weight`), x is normalized before it is added.
+PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const void* weight, const void* x_weight,
+                            void* out, int64_t rows, int64_t n, float eps, int dtype, int weight_dtype) {
     Guard hold(ctx->busy);
     const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    const float* x_scale = as_floats(ctx->tasks, x_weight, n, weight_dtype);
     dispatch(dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
             for (int64_t r = begin; r < end; ++r) {
                 T* row = static_cast<T*>(residual) + r * n;
-                add_row(row, static_cast<const T*>(x) + r * n, n);
+                const T* added = static_cast<const T*>(x) + r * n;
+                if (x_scale)
+                    add_scaled_row(row, added, x_scale, n, rms_factor(square_sum(added, n), n, eps));
+                else
+                    add_row(row, added, n);
                 float factor = rms_factor(square_sum(row, n), n, eps);
                 scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
             }
@@ -185,13 +221,11 @@ PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const v
 }
 
 PK_API void pk_silu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    Guard hold(ctx->busy);
-    dispatch(dtype, [&](auto* t) {
-        using T = elem<decltype(t)>;
-        ctx->pool.rows(rows, grain(4 * ffn), [&](int64_t begin, int64_t end, int) {
-            silu_mul_rows(static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
-        });
-    });
+    gate_mul<false>(ctx, x, out, rows, ffn, dtype);
+}
+
+PK_API void pk_gelu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    gate_mul<true>(ctx, x, out, rows, ffn, dtype);
 }
 
 // 0: done; 1: a position outside the rotary table; 2: a slot outside the cache. Nothing is written then.

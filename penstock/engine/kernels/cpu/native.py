@@ -43,6 +43,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, c_int32) for name in ("sequences", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("block_size", "window", "dtype", "cache_dtype")),
         ("scale", c_float),
+        ("softcap", c_float),
     )
 
 
@@ -62,8 +63,9 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_create": (c_void_p, (c_int, c_int)),
     "pk_destroy": (None, (c_void_p,)),
     "pk_rms_norm": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_float, c_int, c_int)),
-    "pk_add_rms_norm": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64, c_float, c_int, c_int)),
+    "pk_add_rms_norm": (None, (c_void_p, *[c_void_p] * 5, c_int64, c_int64, c_float, c_int, c_int)),
     "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
+    "pk_gelu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),

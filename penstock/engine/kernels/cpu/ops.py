@@ -7,6 +7,7 @@ view of them, which `attention` reads with its row stride.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 
 import torch
@@ -108,7 +109,9 @@ class _CacheView:
             "block_size": k_cache.shape[2], "cache_dtype": dtype_code(k_cache, "k_cache"),
         }  # fmt: skip
         self.rope = RopeArgs(num_slots=k_cache.shape[0] * k_cache.shape[2], **common)
-        self.attention = AttentionArgs(window=layout.window or 0, scale=layout.scale, **common)
+        self.attention = AttentionArgs(
+            window=layout.window or 0, scale=layout.scale, softcap=layout.softcap or 0.0, **common
+        )
 
 
 def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim: int) -> None:
@@ -148,29 +151,38 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor:
         need_contiguous(x, "x")
         need_contiguous(residual, "residual")
         if x.dtype is not residual.dtype or x.shape != residual.shape:
             raise LayoutError(
                 f"x {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)} differ"
             )
+        if x_weight is not None and (x_weight.shape != weight.shape or x_weight.dtype is not weight.dtype):
+            raise LayoutError(f"x_weight must be as weight, {weight.dtype} {tuple(weight.shape)}")
         out = torch.empty_like(x)
         self._lib.pk_add_rms_norm(
-            self._ctx, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            self._ctx, x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+            None if x_weight is None else x_weight.data_ptr(), out.data_ptr(),
             *_rows(x, weight), eps, dtype_code(x, "x"), dtype_code(weight, "weight"),
         )  # fmt: skip
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._lib.pk_silu_mul, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(self._lib.pk_gelu_mul, gate_up)
+
+    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
         need_contiguous(gate_up, "gate_up")
         rows, width = gate_up.shape
         if width % 2:
             raise LayoutError(f"gate_up must hold two halves, got width {width}")
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        self._lib.pk_silu_mul(
-            self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype_code(gate_up, "gate_up")
-        )
+        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype_code(gate_up, "gate_up"))
         return out
 
     def rope_and_cache(

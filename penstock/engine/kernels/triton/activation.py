@@ -1,4 +1,4 @@
-"""SiLU gating of the feed-forward, and the fp8 row quantization of what the next linear reads.
+"""Gating of the feed-forward (SiLU, or GELU in its tanh form), and the fp8 row quantization of what follows.
 
 The plain gate cuts a row into chunks (no row-wide value is needed); the quantized one holds a whole row of the
 result in one program, because the row's largest value sets its scale.
@@ -22,17 +22,21 @@ from penstock.engine.kernels.triton.common import (
 
 
 @triton.jit
-def _silu(x: tl.tensor) -> tl.tensor:
+def gate(x: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """silu(x), or gelu(x) in its tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u))."""
+    if GELU:
+        return x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _gate_mul_kernel(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     stride: tl.tensor,
     FFN: tl.constexpr,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -40,9 +44,9 @@ def _silu_mul_kernel(
     mask = cols < FFN
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    gate = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + FFN + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * FFN + cols, (_silu(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * FFN + cols, (gate(x, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -54,6 +58,7 @@ def _quantize_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +69,7 @@ def _quantize_kernel(
     y = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * stride + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-        y = _silu(y) * up
+        y = gate(y, GELU) * up
     scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
     y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
     tl.store(scale_ptr + row, scale)
@@ -105,6 +110,15 @@ def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+    return _gate_mul(gate_up, False, pdl)
+
+
+def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """As `silu_mul`, with gelu in its tanh form."""
+    return _gate_mul(gate_up, True, pdl)
+
+
+def _gate_mul(gate_up: Tensor, gelu: bool, pdl: bool) -> Tensor:
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
@@ -112,20 +126,21 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     # Few rows: more, smaller programs, so that a single token still spreads over the chip.
     block = 512 if tokens <= 32 else 2048
     launch(
-        _silu_mul_kernel,
+        _gate_mul_kernel,
         (tokens, ceil_div(ffn, block)),
         gate_up,
         out,
         gate_up.stride(0),
         FFN=ffn,
         BLOCK=block,
+        GELU=gelu,
         num_warps=block // 256,
         pdl=pdl,
     )
     return out
 
 
-def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, width: int, gated: bool, gelu: bool, pdl: bool) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
     out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
@@ -142,6 +157,7 @@ def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Te
         WIDTH=width,
         BLOCK=block,
         GATED=gated,
+        GELU=gelu,
         num_warps=min(32, max(1, block // 1024)),
         pdl=pdl,
     )
@@ -150,9 +166,14 @@ def _quantize(x: Tensor, width: int, gated: bool, pdl: bool) -> tuple[Tensor, Te
 
 def quantize_fp8(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`x` [T, width] in e4m3, and its scales [T, 1]: row t of `x` is about `out[t] * scale[t]`."""
-    return _quantize(x, x.shape[1], False, pdl)
+    return _quantize(x, x.shape[1], False, False, pdl)
 
 
 def silu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`silu_mul` followed by `quantize_fp8`, in one pass."""
-    return _quantize(gate_up, gate_up.shape[1] // 2, True, pdl)
+    return _quantize(gate_up, gate_up.shape[1] // 2, True, False, pdl)
+
+
+def gelu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`gelu_mul` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, True, True, pdl)

@@ -59,6 +59,17 @@ def split_fp8(pairs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return low, high
 
 
+@triton.jit
+def soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """cap * tanh(s / cap) of scores that are in units of log 2, as base-2 softmaxes want them; CAP 0 changes nothing.
+
+    tanh(z) = 1 - 2 / (exp(2z) + 1), which overflows into the right limits."""
+    if CAP == 0.0:
+        return scores
+    limit = CAP * LOG2E
+    return limit - 2.0 * limit / (tl.exp2(scores * (2.0 / CAP)) + 1.0)
+
+
 _MOST_OVERLAPPED = 2048
 """Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
 _building: ContextVar[bool] = ContextVar("building", default=False)

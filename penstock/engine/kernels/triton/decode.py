@@ -25,6 +25,7 @@ from penstock.engine.kernels.triton.common import (
     launch,
     launch_successor,
     next_power_of_2,
+    soft_cap,
     split_fp8,
     wait_for_inputs,
 )
@@ -120,6 +121,7 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -182,7 +184,7 @@ def _decode_kernel(
         else:
             v_at = v_cache_ptr + at[:, None] + d[None, :]
             v = tl.load(v_at, mask=in_context[:, None] & in_dim[None, :], other=0.0)
-        qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores
+        qk = soft_cap(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores, SOFTCAP)
         visible = in_context
         if WINDOW > 0:
             visible = visible & (n >= context - WINDOW)
@@ -310,6 +312,7 @@ def decode_attention(
         SPLITS=splits,
         CHUNK=min(splits, max(1, 8192 // (group_block * dim_block))),
         WINDOW=layout.window or 0,
+        SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         PAIRED=paired,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

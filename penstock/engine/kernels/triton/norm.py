@@ -19,6 +19,7 @@ def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    x_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -26,6 +27,7 @@ def _norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    X_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -36,6 +38,9 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if X_NORM:
+        x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
     if ADD:
         residual = residual_ptr + row * HIDDEN + cols
         x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
@@ -56,6 +61,7 @@ def _launch(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    x_weight: Tensor | None,
     eps: float,
     out: Tensor,
     scale: Tensor | None,
@@ -71,6 +77,7 @@ def _launch(
         x,
         x if residual is None else residual,
         weight,
+        weight if x_weight is None else x_weight,
         out,
         x if scale is None else scale,
         x.stride(0),
@@ -78,6 +85,7 @@ def _launch(
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
+        X_NORM=x_weight is not None,
         QUANTIZE=scale is not None,
         num_warps=min(16, max(1, block // 512)),
         pdl=pdl,
@@ -87,19 +95,27 @@ def _launch(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False) -> Tensor:
     """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch(x, None, weight, eps, out, None, pdl)
+    _launch(x, None, weight, None, eps, out, None, pdl)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """`residual += x` in place, then `rms_norm(residual)`; a new tensor."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """`residual += x` (with `x_weight`: x normalized) in place, then `rms_norm(residual)`; a new tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, eps, out, None, pdl)
+    _launch(x, residual, weight, x_weight, eps, out, None, pdl)
     return out
 
 
 def rms_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    x_weight: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `rms_norm` (`add_rms_norm` with `residual`), into e4m3 with one float32 scale per row.
 
@@ -107,5 +123,5 @@ def rms_norm_fp8(
     """
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-    _launch(x, residual, weight, eps, out, scale, pdl)
+    _launch(x, residual, weight, x_weight, eps, out, scale, pdl)
     return out, scale

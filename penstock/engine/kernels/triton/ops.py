@@ -32,11 +32,16 @@ class TritonOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps, pdl=self.pdl)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.add_rms_norm(x, residual, weight, eps, pdl=self.pdl)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor:
+        return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up, pdl=self.pdl)
 
     def rope_and_cache(
         self,

@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton.common import LOG2E, launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import (
+    LOG2E,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    soft_cap,
+    wait_for_inputs,
+)
 
 NEGATIVE = tl.constexpr(-1.0e30)
 
@@ -51,6 +58,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -79,18 +87,23 @@ def _attend(
         else:
             v = tl.load(v_at, mask=in_dim[None, :], other=0.0)
         qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if SOFTCAP > 0.0:
+            qk = soft_cap(qk * scores, SOFTCAP)
+            factor = 1.0
+        else:
+            factor = scores
         if MASKED:
             visible = n[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible = visible & (n[None, :] > position[:, None] - WINDOW)
             # Scaled before masking: `NEGATIVE * scores - peak` contracted into one multiply-add is not zero where it
             # must be, but the rounding error of a number near 1e30, and its exponential is infinite.
-            qk = tl.where(visible, qk * scores, NEGATIVE)
+            qk = tl.where(visible, qk * factor, NEGATIVE)
             new_peak = tl.maximum(peak, tl.max(qk, axis=1))
             p = tl.exp2(qk - new_peak[:, None])
         else:
-            new_peak = tl.maximum(peak, tl.max(qk, axis=1) * scores)
-            p = tl.exp2(qk * scores - new_peak[:, None])
+            new_peak = tl.maximum(peak, tl.max(qk, axis=1) * factor)
+            p = tl.exp2(qk * factor - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(p, axis=1)
         acc = acc * decay[:, None]
@@ -125,6 +138,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -203,6 +217,7 @@ def _prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             WINDOW,
+            SOFTCAP,
             False,
             PRECISION,
         )
@@ -224,6 +239,7 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        SOFTCAP,
         True,
         PRECISION,
     )
@@ -292,6 +308,7 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_N=config.block_n,
         WINDOW=layout.window or 0,
+        SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         HALF=k_cache.dtype == torch.float8_e4m3fn,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

@@ -1,0 +1,50 @@
+"""The feed-forward of a layer: what the decoder asks of one, and the ordinary, dense kind. Experts are in `moe`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.engine.kernels.interface import ActivationOps
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.families import Activation
+
+
+class Mlp(Protocol):
+    """Normalized tokens [T, hidden] to what is added to the residual stream [T, hidden]."""
+
+    @property
+    def ops(self) -> ActivationOps:
+        """Whose norm makes the input: that of FP8 linears hands over FP8 activations with their scales."""
+        ...
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that a step reads."""
+        ...
+
+    def __call__(self, x: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), with gate and up as one matrix."""
+
+    ops: ActivationOps
+    activation: Activation
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.down(gated(self.ops, self.activation, self.gate_up(x)))
+
+
+def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
+    """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
+    return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)

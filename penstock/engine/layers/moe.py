@@ -1,0 +1,58 @@
+"""A feed-forward of many experts: a router gives each token its few, which see only the tokens that chose them.
+
+Here experts are ordinary linears, quantized ones too, visited one after another: right where a launch costs nothing
+(CPU). `cuda_moe` computes all of them at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.interface import Ops
+from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.mlp import GatedMlp
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Scores every expert for every token and keeps the best."""
+
+    linear: Linear
+    top_k: int
+    normalize: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
+        weights, experts = self.linear(x).float().softmax(-1).topk(self.top_k, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True) if self.normalize else weights), experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """Experts one by one, each over its own tokens."""
+
+    ops: Ops
+    router: Router
+    experts: tuple[GatedMlp, ...]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.router.linear, *(linear for expert in self.experts for linear in expert.linears)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x)
+        # Sorted by expert, the tokens of each are a run.
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        tokens, scales = order // self.router.top_k, weights.flatten()[order].to(x.dtype).unsqueeze(1)
+        out = torch.zeros_like(x)
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = tokens[begin : begin + count]
+                out.index_add_(0, mine, expert(x[mine]) * scales[begin : begin + count])
+                begin += count
+        return out

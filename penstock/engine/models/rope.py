@@ -1,0 +1,74 @@
+"""How positions turn queries and keys: what a checkpoint's configuration says about its rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Base frequency, and how it is stretched for longer contexts. `layers.rotary` makes the tables."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: whether the ends of the blended range are rounded to whole dimensions."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    """yarn: what cosines and sines are multiplied by follows from these two, when both are given."""
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    """longrope: a divisor of each frequency, for contexts within the original length and beyond it."""
+
+
+def read_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None = None) -> RopeConfig:
+    """From the keys of a `config.json`; `scaling` where they do not lie in the usual place."""
+    if scaling is None:
+        # Newer files keep everything under rope_parameters; older ones have rope_theta beside rope_scaling.
+        scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    if kind == "su" or (kind == "yarn" and raw.get("model_type") == "phi3"):
+        kind = "longrope"  # what early Phi-3 checkpoints called it
+    if kind not in KINDS:
+        raise CheckpointError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
+    if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise CheckpointError("partial_rotary_factor below 1 is not supported: every dimension of a head is rotated")
+    positions = int(raw.get("max_position_embeddings", 2048))
+    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = int(original or positions)
+    # Phi-3 gives its two lengths instead of a factor.
+    factor = scaling.get("factor") or (positions / original if kind == "longrope" else 1.0)
+
+    def number(key: str) -> float | None:
+        value = scaling.get(key)
+        return None if value is None else float(value)
+
+    return RopeConfig(
+        theta=float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        kind=kind,
+        factor=float(factor),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_max_positions=original,
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        mscale=number("mscale"),
+        mscale_all_dim=number("mscale_all_dim"),
+        attention_factor=number("attention_factor"),
+        short_factor=tuple(float(value) for value in scaling.get("short_factor") or ()),
+        long_factor=tuple(float(value) for value in scaling.get("long_factor") or ()),
+    )
