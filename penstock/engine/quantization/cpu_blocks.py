@@ -14,6 +14,8 @@ from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.models.build import Weights
 
 _BITS = {"int8": 8, "int4": 4}
+_MATRIX_BUDGET = 1 << 30
+"""Bytes for second, bfloat16 forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -26,6 +28,7 @@ class BlockQuantizer:
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
+        self._matrix_budget = _MATRIX_BUDGET
         self.form = form
         self.digits = 1 if activations == "int8" else 2
 
@@ -33,6 +36,10 @@ class BlockQuantizer:
         linear = self._make(weights, names, inputs, bias)
         if linear is not None:
             linear.digits = self.digits
+            size = 2 * linear.in_features * linear.out_features
+            if self.matrix and linear.bits < 16 and size <= self._matrix_budget:
+                self._matrix_budget -= size
+                linear.keep_matrix()
         return linear
 
     def _make(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> QuantLinear | None:

@@ -25,6 +25,8 @@ struct LinearArgs {
     int64_t rows, columns, depth;
     int32_t bits, dtype, out_dtype;
     int32_t digits;  // int8 digits per activation: 1 or 2
+    int32_t matrix_rows;    // from this many rows on, matrix tiles (0: never)
+    const uint8_t* matrix;  // the weights in bfloat16 tiles, or null: widen `weights` then
 };
 
 namespace {
@@ -250,11 +252,8 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
 
 #if defined(PK_AMX)
 
-// From this many rows on, widening the weights once costs less than integer products for every row.
-constexpr int64_t kMatrixRows = 5;
-
 bool by_matrix(const LinearArgs& a) {
-    return amx_granted() && a.dtype == 2 && (a.bits == 16 || a.rows >= kMatrixRows);
+    return amx_granted() && a.dtype == 2 && a.matrix_rows > 0 && a.rows >= a.matrix_rows;
 }
 
 template <class O>
@@ -283,10 +282,14 @@ void linear_matrix(const LinearArgs& a, int64_t begin, int64_t end, void* scratc
     for (int64_t pair = begin; pair < end; ++pair) {
         const uint8_t* side[2];
         for (int i = 0; i < 2; ++i) {
-            const Tile tile = tile_at(a.weights, blocks, a.bits, std::min(2 * pair + i, last));
-            if (a.bits == 4) widen4(tile.q, tile.scale, tile.minimum, blocks, wide[i]);
-            if (a.bits == 8) widen8(tile.q, tile.scale, blocks, wide[i]);
-            side[i] = a.bits == 16 ? tile.q : wide[i];
+            const int64_t t = std::min(2 * pair + i, last);
+            side[i] = a.matrix ? a.matrix + t * blocks * kTileBytes : wide[i];
+            if (a.matrix) continue;
+            const Tile tile = tile_at(a.weights, blocks, a.bits, t);
+            if (a.bits == 4)
+                widen4(tile.q, tile.scale, tile.minimum, blocks, wide[i]);
+            else
+                widen8(tile.q, tile.scale, blocks, wide[i]);
         }
         for (int64_t row = 0; row < a.rows; row += 32) {
             const int rows = int(std::min<int64_t>(32, a.rows - row));
@@ -299,7 +302,7 @@ void linear_matrix(const LinearArgs& a, int64_t begin, int64_t end, void* scratc
 }
 
 void linear_by_matrix(Context* ctx, const LinearArgs& a) {
-    const size_t scratch = a.bits == 16 ? 0 : size_t(a.depth / kDepth) * 2 * kTileBytes;
+    const size_t scratch = a.matrix ? 0 : size_t(a.depth / kDepth) * 2 * kTileBytes;
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].reserve(scratch);
     dispatch(a.out_dtype, [&](auto* o) {
         using O = elem<decltype(o)>;
@@ -401,7 +404,7 @@ PK_API int64_t pk_linear_bytes(int64_t columns, int64_t depth, int bits) {
     return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
 }
 
-// Whether weights can be held in bfloat16 (bits 16), for matrix tiles.
+// Whether this CPU has matrix tiles.
 PK_API int pk_linear_has_matrix() {
 #if defined(PK_AMX)
     return amx_granted();
@@ -454,6 +457,27 @@ PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, i
             }
     });
     return bad.load();
+}
+
+// The weights of a packed few-bit form as bfloat16 tiles (pk_linear_bytes with bits 16).
+PK_API void pk_linear_widen(Context* ctx, const uint8_t* weights, uint8_t* out, int64_t columns, int64_t depth,
+                            int bits) {
+#if defined(PK_AMX)
+    Guard hold(ctx->busy);
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; ++t) {
+            const Tile tile = tile_at(weights, blocks, bits, t);
+            uint8_t* to = out + t * blocks * kTileBytes;
+            if (bits == 4)
+                widen4(tile.q, tile.scale, tile.minimum, blocks, to);
+            else
+                widen8(tile.q, tile.scale, blocks, to);
+        }
+    });
+#else
+    (void)ctx, (void)weights, (void)out, (void)columns, (void)depth, (void)bits;
+#endif
 }
 
 PK_API void pk_linear(Context* ctx, const LinearArgs* args) {

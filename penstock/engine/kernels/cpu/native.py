@@ -53,7 +53,8 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
         *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
+        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits", "matrix_rows")),
+        ("matrix", c_void_p),
     )
 
 
@@ -71,6 +72,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
+    "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
