@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, WeightForm
+from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -90,6 +90,10 @@ class ModelConfig:
         "auto", doc="Type of the KV cache: auto (that of dtype) or fp8 (half of bfloat16, on CUDA)."
     )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
+    speculation: SpeculationForm = setting(  # noqa: RUF009
+        "off", doc="ngram: guess tokens ahead from the text itself, where it pays. The text stays the same."
+    )
+    speculation_depth: int = setting(6, doc="Most guessed tokens per sequence and step.", least=1, most=32)
     threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")
     watchdog_s: float = setting(
         60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1

@@ -9,6 +9,7 @@ WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
+SpeculationForm = Literal["off", "ngram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,21 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     """`auto`: the cache holds numbers of `dtype`. `fp8`: half the bytes of bfloat16, on CUDA."""
     prefix_cache: bool = True
+    speculation: SpeculationForm = "off"
+    """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the
+    text itself. What is generated stays the same."""
+    speculation_depth: int = 6
+    """Most guesses per sequence and step."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
     """CPU threads; all cores when not set."""
     watchdog_s: float = 60.0
     """An engine with work that completes no step for this long is declared stuck and exits."""
+
+    def max_verified(self, max_running: int) -> int:
+        """Most decoded tokens in a step that verifies guesses; 0 without speculation."""
+        if self.speculation == "off":
+            return 0
+        # Few sequences can have many guesses each; beyond that, more than one step's worth of rows never pays.
+        return max(max_running, min(max_running * (1 + self.speculation_depth), 64))

@@ -7,6 +7,8 @@ steps. `step()` below is the whole loop.
 Overlap: on CUDA the step just launched is still running when `step()` goes on to collect the one before it, so the
 host schedules and emits while the device computes. A sequence that turns out to have stopped has by then been computed
 one token too far; that token is dropped. On CPU nothing is gained by that, and each step is collected at once.
+Neither is a step launched ahead around one that verifies guesses (speculation): it needs to know all tokens before it,
+and the next one needs to know how many of its guesses held.
 
 A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
 run again one by one so that only the one that raises again is failed.
@@ -32,11 +34,11 @@ from penstock.engine.request import (
     Load,
     Request,
     StepOutput,
-    TokenLogprob,
 )
-from penstock.engine.runner.runner import PendingStep, Runner
+from penstock.engine.runner.runner import PendingStep, Runner, Sampled
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.speculation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,14 @@ class Engine:
         *,
         overlap: bool,
         grammars: MakeCompiler | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.info = info
         self.scheduler = scheduler
         self.runner = runner
+        self.speculation = speculation
         self.clock = clock
         self.steps = 0
         self._depth = 1 if overlap else 0
@@ -118,10 +122,11 @@ class Engine:
                 self.scheduler.add(request, arrived).matcher = found
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
-        batch = self.scheduler.schedule(now)
+        batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch)
-        if len(self._in_flight) > self._depth or (batch is None and self._in_flight):
+        depth = 0 if batch is None or batch.speculative else self._depth
+        if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
         if not self._deltas:
             return None
@@ -142,6 +147,9 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
+            drafts=self.speculation.drafts if self.speculation else 0,
+            draft_tokens=self.speculation.draft_tokens if self.speculation else 0,
+            accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
         )
 
     def reset_counters(self) -> None:
@@ -149,6 +157,17 @@ class Engine:
         self.steps = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = 0
         self.scheduler.allocator.pool.forget_all()
+        if self.speculation is not None:
+            self.speculation.reset_counters()
+
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        """Guesses to verify in the next step; what is in flight is collected first if there shall be any."""
+        speculation = self.speculation
+        if speculation is None or (self._in_flight and not speculation.plan(self.scheduler.decoding())):
+            return {}
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
+        return speculation.propose(self.scheduler.decoding())
 
     def _launch(self, batch: Batch) -> None:
         try:
@@ -164,31 +183,51 @@ class Engine:
         """Turn a finished step into deltas, and finish the sequences that end here."""
         done = step.wait()
         self.steps += 1
-        for index, (chunk, token) in enumerate(zip(done.chunks, done.tokens, strict=True)):
-            seq = chunk.seq
+        for sampled in done:
+            seq, tokens = sampled.chunk.seq, sampled.tokens
             if seq.finished:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
-            if seq.matcher is not None and (problem := _advance(seq, token)) is not None:
+            if seq.matcher is not None and (problem := _advance(seq, tokens[0])) is not None:
                 self._finish(seq, "error", problem)
                 continue
-            seq.tokens.append(token)
+            reason: FinishReason | None = None
+            for count, token in enumerate(tokens, start=1):
+                seq.tokens.append(token)
+                reason = self._stop_reason(seq, token)
+                if reason is not None:
+                    del tokens[count:]
+                    break
+            if sampled.chunk.drafts:
+                # What was computed behind a wrong guess will be overwritten.
+                seq.computed = sampled.chunk.start + len(tokens)
             if seq.row >= 0:
                 self.scheduler.allocator.publish(seq)
-            self._generation_tokens += 1
-            logprob = done.logprobs[index] if done.logprobs is not None else None
-            self._deltas.append(self._delta(seq, token, logprob))
-            reason = self._stop_reason(seq, token)
+            self._generation_tokens += len(tokens)
+            self._deltas.append(self._delta(seq, sampled))
+            if self.speculation is not None:
+                self.speculation.learn(sampled.chunk, tokens)
             if reason is not None:
-                seq.finish_reason = reason
                 self._deltas[-1].finish_reason = reason
-                self.scheduler.finish(seq)
+                self._retire(seq, reason)
+        if self.speculation is not None:
+            self.speculation.step_done(step.batch)
+            if not self.scheduler.has_work:
+                self.speculation.pause()
 
-    def _delta(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> Delta:
-        delta = Delta(seq.id, [token], logprobs=None if logprob is None else [logprob])
+    def _delta(self, seq: Sequence, sampled: Sampled) -> Delta:
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(sampled.tokens)]
+        delta = Delta(seq.id, sampled.tokens, logprobs=logprobs)
         if not seq.started:
             self._introduce(seq, delta)
         return delta
+
+    def _retire(self, seq: Sequence, reason: FinishReason) -> None:
+        """A sequence is over: its blocks are free at once."""
+        seq.finish_reason = reason
+        self.scheduler.finish(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
 
     def _introduce(self, seq: Sequence, delta: Delta) -> None:
         """What only a request's first delta carries."""
@@ -210,8 +249,7 @@ class Engine:
         return None
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        seq.finish_reason = reason
-        self.scheduler.finish(seq)
+        self._retire(seq, reason)
         self._deltas.append(Delta(seq.id, finish_reason=reason, error=error))
 
     def _problem(self, request: Request) -> str | None:
@@ -251,7 +289,7 @@ class Engine:
     def _recover(self, batch: Batch, message: str) -> None:
         """A step raised. A sequence that was alone in it is to blame; otherwise try each of them alone."""
         sequences = self._unwind(batch)
-        if len(batch.chunks) > 1:
+        if len(batch.chunks) > 1 or batch.speculative:
             self.scheduler.isolate(sequences)
             return
         for seq in sequences:

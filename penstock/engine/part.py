@@ -95,7 +95,8 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
         )
     if ops.name == "triton":
         with phases("compile"):
-            compile_kernels(decoder, kv_dtype, Limits(max_running, budget, wanted_len, config.block_size))
+            most_decodes = max(max_running, config.max_verified(max_running))
+            compile_kernels(decoder, kv_dtype, Limits(most_decodes, budget, wanted_len, config.block_size))
     with phases("kv cache"):
         num_blocks = count_blocks(
             config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget

@@ -69,6 +69,8 @@ class Request:
     """Time allowed from arrival in the engine to the last token."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    speculation: bool = True
+    """False: never guess ahead for this request, even where the engine speculates. The text is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,10 @@ class Load:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    """Times that guesses of a sequence were verified (speculation)."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

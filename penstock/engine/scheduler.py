@@ -8,12 +8,16 @@ Order is by `key = arrival + priority * ageing_s`: a request of priority p stand
 p * ageing_s seconds later, so urgent ones overtake, and nothing waits for ever. When blocks run out the sequence with
 the largest key is preempted: its blocks go back to the pool (most stay findable by name) and it waits again with its
 old key. The clock is passed in; the scheduler is a plain object without I/O.
+
+With speculation a decode may carry guessed tokens (drafts) behind its last real one. They take only what is left over:
+budget, blocks and positions that nobody else needs in this step.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.engine.grammar.interface import PendingMasks
@@ -33,17 +37,29 @@ class Chunk:
     length: int
     samples: bool
     """The chunk reaches the end of the sequence, so the step also samples its next token."""
+    drafts: tuple[int, ...] = ()
+    """Guessed tokens after the last real one, part of `length`; the step samples behind each of them too."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only the last real token is computed, with or without guesses behind it."""
+        return self.length == 1 + len(self.drafts)
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work; chunks of a single token come first."""
+    """One step's work; decodes come first."""
 
     chunks: list[Chunk]
     num_decodes: int
+    """Tokens that belong to decodes, guesses included: each attends on its own."""
     num_tokens: int
     masks: PendingMasks | None = None
     """For its sequences with a grammar; set when the step is launched."""
+
+    @property
+    def speculative(self) -> bool:
+        return any(chunk.drafts for chunk in self.chunks)
 
 
 class Scheduler:
@@ -115,11 +131,20 @@ class Scheduler:
                 late.append(seq)
         return late
 
-    def schedule(self, now: float) -> Batch | None:
-        """Choose the next step's chunks and take the blocks they need. None when nothing can run."""
+    def decoding(self) -> list[Sequence]:
+        """Running sequences whose next step computes one token."""
+        if self._suspects:
+            return []
+        return [seq for seq in self.running if self._remaining(seq) == 1]
+
+    def schedule(self, now: float, drafts: Mapping[Sequence, list[int]] | None = None) -> Batch | None:
+        """Choose the next step's chunks and take the blocks they need. None when nothing can run.
+
+        `drafts`: guesses to verify, for sequences without pending tokens.
+        """
         if self._suspects:
             return self._schedule_suspect(now)
-        chunks = self._continue_running()
+        chunks = self._continue_running(drafts or {})
         # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
         for chunk in chunks:
             self.allocator.publish(chunk.seq)
@@ -166,11 +191,12 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return None
 
-    def _continue_running(self) -> list[Chunk]:
+    def _continue_running(self, drafts: Mapping[Sequence, list[int]]) -> list[Chunk]:
         ready = [(self._remaining(seq), seq) for seq in self.running]
         decodes = [seq for remaining, seq in ready if remaining == 1]
         prefills = [seq for remaining, seq in ready if remaining > 1]
         budget = self.token_budget
+        spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
         for seq in decodes + prefills:
             if budget == 0:
@@ -186,9 +212,26 @@ class Scheduler:
                 if victim is seq:
                     break
             else:
-                chunks[seq] = self._chunk(seq, length)
-                budget -= length
+                guesses: tuple[int, ...] = ()
+                if seq in drafts:
+                    guesses = self._affordable(seq, drafts[seq], spare)
+                    spare -= len(guesses)
+                chunks[seq] = self._chunk(seq, length, guesses)
+                budget -= length + len(guesses)
         return list(chunks.values())
+
+    def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
+        """As many guesses as cost no other sequence its place; their blocks are taken."""
+        room = min(seq.params.max_tokens - seq.output_len, self.max_model_len - seq.length) - 1
+        count = min(len(drafts), room, spare)
+        while count > 0:
+            end = seq.computed + 1 + count
+            missing = self.allocator.blocks_for(end) - len(seq.blocks)
+            if missing <= 0 or self.allocator.pool.free - missing >= len(self.running):
+                self.allocator.grow(seq, end)
+                return tuple(drafts[:count])
+            count = len(seq.blocks) * self.allocator.block_size - seq.computed - 1  # what its blocks hold anyway
+        return ()
 
     def _admit(self, budget: int, now: float) -> Chunk | None:
         """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""
@@ -226,9 +269,10 @@ class Scheduler:
     def _latest(self) -> Sequence:
         return max(self.running, key=lambda seq: seq.key)
 
-    def _chunk(self, seq: Sequence, length: int) -> Chunk:
-        chunk = Chunk(seq, seq.computed, length, samples=seq.computed + length == seq.length)
-        seq.computed += length
+    def _chunk(self, seq: Sequence, length: int, drafts: tuple[int, ...] = ()) -> Chunk:
+        samples = seq.computed + length == seq.length
+        chunk = Chunk(seq, seq.computed, length + len(drafts), samples, drafts)
+        seq.computed += chunk.length
         return chunk
 
     def _schedule_suspect(self, now: float) -> Batch | None:
@@ -257,12 +301,12 @@ class Scheduler:
     def _commit(self, chunks: list[Chunk]) -> Batch | None:
         if not chunks:
             return None
-        chunks.sort(key=lambda chunk: chunk.length > 1)
+        chunks.sort(key=lambda chunk: not chunk.decodes)
         for chunk in chunks:
             if chunk.samples:
                 chunk.seq.pending += 1
         return Batch(
             chunks,
-            num_decodes=sum(chunk.length == 1 for chunk in chunks),
+            num_decodes=sum(chunk.length for chunk in chunks if chunk.decodes),
             num_tokens=sum(chunk.length for chunk in chunks),
         )

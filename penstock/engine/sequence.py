@@ -83,13 +83,12 @@ class Sequence:
     def output_len(self) -> int:
         return self.length - self.prompt_len
 
-    @property
-    def barred_stops(self) -> tuple[int, ...]:
-        """Stop tokens that may not be sampled now, because the minimum length is not reached.
+    def barred_stops(self, ahead: int = 0) -> tuple[int, ...]:
+        """Stop tokens that may not be sampled behind `ahead` guesses, because the minimum length is not reached.
 
         To be asked when the token being sampled is already counted as pending.
         """
-        return self.params.stop_token_ids if self.output_len <= self.params.min_tokens else ()
+        return self.params.stop_token_ids if self.output_len + ahead <= self.params.min_tokens else ()
 
     @property
     def finished(self) -> bool:

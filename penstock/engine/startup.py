@@ -14,6 +14,7 @@ from penstock.engine.part import Phases, Progress, load_part
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculative.setup import make_speculation
 
 
 def load_engine(
@@ -35,6 +36,7 @@ def load_engine(
         max_rows=part.max_running,
         max_model_len=part.max_model_len,
         block_size=config.block_size,
+        max_verified=config.max_verified(part.max_running),
     )
     info = EngineInfo(
         model=config.name or Path(config.model).name,
@@ -48,7 +50,9 @@ def load_engine(
         dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
         startup=phases.seconds,
     )
-    engine = Engine(config, info, scheduler, runner, overlap=part.kv.device.type != "cpu", grammars=grammars)
+    overlap = part.kv.device.type != "cpu"
+    speculation = make_speculation(config, part.max_running, overlap=overlap)
+    engine = Engine(config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation)
     if runner.graphs is not None:
         with phases("graphs"):
             runner.graphs.capture_all()

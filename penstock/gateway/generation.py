@@ -44,6 +44,7 @@ class Generation:
         started_at: float,
         stops: list[str],
         priority: int = 0,
+        speculation: bool = True,
         time_limit_s: float | None = None,
         want_logprobs: bool = False,
         discard: bool = False,
@@ -64,7 +65,12 @@ class Generation:
             for params in prompt.params:
                 # A client may send the same x-request-id twice; the serial keeps ids in the engine apart.
                 request = Request(
-                    f"{request_id}:{next(_serial)}", prompt.tokens, params, priority=priority, timeout_s=time_limit_s
+                    f"{request_id}:{next(_serial)}",
+                    prompt.tokens,
+                    params,
+                    priority=priority,
+                    timeout_s=time_limit_s,
+                    speculation=speculation,
                 )
                 self._requests.append(request)
                 self.choices.append(

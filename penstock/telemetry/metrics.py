@@ -151,6 +151,8 @@ class Metrics:
         add("counter", "vllm:prompt_tokens_total", "Prompt tokens processed.", lambda load: load.prompt_tokens)
         add("counter", "vllm:generation_tokens_total", "Tokens generated.", lambda load: load.generation_tokens)
         add("counter", "vllm:num_preemptions_total", "Sequences preempted.", lambda load: load.preemptions)
+        for name, help, value in _SPECULATION:
+            add("counter", f"vllm:spec_decode_num_{name}_total", help, value)
         add("gauge", "penstock_kv_blocks_used", "KV blocks held by sequences.", lambda load: load.used_blocks)
         add(
             "gauge",
@@ -178,6 +180,13 @@ class Metrics:
                 if view.info is not None
             ],
         )
+
+
+_SPECULATION: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("drafts", "Times that guessed tokens of a sequence were verified.", lambda load: load.drafts),
+    ("draft_tokens", "Tokens guessed and verified.", lambda load: load.draft_tokens),
+    ("accepted_tokens", "Guessed tokens that held.", lambda load: load.accepted_tokens),
+)
 
 
 def _usage(load: Load) -> float:

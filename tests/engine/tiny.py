@@ -65,13 +65,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path, *, shard_size: str = "5GB", spread: float = 1.0) -> Path:
-    """A reproducible random checkpoint of `family`, as a folder of safetensors.
+def write_checkpoint(
+    family: str, folder: Path, *, shard_size: str = "5GB", spread: float = 1.0, **changes: Any
+) -> Path:
+    """A reproducible random checkpoint of `family`, with `changes` to its configuration, as a folder of safetensors.
 
     With `spread` below 1 the weights are smaller and rounding errors grow less from layer to layer.
     """
     name, overrides = FAMILIES[family]
-    config = getattr(transformers, name)(**{**COMMON, **overrides})
+    config = getattr(transformers, name)(**{**COMMON, **overrides, **changes})
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

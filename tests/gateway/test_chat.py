@@ -212,12 +212,13 @@ async def test_every_engine_parameter_arrives(serving: Serving, text: TextModel)
             max_completion_tokens=20,
             stop_token_ids=[9],
             service_tier="priority",
+            speculation=False,
         )
         assert reply.status_code == 200, reply.text
         assert reply.json()["service_tier"] == "priority"
         request = gateway.engine.seen[0]
         params = request.params
-        assert request.priority < 0
+        assert request.priority < 0 and not request.speculation
         assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
         assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, -0.2, 1.1)
         assert params.logit_bias == {5: -100.0, 7: 3.5}
@@ -226,6 +227,7 @@ async def test_every_engine_parameter_arrives(serving: Serving, text: TextModel)
         assert params.stop_token_ids == (*text.eos_token_ids, 9)
         await gateway.chat(ignore_eos=True, stop_token_ids=[9], max_tokens=3)
         assert gateway.engine.seen[-1].params.stop_token_ids == (9,)
+        assert gateway.engine.seen[-1].speculation
 
 
 async def test_null_means_not_given(serving: Serving) -> None:

@@ -136,6 +136,8 @@ async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> N
         assert samples["vllm:prompt_tokens_total", labels] == 5
         for name in ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"):
             assert ("vllm:" + name, labels) in samples
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            assert samples[f"vllm:spec_decode_num_{name}_total", labels] == 0
         assert samples["vllm:request_success_total", (*labels[:1], ("finished_reason", "stop"), *labels[1:])] == 1
         for name in (
             "time_to_first_token_seconds",

@@ -84,7 +84,7 @@ class Constraints:
         constrained = [c.seq for c in batch.chunks if c.samples and c.seq.matcher is not None]
         if not constrained:
             return None
-        barred = [seq.barred_stops for seq in constrained]
+        barred = [seq.barred_stops() for seq in constrained]
         return PendingMasks(self._masking.submit(self._masks, constrained, barred))
 
     def _compile(self, grammar: str) -> TokenMatcher:

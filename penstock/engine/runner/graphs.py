@@ -19,6 +19,7 @@ from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.inputs import chunk_tokens, entries
 from penstock.engine.runner.rows import FLOATS, Rows
 from penstock.engine.scheduler import Batch
 
@@ -78,32 +79,35 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of pure decode steps, made at start or when a size first occurs."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int, max_tokens: int = 0) -> None:
+        """`max_tokens`: largest step, when it may hold more tokens than rows (guesses to verify)."""
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
-        self.buckets = buckets_up_to(max_rows)
+        self.buckets = buckets_up_to(max(max_rows, max_tokens))
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
         self._block_size = kv.block_size
 
+    def fits(self, batch: Batch) -> bool:
+        """Whether every chunk decodes and a graph is large enough."""
+        return batch.num_tokens <= self.buckets[-1] and all(chunk.samples and chunk.decodes for chunk in batch.chunks)
+
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
 
+        Several tokens of one row (guesses being verified) overwrite each other's sample in the row; the host knows
+        all of them before it launches the next step.
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
-        count = len(batch.chunks)
+        count = batch.num_tokens
         bucket = next(size for size in self.buckets if size >= count)
         captured = self._captured.get(bucket) or self.capture(bucket)
         self.rows.update(batch)
-        chunks = batch.chunks
-        rows = np.array([chunk.seq.row for chunk in chunks], np.int64)
-        positions = np.array([chunk.start for chunk in chunks], np.int64)
+        positions, _, rows, _ = entries(batch)
         # A token the host does not know yet (-1) is the one the row sampled last.
-        ids = np.array(
-            [chunk.seq.tokens[chunk.start] if chunk.start < len(chunk.seq.tokens) else -1 for chunk in chunks], np.int64
-        )
+        ids = np.array([token for chunk in batch.chunks for token in chunk_tokens(chunk) or (-1,)], np.int64)
         size = self._block_size
         slots = self.rows.host_tables[rows, positions // size].astype(np.int64) * size + positions % size
         captured.inputs.send(

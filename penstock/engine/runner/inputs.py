@@ -1,4 +1,8 @@
-"""Input preparation: from chunks to the packed tensors of a step, with array arithmetic instead of per-token Python."""
+"""Input preparation: from chunks to the packed tensors of a step, with array arithmetic instead of per-token Python.
+
+A chunk that verifies guesses is packed as that many decodes of one row: each token attends over its own context with
+the kernel that decodes, so it is computed as it would have been without speculation, and in the same CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
@@ -24,7 +27,7 @@ class StepInputs:
     token_ids: Tensor
     attention: AttentionBatch
     sample_at: Tensor
-    """int64 [S]: packed index of each sampling chunk's last token."""
+    """int64 [S]: packed index of every token behind which something is sampled."""
     sampling: SampleRequest | None
 
 
@@ -40,25 +43,24 @@ class InputBuilder:
         """Pack the batch. Tokens sampled by a step still in flight are taken from the device rows."""
         self.rows.update(batch)
         chunks, size = batch.chunks, self.block_size
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        lengths = np.array([chunk.length for chunk in chunks], np.int64)
-        rows = np.array([chunk.seq.row for chunk in chunks], np.int64)
+        starts, lengths, rows, samples = entries(batch)
         ends = np.cumsum(lengths)
         query_starts = np.concatenate(([0], ends))
-        owner = np.repeat(np.arange(len(chunks)), lengths)
+        owner = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(batch.num_tokens) - query_starts[owner] + starts[owner]
         slots = self.rows.host_tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
 
         token_ids = np.zeros(batch.num_tokens, np.int64)
-        on_device: list[int] = []
-        for index, chunk in enumerate(chunks):
-            known = chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
-            begin = query_starts[index]
+        on_device: list[tuple[int, int]] = []
+        end = 0
+        for chunk in chunks:
+            begin, end = end, end + chunk.length
+            known = chunk_tokens(chunk)
             token_ids[begin : begin + len(known)] = known
             if len(known) < chunk.length:
-                on_device.append(index)
-        pending = np.array(on_device, np.int64)
-        sampling = np.array([index for index, chunk in enumerate(chunks) if chunk.samples], np.int64)
+                on_device.append((end - 1, chunk.seq.row))
+        holes = np.array(on_device, np.int64).reshape(-1, 2)
+        sampling = np.flatnonzero(samples)
         keys = row_keys(self.rows.seeds[rows[sampling]], (starts + lengths)[sampling])
         contexts = starts + lengths
 
@@ -73,8 +75,8 @@ class InputBuilder:
                 ends[sampling] - 1,
                 rows[sampling],
                 keys,
-                ends[pending] - 1,
-                rows[pending],
+                np.ascontiguousarray(holes[:, 0]),
+                np.ascontiguousarray(holes[:, 1]),
             ]
         )
         if on_device:
@@ -94,21 +96,50 @@ class InputBuilder:
         request = None
         if len(sampling):
             row_flags = self.rows.flags[rows[sampling]]
-            request = _request([chunks[index] for index in sampling], sample_rows, sample_keys, row_flags, batch.masks)
+            request = _request(batch, sample_rows, sample_keys, row_flags)
         return StepInputs(ids, attention, last, request)
 
     def sampling(self, batch: Batch) -> SampleRequest:
         """The sampling side alone, for a batch in which every chunk samples."""
-        rows = np.array([chunk.seq.row for chunk in batch.chunks], np.int64)
-        ends = np.array([chunk.start + chunk.length for chunk in batch.chunks], np.int64)
-        device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], ends)])
-        return _request(batch.chunks, device_rows, keys, self.rows.flags[rows], batch.masks)
+        starts, lengths, rows, _ = entries(batch)
+        device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], starts + lengths)])
+        return _request(batch, device_rows, keys, self.rows.flags[rows])
 
 
-def _request(
-    chunks: list[Chunk], rows: Tensor, keys: Tensor, row_flags: np.ndarray, masks: PendingMasks | None
-) -> SampleRequest:
-    return SampleRequest(chunks, rows, keys, Flag(int(np.bitwise_or.reduce(row_flags))), row_flags, masks)
+def chunk_tokens(chunk: Chunk) -> list[int]:
+    """The chunk's tokens as far as the host knows them, guesses included."""
+    if chunk.drafts:
+        return [chunk.seq.tokens[chunk.start], *chunk.drafts]
+    return chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
+
+
+def entries(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Start, length and row of what attends on its own (a decoded token, a chunk of a prompt); whether it samples."""
+    chunks = batch.chunks
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    rows = np.array([chunk.seq.row for chunk in chunks], np.int64)
+    samples = np.array([chunk.samples for chunk in chunks], np.bool_)
+    if batch.speculative:
+        counts = np.array([1 + len(chunk.drafts) for chunk in chunks], np.int64)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(starts, counts) + within
+        lengths = np.repeat(lengths - counts + 1, counts)
+        rows, samples = np.repeat(rows, counts), np.repeat(samples, counts)
+    return starts, lengths, rows, samples
+
+
+def _request(batch: Batch, rows: Tensor, keys: Tensor, row_flags: np.ndarray) -> SampleRequest:
+    ahead = None
+    if batch.speculative:
+        ahead = np.concatenate([np.arange(1 + len(chunk.drafts)) for chunk in batch.chunks if chunk.samples])
+    flags = Flag(int(np.bitwise_or.reduce(row_flags)))
+    return SampleRequest(sampling_chunks(batch), rows, keys, flags, row_flags, batch.masks, ahead)
+
+
+def sampling_chunks(batch: Batch) -> list[Chunk]:
+    """The chunk of every token that the batch samples."""
+    return [chunk for chunk in batch.chunks if chunk.samples for _ in range(1 + len(chunk.drafts))]
 
 
 def chunk_targets(batch: Batch) -> list[tuple[int, int, Tensor]]:

@@ -107,6 +107,13 @@ class Rows:
         """Whether any row of the batch has one of `flags`."""
         return any(int(self.flags[chunk.seq.row]) & flags for chunk in batch.chunks)
 
+    @torch.inference_mode()
+    def count(self, seq: Sequence, tokens: list[int]) -> None:
+        """Count generated tokens for the penalties of a running sequence."""
+        if self.output_counts is not None and seq.params.penalized and seq.row >= 0:
+            (ids,) = self._staging.upload([np.array(tokens, np.int64)])
+            self.output_counts[seq.row].index_put_((ids,), self.output_counts.new_ones(len(tokens)), accumulate=True)
+
     def _load_parameters(self, sequences: list[Sequence]) -> None:
         rows = np.array([seq.row for seq in sequences], np.int64)
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)

@@ -15,22 +15,24 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
-from penstock.engine.runner.inputs import InputBuilder, chunk_targets
+from penstock.engine.runner.inputs import InputBuilder, chunk_targets, sampling_chunks
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
+from penstock.engine.speculative.verification import count_accepted
 
 _SCORED_AT_ONCE = 128
 """Prompt positions whose logits exist at the same time; bounds the memory of prompt log-probabilities."""
 
 
 @dataclass(slots=True)
-class StepTokens:
-    """What a step sampled, on the host: one entry per sampling chunk, in batch order."""
+class Sampled:
+    """The tokens that a step added behind one chunk, on the host."""
 
-    chunks: list[Chunk]
+    chunk: Chunk
     tokens: list[int]
-    logprobs: list[TokenLogprob | None] | None
+    """One, and with guesses one more for each that was right."""
+    logprobs: list[TokenLogprob] | None
 
 
 @dataclass(slots=True)
@@ -38,26 +40,48 @@ class PendingStep:
     """A step that has been launched."""
 
     batch: Batch
+    rows: Rows
     chunks: list[Chunk] = field(default_factory=list)
+    """The chunk of each sampled token; see `SampleRequest`."""
     tokens: Tensor | None = None
     logprobs: LogprobTensors | None = None
     event: torch.cuda.Event | None = None
 
-    def wait(self) -> StepTokens:
-        """Block until the step's tokens are on the host."""
+    def wait(self) -> list[Sampled]:
+        """Block until the step's tokens are on the host; they come in batch order."""
         if self.event is not None:
             self.event.synchronize()
         tokens = [] if self.tokens is None else self.tokens.tolist()
         logprobs = None
         if self.logprobs is not None:
             logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
-        return StepTokens(self.chunks, tokens, logprobs)
+        sampled: list[Sampled] = []
+        at = 0
+        while at < len(tokens):
+            chunk = self.chunks[at]
+            kept = at + 1 + count_accepted(chunk.drafts, tokens[at:])
+            scores = None if logprobs is None else [score for score in logprobs[at:kept] if score is not None]
+            sampled.append(Sampled(chunk, tokens[at:kept], scores or None))
+            if chunk.drafts:
+                self.rows.count(chunk.seq, tokens[at:kept])
+            at += 1 + len(chunk.drafts)
+        return sampled
 
 
 class Runner:
     """Owns the decoder, the KV cache and the device rows."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, *, max_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        max_verified: int = 0,
+    ) -> None:
+        """`max_verified`: most decoded tokens in a step that verifies guesses."""
         self.decoder = decoder
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
@@ -65,14 +89,14 @@ class Runner:
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
         if kv.device.type == "cuda":
-            self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows)
+            self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_tokens=max_verified)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
-        if self.graphs is not None and all(chunk.samples and chunk.length == 1 for chunk in batch.chunks):
+        if self.graphs is not None and self.graphs.fits(batch):
             return self._replay(self.graphs, batch)
-        step = PendingStep(batch)
+        step = PendingStep(batch, self.rows)
         inputs = self.inputs.build(batch)
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
         self._score_prompts(batch, hidden)
@@ -82,7 +106,7 @@ class Runner:
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
         """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""
-        step = PendingStep(batch, chunks=batch.chunks)
+        step = PendingStep(batch, self.rows, sampling_chunks(batch))
         logits, tokens = graphs.replay(batch)
         request = self.inputs.sampling(batch) if self.rows.needs(batch, ~Flag.RANDOM) else None
         if request is not None:

@@ -22,9 +22,10 @@ from penstock.engine.scheduler import Chunk
 
 @dataclass(slots=True)
 class SampleRequest:
-    """The sampling side of a step: which chunks sample, in the order of the logits' rows."""
+    """The sampling side of a step, in the order of the logits' rows."""
 
     chunks: list[Chunk]
+    """The chunk of each row; one that verifies guesses has a row behind every token."""
     rows: Tensor
     """int64 [S] on the device."""
     keys: Tensor
@@ -34,6 +35,8 @@ class SampleRequest:
     row_flags: np.ndarray
     masks: PendingMasks | None = None
     """Of the rows with a grammar, in their order."""
+    ahead: np.ndarray | None = None
+    """When some chunks verify guesses: how many guesses of its chunk stand before each row."""
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tupl
         _follow_grammars(logits, request, rows, ops)
     tokens = _choose(logits, request, rows, ops)
     if flags & Flag.PENALTY and rows.output_counts is not None:
-        rows.output_counts.index_put_((request.rows, tokens), tokens.new_ones(len(tokens)).int(), accumulate=True)
+        _count(request, tokens, rows.output_counts)
     logprobs = None
     if flags & Flag.LOGPROBS:
         logprobs = logprobs_of(raw, tokens, max(chunk.seq.params.logprobs or 0 for chunk in request.chunks))
@@ -121,6 +124,8 @@ def _penalize(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
     at = torch.from_numpy(np.flatnonzero(request.row_flags & Flag.PENALTY)).to(logits.device)
     where = request.rows[at]
     counts, values = rows.output_counts[where], rows.floats[where]
+    if request.ahead is not None:
+        _add_guesses(counts, request)
     presence, frequency, repetition = (
         values[:, FLOATS.index(name)].unsqueeze(1)
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -133,13 +138,39 @@ def _penalize(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
     logits[at] = part
 
 
+def _add_guesses(counts: Tensor, request: SampleRequest) -> None:
+    """Behind a guess, penalties see it as generated. `counts`: of the penalized rows."""
+    assert request.ahead is not None
+    at: list[int] = []
+    ids: list[int] = []
+    for place, index in enumerate(np.flatnonzero(request.row_flags & Flag.PENALTY)):
+        before = request.chunks[index].drafts[: int(request.ahead[index])]
+        at.extend([place] * len(before))
+        ids.extend(before)
+    if at:
+        device = counts.device
+        where = (torch.tensor(at, device=device), torch.tensor(ids, device=device))
+        counts.index_put_(where, counts.new_ones(len(at)), accumulate=True)
+
+
+def _count(request: SampleRequest, tokens: Tensor, counts: Tensor) -> None:
+    """Count what was sampled; where guesses are verified, `Rows.count` does once it is known which of it holds."""
+    rows = request.rows
+    if request.ahead is not None:
+        final = torch.tensor([index for index, chunk in enumerate(request.chunks) if not chunk.drafts])
+        final = final.to(tokens.device, torch.int64)
+        rows, tokens = rows[final], tokens[final]
+    counts.index_put_((rows, tokens), counts.new_ones(len(tokens)), accumulate=True)
+
+
 def _forbid_early_stops(logits: Tensor, request: SampleRequest) -> None:
     at: list[int] = []
     ids: list[int] = []
     for index in np.flatnonzero(request.row_flags & Flag.MIN_TOKENS):
         # A grammar's masks say themselves which stops are possible.
         if not request.row_flags[index] & Flag.GRAMMAR:
-            barred = request.chunks[index].seq.barred_stops
+            ahead = 0 if request.ahead is None else int(request.ahead[index])
+            barred = request.chunks[index].seq.barred_stops(ahead)
             at.extend([int(index)] * len(barred))
             ids.extend(barred)
     if at:

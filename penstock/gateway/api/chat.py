@@ -58,6 +58,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         started_at=exchange.started_at,
         stops=stops,
         priority=PRIORITIES[request.service_tier or "auto"],
+        speculation=request.speculation is not False,
         time_limit_s=service.settings.time_limit_s,
         want_logprobs=bool(request.logprobs),
     )

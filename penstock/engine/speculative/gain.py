@@ -1,0 +1,115 @@
+"""How many tokens to guess: as many as pay.
+
+A step that verifies guesses takes longer than one that does not, and yields more. Both sides are measured while the
+engine runs: seconds per step by its number of tokens, and the share of guesses that held. Of all guesses that could be
+made, the likeliest are taken as long as tokens per second grow; none, when nothing beats plain decoding.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_WEIGHT_UP, _WEIGHT_DOWN = 0.2, 0.5
+_OUTLIER = 3.0
+_UNKNOWN_SLOPE = 0.03
+"""Before anything is measured: what one token more adds, as a share of the step. Wrong guesses are corrected by use."""
+MARGIN = 1.03
+"""Speculation must promise this much more than plain decoding."""
+
+
+class StepCosts:
+    """Seconds of a step by its number of tokens, as measured lately."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._known: list[int] = []
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if seconds <= 0.0 or tokens < 1:
+            return
+        size = _bucket(tokens)
+        old = self._seconds.get(size)
+        if old is None:
+            bisect.insort(self._known, size)
+            self._seconds[size] = seconds
+        else:
+            # A slow step may only mean that something else took the machine for a moment; a fast one is what it is.
+            weight = _WEIGHT_UP if seconds > old else _WEIGHT_DOWN
+            self._seconds[size] = old + weight * (min(seconds, old * _OUTLIER) - old)
+
+    def estimate(self, tokens: int) -> float | None:
+        """Seconds of a step of `tokens`; between and beyond measured sizes a straight line. None: nothing measured."""
+        known = self._known
+        if not known:
+            return None
+        size = _bucket(tokens)
+        at = bisect.bisect_left(known, size)
+        if at < len(known) and known[at] == size:
+            return self._seconds[size]
+        if 0 < at < len(known):
+            low, high = known[at - 1], known[at]
+            share = (size - low) / (high - low)
+            return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
+        nearest = known[0] if at == 0 else known[-1]
+        return self._seconds[nearest] * max(1.0 + _UNKNOWN_SLOPE * (size - nearest), 0.5)
+
+
+def _bucket(tokens: int) -> int:
+    return _SIZES[min(bisect.bisect_left(_SIZES, tokens), len(_SIZES) - 1)]
+
+
+def choose_depths(
+    outlooks: Sequence[tuple[float, int]],
+    decodes: int,
+    limit: int,
+    plain_s: float,
+    step_s: Callable[[int, int], float],
+) -> tuple[list[int], float]:
+    """How many guesses to make for each sequence, and by what factor that beats plain decoding (at most 1: not at all).
+
+    `outlooks`: for each sequence the chance that a guess holds, and how many it could have. `decodes`: sequences in
+    the step, those without guesses included. `step_s(tokens, depth)`: seconds of a step of that many tokens whose
+    longest run of guesses is `depth`. The chance that the j-th guess holds is the j-th power, which falls with j, so
+    taking the likeliest first never takes a guess without those before it.
+    """
+    ranked = sorted(
+        ((chance**j, j, index) for index, (chance, most) in enumerate(outlooks) for j in range(1, most + 1)),
+        key=lambda entry: (-entry[0], entry[1]),
+    )
+    best, taken = 1.0, 0
+    expected, deepest = float(decodes), 0
+    plain_rate = decodes / plain_s
+    for count, (chance, j, _) in enumerate(ranked[: max(limit - decodes, 0)], start=1):
+        expected += chance
+        deepest = max(deepest, j)
+        factor = expected / step_s(decodes + count, deepest) / plain_rate
+        if factor > best:
+            best, taken = factor, count
+    depths = [0] * len(outlooks)
+    for _, _, index in ranked[:taken]:
+        depths[index] += 1
+    return depths, best
+
+
+class Acceptance:
+    """The share of guesses that hold, lately, starting from what others saw."""
+
+    __slots__ = ("_decay", "_held", "_made", "_prior", "_weight")
+
+    def __init__(self, prior: float | Acceptance, decay: float, weight: float = 3.0) -> None:
+        self._prior = prior
+        self._decay = decay
+        self._weight = weight
+        self._held = 0.0
+        self._made = 0.0
+
+    def observe(self, held: int, made: int) -> None:
+        self._held = self._held * self._decay + held
+        self._made = self._made * self._decay + made
+
+    @property
+    def chance(self) -> float:
+        prior = self._prior.chance if isinstance(self._prior, Acceptance) else self._prior
+        return min((self._held + prior * self._weight) / (self._made + self._weight), 0.98)

@@ -1,0 +1,150 @@
+"""Speculation as the engine sees it: which guesses go into the next step, and what came of those in the last.
+
+A proposer makes guesses and keeps the record of how they fare; this class decides how many are worth verifying, from
+that record and from how long steps take, and counts. It never decides what is generated: see `verification`.
+
+With overlap (CUDA) a step that verifies guesses cannot be launched before the tokens of the step before it are known,
+so the time lost to waiting is part of what such steps are measured to take, and plain steps stay overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.engine.scheduler import Batch, Chunk
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.gain import MARGIN, StepCosts, choose_depths
+
+_PATIENCE = 64
+_MOST_PATIENCE = 1024
+"""Steps without speculation, though there were guesses, before a few are verified to see whether they pay by now."""
+_PROBE_STEPS, _PROBE_DEPTH = 4, 2
+_OBSERVED_SHARE = 8
+"""While nothing pays, a sequence's new tokens are looked at once in so many steps."""
+
+
+class Proposer(Protocol):
+    """Makes guesses. Sequences it has not seen are new to it; ones it is told to forget are over."""
+
+    def outlook(self, seq: Sequence) -> tuple[float, int]:
+        """The chance that a guess holds, and how many could be made now (0: none)."""
+        ...
+
+    def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        """At most as many guesses as asked for; their tokens are all known (none pending)."""
+        ...
+
+    def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
+        """`tokens` were added to `seq` by a step that verified `drafts` (or none)."""
+        ...
+
+    def forget(self, seq: Sequence) -> None: ...
+
+
+class Speculation:
+    """Decides and counts. `most_tokens`: decoded tokens in a step that verifies guesses, guesses included."""
+
+    def __init__(
+        self, proposer: Proposer, *, depth: int, most_tokens: int, overlap: bool, clock: Callable[[], float]
+    ) -> None:
+        self.proposer = proposer
+        self.depth = depth
+        self.most_tokens = most_tokens
+        self.plain = StepCosts()
+        self.verifying = StepCosts() if overlap else self.plain
+        self.proposing = StepCosts()
+        self.drafts = 0
+        """Times that guesses of a sequence were verified."""
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.paying = True
+        self._clock = clock
+        self._last_step: float | None = None
+        self._spent = 0.0
+        self._steps = 0
+        self._unused = 0
+        self._patience = _PATIENCE
+
+    def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
+        """How many guesses to verify of which sequences in the next step."""
+        plain_s = self.plain.estimate(len(decoding)) if decoding else None
+        if plain_s is None or len(decoding) >= self.most_tokens:
+            return {}
+        outlooks = [self._outlook(seq) for seq in decoding]
+        if not any(most for _, most in outlooks):
+            return {}
+        depths, factor = choose_depths(outlooks, len(decoding), self.most_tokens, plain_s, self._step_s(len(decoding)))
+        self.paying = factor >= MARGIN
+        if self.paying:
+            self._unused, self._patience = 0, _PATIENCE
+            return {seq: depth for seq, depth in zip(decoding, depths, strict=True) if depth}
+        self._unused += 1
+        if self._unused < self._patience:
+            return {}
+        if self._unused == self._patience + _PROBE_STEPS:
+            self._unused, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+        index = max(range(len(outlooks)), key=lambda i: (outlooks[i][1] > 0, outlooks[i][0]))
+        most = min(_PROBE_DEPTH, outlooks[index][1], self.most_tokens - len(decoding))
+        return {decoding[index]: most}
+
+    def propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Guesses for the next step. No sequence may have pending tokens."""
+        depths = self.plan(decoding)
+        if not depths:
+            return {}
+        begin = self._clock()
+        drafts = self.proposer.propose(depths)
+        self._spent = self._clock() - begin
+        self.proposing.observe(len(depths), self._spent / max(depths.values()))
+        return drafts
+
+    def learn(self, chunk: Chunk, tokens: list[int]) -> None:
+        """A step added `tokens` to the chunk's sequence."""
+        seq = chunk.seq
+        if chunk.drafts:
+            self.drafts += 1
+            self.draft_tokens += len(chunk.drafts)
+            self.accepted_tokens += len(tokens) - 1
+        elif not self.paying and (self._steps + seq.row) % _OBSERVED_SHARE:
+            return
+        if seq.request.speculation:
+            self.proposer.learn(seq, chunk.drafts, tokens)
+
+    def step_done(self, batch: Batch) -> None:
+        """A step was collected; note how long it took if it only decoded."""
+        now = self._clock()
+        self._steps += 1
+        if self._last_step is not None and all(chunk.decodes for chunk in batch.chunks):
+            costs = self.verifying if batch.speculative else self.plain
+            costs.observe(batch.num_tokens, now - self._last_step - self._spent)
+        self._spent = 0.0
+        self._last_step = now
+
+    def pause(self) -> None:
+        """The engine has nothing to do; the time until its next step is nobody's."""
+        self._last_step = None
+
+    def forget(self, seq: Sequence) -> None:
+        self.proposer.forget(seq)
+
+    def reset_counters(self) -> None:
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
+
+    def _outlook(self, seq: Sequence) -> tuple[float, int]:
+        # The last token that may be generated needs no guess: it comes with the step anyway.
+        room = seq.params.max_tokens - seq.output_len - 1
+        # Masks of a grammar are made for one token of each sequence and step.
+        if not seq.request.speculation or seq.matcher is not None or room < 1:
+            return 0.0, 0
+        chance, most = self.proposer.outlook(seq)
+        return chance, min(most, self.depth, room)
+
+    def _step_s(self, decodes: int) -> Callable[[int, int], float]:
+        proposing = self.proposing.estimate(decodes) or 0.0
+
+        def seconds(tokens: int, depth: int) -> float:
+            verifying = self.verifying.estimate(tokens) or self.plain.estimate(tokens) or 0.0
+            return verifying + depth * proposing
+
+        return seconds

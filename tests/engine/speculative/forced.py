@@ -1,0 +1,73 @@
+"""Engines that speculate whether it pays or not, and guesses whose quality a test decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.core import Engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.gain import StepCosts
+from penstock.engine.speculative.speculation import Proposer
+from tests.engine.harness import make_engine
+
+
+class FreeSteps(StepCosts):
+    """Every step takes one second, however many tokens it has: the more guesses the better."""
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def estimate(self, tokens: int) -> float | None:
+        return 1.0
+
+
+class NoProposing(FreeSteps):
+    """And guessing takes none."""
+
+    def estimate(self, tokens: int) -> float | None:
+        return None
+
+
+class Oracle:
+    """Guesses from known texts, each token wrong with a given probability."""
+
+    def __init__(self, texts: dict[str, list[int]], wrong: float, vocab_size: int, seed: int = 0) -> None:
+        self.texts = texts
+        self.wrong = wrong
+        self.vocab_size = vocab_size
+        self.rng = random.Random(seed)
+
+    def outlook(self, seq: Sequence) -> tuple[float, int]:
+        return 0.9, self.rng.choice((0, 1, 3, 6))
+
+    def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        guesses: dict[Sequence, list[int]] = {}
+        for seq, depth in depths.items():
+            at = len(seq.tokens) - seq.prompt_len
+            right = self.texts[seq.id][at : at + depth]
+            right += [0] * (depth - len(right))
+            guesses[seq] = [
+                self.rng.randrange(self.vocab_size) if self.rng.random() < self.wrong else token for token in right
+            ]
+        return guesses
+
+    def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
+        assert seq.tokens[-len(tokens) :] == tokens
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
+def eager_engine(folder: Path, proposer: Callable[[Engine], Proposer] | None = None, **settings: Any) -> Engine:
+    """An engine that verifies every guess its proposer makes."""
+    engine = make_engine(folder, **{"speculation": "ngram", **settings})
+    speculation = engine.speculation
+    assert speculation is not None
+    speculation.plain = speculation.verifying = FreeSteps()
+    speculation.proposing = NoProposing()
+    if proposer is not None:
+        speculation.proposer = proposer(engine)
+    return engine
