@@ -64,10 +64,10 @@ def soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """cap * tanh(s / cap) of scores that are in units of log 2, as base-2 softmaxes want them; CAP 0 changes nothing.
 
     tanh(z) = 1 - 2 / (exp(2z) + 1), which overflows into the right limits."""
-    if CAP == 0.0:
-        return scores
-    limit = CAP * LOG2E
-    return limit - 2.0 * limit / (tl.exp2(scores * (2.0 / CAP)) + 1.0)
+    if CAP > 0.0:  # not an early return: what follows one is built all the same
+        limit = CAP * LOG2E
+        scores = limit - 2.0 * limit / (tl.exp2(scores * (2.0 / CAP)) + 1.0)
+    return scores
 
 
 _MOST_OVERLAPPED = 2048
@@ -91,7 +91,8 @@ def building_kernels(threads: int | None = None) -> Iterator[None]:
     A kernel is otherwise built when it is first launched, one after another, which is most of a cold start. The calls
     inside must be those of later use (shapes, dtypes, flags); what they return has no meaning.
     """
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+    # A kernel that cannot be built says so when it is launched; raising here would leave Triton in this mode for good.
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         token = _building.set(True)
         try:
             yield
