@@ -53,6 +53,7 @@ def load_engine(
     overlap = part.kv.device.type != "cpu"
     speculation = make_speculation(config, part.max_running, overlap=overlap)
     engine = Engine(config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation)
+    runner.record(part.token_budget)
     if runner.graphs is not None:
         with phases("graphs"):
             runner.graphs.capture_all()

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.cpu.ops import CpuOps
+from penstock.engine.kernels.cpu.tape import Tape, record
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
-from penstock.engine.runner.inputs import InputBuilder, chunk_targets, sampling_chunks
+from penstock.engine.runner.inputs import InputBuilder, StepInputs, chunk_targets, sampling_chunks
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
@@ -88,6 +90,7 @@ class Runner:
         self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size)
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
+        self.tape: Tape | None = None
         if kv.device.type == "cuda":
             self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_tokens=max_verified)
 
@@ -98,11 +101,24 @@ class Runner:
             return self._replay(self.graphs, batch)
         step = PendingStep(batch, self.rows)
         inputs = self.inputs.build(batch)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
+        hidden = self._forward(inputs)
         self._score_prompts(batch, hidden)
         if inputs.sampling is not None:
             self._sample(step, self.decoder.head(hidden[inputs.sample_at]), inputs.sampling)
         return step
+
+    def record(self, tokens: int) -> None:
+        """On CPU: record the forward pass for steps of up to `tokens` tokens, where it can be."""
+        if isinstance(self.decoder.ops, CpuOps):
+            self.tape = record(
+                self.decoder.ops, self.decoder.forward, self.kv, self.rows.block_tables,
+                tokens=tokens, sequences=min(tokens, len(self.rows.block_tables)),
+            )  # fmt: skip
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        if self.tape is not None and self.tape.fits(inputs.token_ids, inputs.attention, self.kv):
+            return self.tape(inputs.token_ids, inputs.attention)
+        return self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
         """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""

@@ -6,6 +6,7 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "tape.h"
 
 using namespace pk;
 
@@ -91,3 +92,5 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
         });
     });
 }
+
+PK_TAPED(pk_attention)

@@ -3,6 +3,7 @@
 
 #include "context.h"
 #include "simd.h"
+#include "tape.h"
 
 using namespace pk;
 
@@ -250,3 +251,9 @@ PK_API int pk_rope_and_cache(Context* ctx, const RopeArgs* args) {
     });
     return 0;
 }
+
+PK_TAPED(pk_rms_norm)
+PK_TAPED(pk_add_rms_norm)
+PK_TAPED(pk_silu_mul)
+PK_TAPED(pk_gelu_mul)
+PK_TAPED(pk_rope_and_cache)

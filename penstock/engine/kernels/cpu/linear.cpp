@@ -14,6 +14,7 @@
 #include "amx.h"
 #include "context.h"
 #include "dot.h"
+#include "tape.h"
 
 using namespace pk;
 
@@ -508,3 +509,5 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
         });
     });
 }
+
+PK_TAPED(pk_linear)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 from penstock.engine.kernels.cpu.build import BuildError, build
 
@@ -58,7 +61,7 @@ class LinearArgs(ctypes.Structure):
     )
 
 
-_PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
+PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_abi": (c_int, ()),
     "pk_isa": (c_char_p, ()),
     "pk_create": (c_void_p, (c_int, c_int)),
@@ -75,6 +78,8 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
+    "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
+    "pk_run": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),
@@ -87,7 +92,7 @@ def library(isa: str = "native") -> ctypes.CDLL:
     path = build(isa)
     try:
         loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _PROTOTYPES.items():
+        for name, (result, arguments) in PROTOTYPES.items():
             function = getattr(loaded, name)
             function.restype = result
             function.argtypes = arguments
@@ -102,7 +107,7 @@ class Handle:
     """A thread pool and its scratch memory. Calls on one handle run one at a time."""
 
     def __init__(self, threads: int, isa: str = "native") -> None:
-        self.lib = library(isa)
+        self.lib: Any = library(isa)
         self.isa = str(self.lib.pk_isa().decode())
         self.has_matrix = bool(self.lib.pk_linear_has_matrix())
         """Whether linears can run on matrix tiles (AMX)."""
@@ -112,3 +117,12 @@ class Handle:
             raise BuildError(f"could not start {threads} CPU worker threads")
         self.pointer: int = pointer
         self._finalizer = weakref.finalize(self, self.lib.pk_destroy, pointer)
+
+    @contextmanager
+    def replaced_by(self, recorder: object) -> Iterator[None]:
+        """Calls go to `recorder` instead of the library meanwhile."""
+        lib, self.lib = self.lib, recorder
+        try:
+            yield
+        finally:
+            self.lib = lib

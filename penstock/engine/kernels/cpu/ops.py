@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,10 +138,13 @@ class CpuOps:
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self._lib = handle.lib
         self._ctx = handle.pointer
         self._last_batch: _BatchView | None = None
         self._caches: dict[object, _CacheView] = {}
+
+    @property
+    def _lib(self) -> Any:
+        return self.handle.lib
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         need_contiguous(x, "x")
