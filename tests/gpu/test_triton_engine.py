@@ -137,7 +137,7 @@ def test_an_fp8_cache_stays_close_at_long_context() -> None:
         scores, blocks = {}, {}
         for kv_dtype in ("auto", "fp8"):
             engine = make_engine(
-                path, device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, max_running=4, kv_memory=64 << 20
+                path, device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, max_running=64, kv_memory=64 << 20
             )
             blocks[kv_dtype] = engine.info.num_blocks
             engine.submit(Request("a", prompt, SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)))
@@ -147,7 +147,7 @@ def test_an_fp8_cache_stays_close_at_long_context() -> None:
         difference = (scores["auto"] - scores["fp8"]).abs()
         early, late = float(difference[:1000].mean()), float(difference[-1000:].mean())
         print(f"    fp8 cache, mean difference of log-probabilities: first 1000 {early:.4f}, last 1000 {late:.4f}")
-        assert blocks["fp8"] == 2 * blocks["auto"] or blocks["fp8"] > 1.9 * blocks["auto"]
+        assert blocks["fp8"] > 1.9 * blocks["auto"], blocks
         assert late < 0.05 and late < 3 * early + 0.01
 
 
