@@ -16,6 +16,7 @@ from typing import Any
 from penstock.config.check import Checker
 from penstock.config.schema import Config, ModelConfig
 from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
+from penstock.engine.adapters.spec import name_problem
 from penstock.errors import ConfigError
 
 DEFAULT_FILE = "penstock.yaml"
@@ -76,17 +77,24 @@ def model_name(source: str) -> str:
 
 
 def _named(model: ModelConfig) -> ModelConfig:
-    return model if model.name else dataclasses.replace(model, name=model_name(model.source))
+    adapters = tuple(
+        spec if spec.name else dataclasses.replace(spec, name=model_name(spec.source)) for spec in model.adapters
+    )
+    return dataclasses.replace(model, name=model.name or model_name(model.source), adapters=adapters)
 
 
 def _conflicts(config: Config) -> list[str]:
     problems = [] if config.models else ["models: name at least one model to serve"]
     seen: dict[str, str] = {}
     for index, model in enumerate(config.models):
-        for name in (model.name, *model.aliases):
+        for name in (model.name, *model.aliases, *(spec.name for spec in model.adapters)):
             if name in seen:
                 problems.append(f'models[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"models[{index}]"
+        for position, spec in enumerate(model.adapters):
+            problem = name_problem(spec.name) if spec.source else "a source is needed"
+            if problem is not None:
+                problems.append(f"models[{index}].adapters[{position}]: {problem}")
     return problems
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -97,6 +98,22 @@ class ModelConfig:
     threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")
     watchdog_s: float = setting(
         60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1
+    )
+    adapters: tuple[AdapterSpec, ...] = setting(
+        (),
+        doc="LoRA adapters that clients may name as a model: a name, a source (folder, hf:ORG/NAME or "
+        "s3://BUCKET/PREFIX), and pinned: true for one that is read at start and never evicted.",
+        example="[{name: support, source: ./adapters/support, pinned: false}]",
+    )
+    adapter_slots: int | None = setting(
+        None,
+        doc="Adapters in device memory at once: 20 when adapters are listed, else 0 (adapters off) when not set.",
+        least=0,
+        example="20",
+    )
+    adapter_host_slots: int = setting(100, doc="Adapters in host memory at once.", least=1)
+    adapter_rank: int = setting(
+        16, doc="Largest rank of an adapter; device memory is reserved for it.", least=1, most=512
     )
 
     input_price: float = setting(0.0, doc="Price of a million prompt tokens, for estimates.", least=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.engine.adapters.spec import AdapterSpec
+
 WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "fp8"]
@@ -55,6 +57,15 @@ class EngineConfig:
     """CPU threads; all cores when not set."""
     watchdog_s: float = 60.0
     """An engine with work that completes no step for this long is declared stuck and exits."""
+    adapters: tuple[AdapterSpec, ...] = ()
+    """LoRA adapters that requests may name; more can be loaded while the engine runs."""
+    adapter_slots: int | None = None
+    """Adapters in device memory at the same time: 20 when `adapters` are listed, otherwise 0, which turns adapters off
+    altogether. Set it to allow loading at run time."""
+    adapter_host_slots: int = 100
+    """Adapters in host memory at the same time."""
+    adapter_rank: int = 16
+    """Largest rank of an adapter; device memory is reserved for it."""
 
     def max_verified(self, max_running: int) -> int:
         """Most decoded tokens in a step that verifies guesses; 0 without speculation."""

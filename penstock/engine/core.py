@@ -23,6 +23,8 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.request import (
@@ -39,6 +41,7 @@ from penstock.engine.runner.runner import PendingStep, Runner, Sampled
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
+from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +107,18 @@ class Engine:
         elif (matcher := self._constraints.open(request, now)) is not None:
             self.scheduler.add(request, now).matcher = matcher
 
+    @property
+    def adapters(self) -> AdapterPool | None:
+        """The LoRA adapters; None when the engine has no slots for any."""
+        return self.scheduler.adapters
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have it finish with it; those that still wait for it to be read fail."""
+        if self.adapters is None:
+            raise ConfigError(NO_ADAPTERS)
+        for seq in self.adapters.unload(name):
+            self._finish(seq, "error", f"{ADAPTER_UNKNOWN} {name!r} any more")
+
     def abort(self, request_id: str) -> None:
         """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
         seq = self.scheduler.get(request_id)
@@ -122,6 +137,8 @@ class Engine:
                 self.scheduler.add(request, arrived).matcher = found
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
+        if self.adapters is not None:
+            self._take_adapters(self.adapters, now)
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch)
@@ -129,6 +146,8 @@ class Engine:
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
         if not self._deltas:
+            if batch is None and self.adapters is not None and not self._in_flight:
+                self.adapters.wait()
             return None
         deltas, self._deltas = self._deltas, []
         return StepOutput(deltas, self.load_snapshot())
@@ -150,6 +169,7 @@ class Engine:
             drafts=self.speculation.drafts if self.speculation else 0,
             draft_tokens=self.speculation.draft_tokens if self.speculation else 0,
             accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
+            adapters=None if self.adapters is None else self.adapters.load_snapshot(),
         )
 
     def reset_counters(self) -> None:
@@ -168,6 +188,13 @@ class Engine:
         while self._in_flight:
             self._collect(self._in_flight.popleft())
         return speculation.propose(self.scheduler.decoding())
+
+    def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
+        """Adapters that were read meanwhile: their sequences can run, or never will."""
+        ready, failed = adapters.poll(now)
+        self.scheduler.resume(ready)
+        for seq, why in failed:
+            self._finish(seq, "error", why)
 
     def _launch(self, batch: Batch) -> None:
         try:
@@ -264,6 +291,10 @@ class Engine:
         ids = (*request.params.stop_token_ids, *request.params.logit_bias)
         if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
             return f"stop and bias token ids must be between 0 and {self.info.vocab_size - 1}"
+        if request.adapter:
+            problem = NO_ADAPTERS if self.adapters is None else self.adapters.problem(request.adapter, self.clock())
+            if problem is not None:
+                return problem
         if request.params.max_tokens < 1:
             return "max_tokens must be at least 1"
         if self.scheduler.get(request.request_id) is not None or self._constraints.is_opening(request.request_id):

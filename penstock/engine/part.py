@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
 from penstock.engine.config import EngineConfig
 from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
 from penstock.engine.kernels.interface import FP8
@@ -59,6 +60,7 @@ class Part:
     token_budget: int
     max_model_len: int
     """No longer than one sequence that has the whole cache: or it could neither run nor be preempted."""
+    adapters: AdapterRuntime | None = None
 
 
 def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -> Part:
@@ -93,10 +95,12 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
             fp8_cache=kv_dtype == FP8,
             progress=lambda fraction: phases.report("weights", fraction),
         )
+    adapters = make_adapters(config, decoder, dtype=dtype)
     if ops.name == "triton":
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
-            compile_kernels(decoder, kv_dtype, Limits(most_decodes, budget, wanted_len, config.block_size))
+            limits = Limits(most_decodes, budget, wanted_len, config.block_size)
+            compile_kernels(decoder, kv_dtype, limits, adapters)
     with phases("kv cache"):
         num_blocks = count_blocks(
             config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
@@ -104,7 +108,7 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
         kv = KVCache(kv_shape(model, config.block_size, kv_dtype), num_blocks, device)
     # Block 0 belongs to nobody.
     max_model_len = min(wanted_len, (num_blocks - 1) * config.block_size)
-    return Part(model, decoder, kv, max_running, budget, max_model_len)
+    return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)
 
 
 def _open(config: EngineConfig, checkpoint: object | None) -> Weights:

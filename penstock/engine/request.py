@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.engine.adapters.spec import AdapterLoad
+
 FinishReason = Literal["stop", "complete", "length", "abort", "timeout", "error"]
 """`stop`: a stop token was sampled (it is the last token delivered). `complete`: the grammar
 allows nothing more (the last token delivered belongs to the text). `length`: `max_tokens` or the context
@@ -71,6 +73,8 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     speculation: bool = True
     """False: never guess ahead for this request, even where the engine speculates. The text is the same."""
+    adapter: str = ""
+    """Name of the adapter to run with; empty for the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,8 @@ class Load:
     """Times that guesses of a sequence were verified (speculation)."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    adapters: AdapterLoad | None = None
+    """None when the engine has no adapter slots."""
 
 
 @dataclass(slots=True)

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from penstock.engine.adapters.pool import AdapterPool
 
 AGEING_S = 30.0
 
@@ -73,12 +77,14 @@ class Scheduler:
         token_budget: int,
         max_model_len: int,
         ageing_s: float = AGEING_S,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running
         self.token_budget = token_budget
         self.max_model_len = max_model_len
         self.ageing_s = ageing_s
+        self.adapters = adapters
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self.preemptions = 0
@@ -121,6 +127,8 @@ class Scheduler:
             self._stop(seq)
         else:
             self._waiting_count -= 1
+        if self.adapters is not None and seq.request.adapter:
+            self.adapters.forget(seq)
 
     def expired(self, now: float) -> list[Sequence]:
         """Live sequences whose deadline has passed."""
@@ -144,6 +152,8 @@ class Scheduler:
         """
         if self._suspects:
             return self._schedule_suspect(now)
+        if self.adapters is not None:
+            self.resume(self.adapters.returning(now))
         chunks = self._continue_running(drafts or {})
         # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
         for chunk in chunks:
@@ -179,14 +189,20 @@ class Scheduler:
             return 0  # what its grammar allows next depends on a token that has not been seen yet
         return seq.length - seq.computed
 
-    def _wait(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (seq.key, seq))
-        self._waiting_count += 1
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that waited for their adapter elsewhere take their places in the queue again."""
+        for seq in sequences:
+            heapq.heappush(self._waiting, (seq.key, seq))
 
-    def _first_waiting(self) -> Sequence | None:
+    def _wait(self, seq: Sequence) -> None:
+        self._waiting_count += 1
+        if self.adapters is None or not seq.request.adapter or self.adapters.bind(seq):
+            heapq.heappush(self._waiting, (seq.key, seq))
+
+    def _first_waiting(self, now: float) -> Sequence | None:
         while self._waiting:
             seq = self._waiting[0][1]
-            if not seq.finished:
+            if not seq.finished and (self.adapters is None or self.adapters.may_start(seq, now)):
                 return seq
             heapq.heappop(self._waiting)
         return None
@@ -235,7 +251,7 @@ class Scheduler:
 
     def _admit(self, budget: int, now: float) -> Chunk | None:
         """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""
-        seq = self._first_waiting()
+        seq = self._first_waiting(now)
         if seq is None or seq.pending:
             return None
         cached = self.allocator.match(seq)
@@ -249,6 +265,8 @@ class Scheduler:
         seq.row = self._rows.pop()
         seq.epoch += 1
         self.running[seq] = None
+        if self.adapters is not None:
+            self.adapters.start(seq)
         self.allocator.attach(seq, cached)
         if seq.first_scheduled is None:
             seq.first_scheduled = now
@@ -265,6 +283,8 @@ class Scheduler:
         self._rows.append(seq.row)
         seq.row = -1
         self.allocator.free(seq)
+        if self.adapters is not None:
+            self.adapters.stop(seq)
 
     def _latest(self) -> Sequence:
         return max(self.running, key=lambda seq: seq.key)
@@ -286,7 +306,7 @@ class Scheduler:
         if seq not in self.running:
             self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
             heapq.heapify(self._waiting)
-            while not self._rows or self.allocator.shortfall([], seq.length) > 0:
+            while not self._rows or self.allocator.shortfall([], seq.length) > 0 or not self._has_slot(seq):
                 self.preempt(self._latest())
             chunk = self._start(seq, [], self.token_budget, now)
         else:
@@ -297,6 +317,9 @@ class Scheduler:
         if chunk.samples:
             self._suspects.popleft()
         return self._commit([chunk])
+
+    def _has_slot(self, seq: Sequence) -> bool:
+        return self.adapters is None or self.adapters.has_slot(seq)
 
     def _commit(self, chunks: list[Chunk]) -> Batch | None:
         if not chunks:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.kv.hashing import root_name
 from penstock.engine.request import FinishReason, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.adapters.peft import LoadedAdapter
 
 
 class Sequence:
@@ -15,6 +20,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrived",
         "block_names",
         "blocks",
@@ -34,6 +40,7 @@ class Sequence:
         "request",
         "root",
         "row",
+        "slot",
         "started",
         "tokens",
     )
@@ -57,6 +64,10 @@ class Sequence:
         """How many leading blocks are already known to the prefix cache."""
         self.row = -1
         """Row in the runner's device tensors while running."""
+        self.adapter: LoadedAdapter | None = None
+        """Weights of `request.adapter`, once they are in memory; kept to the end, also across a reload."""
+        self.slot = -1
+        """Where the adapter lies on the device, while running."""
         self.epoch = 0
         """Grows with every (re)start, so that a row can tell a resumed sequence from one that never left."""
         self.first_scheduled: float | None = None

@@ -29,6 +29,7 @@ def load_engine(
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
+        adapters=part.adapters.pool if part.adapters is not None else None,
     )
     runner = Runner(
         part.decoder,
@@ -37,6 +38,7 @@ def load_engine(
         max_model_len=part.max_model_len,
         block_size=config.block_size,
         max_verified=config.max_verified(part.max_running),
+        adapters=part.adapters,
     )
     info = EngineInfo(
         model=config.name or Path(config.model).name,
@@ -57,6 +59,8 @@ def load_engine(
     if runner.graphs is not None:
         with phases("graphs"):
             runner.graphs.capture_all()
+            if runner.adapted_graphs is not None:
+                runner.adapted_graphs.capture_all()
     with phases("warm up"):
         _warm_up(engine)
     return engine

@@ -13,9 +13,10 @@ from hashlib import blake2b
 DIGEST_SIZE = 16
 
 
-def root_name(salt: str) -> bytes:
-    """The parent of a sequence's first block. Different salts never share blocks."""
-    return blake2b(salt.encode(), digest_size=DIGEST_SIZE).digest()
+def root_name(salt: str, adapter: str = "") -> bytes:
+    """The parent of a sequence's first block. Different salts never share blocks, nor do different adapters
+    (`adapter` is the version of its weights)."""
+    return blake2b(salt.encode(), digest_size=DIGEST_SIZE, key=adapter.encode()).digest()
 
 
 def block_name(parent: bytes, tokens: list[int]) -> bytes:
@@ -23,10 +24,10 @@ def block_name(parent: bytes, tokens: list[int]) -> bytes:
     return blake2b(parent + array("I", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
 
 
-def block_names(tokens: list[int], block_size: int, salt: str = "") -> list[bytes]:
+def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
     """Names of every full block of `tokens`."""
     names: list[bytes] = []
-    parent = root_name(salt)
+    parent = root_name(salt, adapter)
     for end in range(block_size, len(tokens) + 1, block_size):
         parent = block_name(parent, tokens[end - block_size : end])
         names.append(parent)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.apply import TABLES, GraphLora
+from penstock.engine.adapters.runtime import slots_of
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.kv.cache import KVCache
@@ -26,6 +28,7 @@ from penstock.engine.scheduler import Batch
 _PINNED_BUFFERS = 3
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
+_LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 
 
 def buckets_up_to(limit: int) -> list[int]:
@@ -37,19 +40,19 @@ def buckets_up_to(limit: int) -> list[int]:
 class _PackedInputs:
     """The inputs of one bucket: host buffers that rotate, one device buffer that stays."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        width = sum(np.dtype(kind).itemsize for _, kind in _FIELDS)
+    def __init__(self, size: int, device: torch.device, fields: tuple[tuple[str, Any], ...]) -> None:
+        width = sum(np.dtype(kind).itemsize for _, kind in fields)
         total = -(-size // 4) * 4 * width
         self.device = torch.zeros(total, dtype=torch.uint8, device=device)
         self._pinned = [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_BUFFERS)]
         self._turn = 0
         self._spans: dict[str, tuple[int, int]] = {}
         at = 0
-        for name, kind in _FIELDS:
+        for name, kind in fields:
             length = size * np.dtype(kind).itemsize
             self._spans[name] = (at, at + length)
             at += -(-size // 4) * 4 * np.dtype(kind).itemsize
-        self._kinds = dict(_FIELDS)
+        self._kinds = dict(fields)
 
     def view(self, name: str, dtype: torch.dtype) -> Tensor:
         begin, end = self._spans[name]
@@ -79,9 +82,20 @@ class _Captured:
 class DecodeGraphs:
     """Graphs of pure decode steps, made at start or when a size first occurs."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int, max_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        rows: Rows,
+        *,
+        max_rows: int,
+        max_tokens: int = 0,
+        lora: GraphLora | None = None,
+    ) -> None:
         """`max_tokens`: largest step, when it may hold more tokens than rows (guesses to verify)."""
         self.decoder = decoder
+        self.lora = lora
+        self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
@@ -93,6 +107,12 @@ class DecodeGraphs:
     def fits(self, batch: Batch) -> bool:
         """Whether every chunk decodes and a graph is large enough."""
         return batch.num_tokens <= self.buckets[-1] and all(chunk.samples and chunk.decodes for chunk in batch.chunks)
+
+    def with_adapters(self, decoder: Decoder, lora: GraphLora) -> DecodeGraphs:
+        """Further graphs over the same rows and cache, in which sequences may use adapters."""
+        return DecodeGraphs(
+            decoder, self.kv, self.rows, max_rows=self.scratch_row, max_tokens=self.buckets[-1], lora=lora
+        )
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
@@ -110,16 +130,19 @@ class DecodeGraphs:
         ids = np.array([token for chunk in batch.chunks for token in chunk_tokens(chunk) or (-1,)], np.int64)
         size = self._block_size
         slots = self.rows.host_tables[rows, positions // size].astype(np.int64) * size + positions % size
+        values = {
+            "ids": ids,
+            "positions": positions,
+            "slots": slots,
+            "keys": row_keys(self.rows.seeds[rows], positions + 1),
+            "rows64": rows,
+            "rows": rows,
+            "contexts": positions + 1,
+        }
+        if self.lora is not None:
+            values |= self.lora.tables(slots_of(batch), bucket)
         captured.inputs.send(
-            {
-                "ids": ids,
-                "positions": positions,
-                "slots": slots,
-                "keys": row_keys(self.rows.seeds[rows], positions + 1),
-                "rows64": rows,
-                "rows": rows,
-                "contexts": positions + 1,
-            },
+            values,
             {"rows64": self.scratch_row, "rows": self.scratch_row, "contexts": 1},
         )
         captured.graph.replay()
@@ -133,9 +156,9 @@ class DecodeGraphs:
 
     def capture(self, bucket: int) -> _Captured:
         """Record the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
-        inputs = _PackedInputs(bucket, self.kv.device)
+        inputs = _PackedInputs(bucket, self.kv.device, self._fields)
         scratch = {"rows64": self.scratch_row, "rows": self.scratch_row, "contexts": 1}
-        inputs.send({name: np.zeros(0, kind) for name, kind in _FIELDS}, scratch)
+        inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, scratch)
         stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.kv.device))
         with torch.inference_mode(), torch.cuda.stream(stream):
@@ -165,6 +188,8 @@ class DecodeGraphs:
             max_query=1,
             max_context=self.rows.max_context,
         )
+        if self.lora is not None:
+            self.lora.use({name: inputs.view(name, torch.int32) for name in TABLES}, bucket)
         hidden = self.decoder.forward(ids, batch, self.kv)
         logits = self.decoder.head(hidden)
         temperatures = self.rows.floats[rows, FLOATS.index("temperature")]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.apply import GraphLora
+from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.cpu.tape import Tape, record
 from penstock.engine.kv.cache import KVCache
@@ -82,30 +84,46 @@ class Runner:
         max_model_len: int,
         block_size: int,
         max_verified: int = 0,
+        adapters: AdapterRuntime | None = None,
     ) -> None:
         """`max_verified`: most decoded tokens in a step that verifies guesses."""
         self.decoder = decoder
+        self.adapters = adapters
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
         self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size)
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
         self.tape: Tape | None = None
+        self.adapted_graphs: DecodeGraphs | None = None
+        """For steps in which some sequence uses an adapter."""
         if kv.device.type == "cuda":
             self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_tokens=max_verified)
+            if adapters is not None and isinstance(adapters.kernel, GraphLora):
+                self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
-        if self.graphs is not None and self.graphs.fits(batch):
-            return self._replay(self.graphs, batch)
+        if self.adapters is not None:
+            self.adapters.settle()
+        graphs = self._graphs_for(batch)
+        if graphs is not None:
+            return self._replay(graphs, batch)
         step = PendingStep(batch, self.rows)
         inputs = self.inputs.build(batch)
-        hidden = self._forward(inputs)
+        hidden = self._forward(batch, inputs)
         self._score_prompts(batch, hidden)
         if inputs.sampling is not None:
             self._sample(step, self.decoder.head(hidden[inputs.sample_at]), inputs.sampling)
         return step
+
+    def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
+        """The graphs that can run a batch; None when it has to be launched kernel by kernel."""
+        if self.graphs is None or not self.graphs.fits(batch):
+            return None
+        adapted = self.adapters is not None and any(chunk.seq.slot >= 0 for chunk in batch.chunks)
+        return self.adapted_graphs if adapted else self.graphs
 
     def record(self, tokens: int) -> None:
         """On CPU: record the forward pass for steps of up to `tokens` tokens, where it can be."""
@@ -115,7 +133,9 @@ class Runner:
                 tokens=tokens, sequences=min(tokens, len(self.rows.block_tables)),
             )  # fmt: skip
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
+        if self.adapters is not None and self.adapters.begin(batch):
+            return self.adapters.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
         if self.tape is not None and self.tape.fits(inputs.token_ids, inputs.attention, self.kv):
             return self.tape(inputs.token_ids, inputs.attention)
         return self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)

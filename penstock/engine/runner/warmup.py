@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache, KVShape
@@ -31,7 +33,9 @@ class Limits:
 
 
 @torch.inference_mode()
-def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> None:
+def compile_kernels(
+    decoder: Decoder, dtype: torch.dtype, limits: Limits, adapters: AdapterRuntime | None = None
+) -> None:
     """Compile whatever the decoder may launch, with a cache of `dtype`."""
     from penstock.engine.kernels.triton.common import building_kernels
 
@@ -43,6 +47,19 @@ def compile_kernels(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> Non
     with building_kernels():
         for layer in kinds.values():
             _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
+        if adapters is not None:
+            _visit_adapted(adapters, kv, tables, limits)
+
+
+def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+    """The same steps with adapters: tokens in all slots, in short and long chunks."""
+    decoder = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
+    for decodes in buckets_up_to(limits.max_rows):
+        adapters.kernel.begin(np.zeros(decodes, np.int32))
+        _forward(decoder, kv, tables, limits, decodes, [])
+    for prompts in ([17], [limits.budget - 1], [20] * 4):
+        adapters.kernel.begin(np.zeros(1 + sum(prompts), np.int32))
+        _forward(decoder, kv, tables, limits, 1, prompts)
 
 
 def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:

@@ -61,6 +61,17 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class LoraArgs(ctypes.Structure):
+    """Mirror of `LoraArgs` in lora.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "slots", "ranks")),
+        *((name, c_void_p) for name in ("order", "tile_slots", "tile_starts", "tile_counts", "sizes")),
+        *((name, c_int64) for name in ("inputs", "outputs", "start", "entries")),
+        *((name, c_int32) for name in ("tiles", "parts", "site", "sites", "most_rank", "dtype")),
+    )
+
+
 PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_abi": (c_int, ()),
     "pk_isa": (c_char_p, ()),
@@ -80,6 +91,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
     "pk_run": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
+    "pk_lora": (None, (c_void_p, POINTER(LoraArgs))),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),

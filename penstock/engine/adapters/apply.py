@@ -1,0 +1,126 @@
+"""Adding adapters to a decoder, from outside.
+
+`adapt` gives a second decoder that shares every weight with the first, in which each linear is followed by the step's
+adapters. Steps without adapters run the first one, so they cost what they always did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.mlp import GatedMlp
+from penstock.engine.models.decoder import Decoder
+
+_REFERENCE_BLOCK = 1 << 30
+
+
+class LoraKernel(Protocol):
+    """Holds the adapters of all slots and adds them to the outputs of linears."""
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
+        ...
+
+    def begin(self, slots: np.ndarray) -> None:
+        """The adapter slot of every token of the coming step; -1 where there is none."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        """y[t] += B(A x[t]) of each token's adapter, in place. `x` is what the linear read, `y` what it gave."""
+        ...
+
+
+@runtime_checkable
+class GraphLora(LoraKernel, Protocol):
+    """A kernel that CUDA graphs can contain: a step's tiles lie at fixed addresses."""
+
+    def tables(self, slots: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+        """Tiles of a decode step of up to `tokens` tokens, as int32 arrays named like `TABLES`."""
+        ...
+
+    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
+        """Read the tiles of what follows from these device tensors, each [tokens]."""
+        ...
+
+
+TABLES = ("lora_order", "lora_slots", "lora_starts", "lora_counts")
+
+
+class AdaptedLinear:
+    """A linear, then its adapters."""
+
+    def __init__(self, base: Linear, kernel: LoraKernel, placed: PlacedSite) -> None:
+        self.base = base
+        self.weight_bytes = base.weight_bytes
+        self._kernel = kernel
+        self._placed = placed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        self._kernel.add(x, y, self._placed)
+        return y
+
+
+def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:
+    """`decoder` with adapters. Activations stay plain tensors, and norms and residuals outside the linears."""
+    layers = []
+    for number, layer in enumerate(decoder.layers):
+        own: dict[str, Any] = {}
+        inner: dict[str, Any] = {}
+        for index, site in enumerate(layout.sites):
+            holder, found = (layer, own) if hasattr(layer, site.attribute) else (layer.mlp, inner)
+            placed = layout.place(number, index)
+            found[site.attribute] = AdaptedLinear(getattr(holder, site.attribute), kernel, placed)
+        if inner:
+            assert isinstance(layer.mlp, GatedMlp)
+            own["mlp"] = dataclasses.replace(layer.mlp, ops=decoder.ops, **inner)
+        layers.append(dataclasses.replace(layer, **own))
+    return dataclasses.replace(decoder, layers=layers, inner=decoder.ops, fused_up_to=0)
+
+
+class ReferenceLora:
+    """See `LoraKernel`: plain PyTorch, any device; the definition the others are tested against."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._adapters: list[LoadedAdapter | None] = [None] * slots
+        self._data: list[Tensor | None] = [None] * slots
+        self._device = device
+        self._groups: list[tuple[int, Tensor]] = []
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._adapters[slot] = adapter
+        self._data[slot] = adapter.data.to(self._device, non_blocking=True)
+
+    def begin(self, slots: np.ndarray) -> None:
+        tiles: Tiles = make_tiles(slots, _REFERENCE_BLOCK)
+        self._groups = [
+            (int(slot), torch.from_numpy(tiles.order[start : start + count].astype(np.int64)).to(self._device))
+            for slot, start, count in zip(tiles.slots, tiles.starts, tiles.counts, strict=True)
+        ]
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        for slot, tokens in self._groups:
+            adapter, data = self._adapters[slot], self._data[slot]
+            assert adapter is not None and data is not None
+            if adapter.ranks[placed.index]:
+                y.index_add_(0, tokens, _delta(x[tokens], data, adapter.rank, placed))
+
+
+def _delta(x: Tensor, data: Tensor, rank: int, placed: PlacedSite) -> Tensor:
+    site = placed.site
+    parts = len(site.sizes)
+    begin, middle = rank * placed.start, rank * (placed.start + parts * site.inputs)
+    down = data[begin:middle].view(parts, rank, site.inputs)
+    up = data[middle : middle + rank * site.outputs].view(rank, site.outputs)
+    columns = torch.split(up, list(site.sizes), dim=1)
+    sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
+    return torch.cat(sums, dim=1).to(x.dtype)

@@ -1,0 +1,91 @@
+"""Where adapters add to a decoder, and how one adapter's matrices lie in memory.
+
+An adapter of rank r adds B(A x) to a linear: A is [r, inputs], B is [outputs, r]. Linears that the decoder fuses
+(query, key and value; gate and up) keep one A and B per part. All matrices of an adapter are one flat buffer, so that
+bringing it to the device is one copy:
+
+    for each layer, for each site:   A [parts * r, inputs]   B transposed [r, outputs]     (B holds alpha / r already)
+
+Everything is proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A linear of every decoder layer that adapters may add to."""
+
+    attribute: str
+    """Its name in `DecoderLayer`, or in the layer's `GatedMlp`."""
+    modules: tuple[str, ...]
+    """Checkpoint modules stacked in it, below the layer."""
+    sizes: tuple[int, ...]
+    """Outputs of each module."""
+    inputs: int
+    fused: str = ""
+    """The module's name in checkpoints that fuse the parts as we do."""
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def unit(self) -> int:
+        """Elements per rank: A of every part, and B."""
+        return len(self.sizes) * self.inputs + self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSite:
+    """One site of one layer, with its place in an adapter's buffer."""
+
+    site: Site
+    layer: int
+    index: int
+    """Which site of its layer."""
+    start: int
+    """Times the rank: first element of A; B follows A."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """All sites of a model, in buffer order."""
+
+    sites: tuple[Site, ...]
+    layers: int
+
+    @property
+    def layer_unit(self) -> int:
+        return sum(site.unit for site in self.sites)
+
+    @property
+    def unit(self) -> int:
+        """Elements of an adapter per rank."""
+        return self.layers * self.layer_unit
+
+    def place(self, layer: int, index: int) -> PlacedSite:
+        before = sum(site.unit for site in self.sites[:index])
+        return PlacedSite(self.sites[index], layer, index, layer * self.layer_unit + before)
+
+
+def layout_of(config: ModelConfig) -> AdapterLayout:
+    """Attention and feed-forward linears; where there are experts, those of attention only."""
+    hidden, ffn = config.hidden_size, config.ffn_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attention = (
+        Site("qkv", qkv, (q_size, kv_size, kv_size), hidden, "self_attn.qkv_proj"),
+        Site("output", ("self_attn.o_proj",), (hidden,), q_size),
+    )
+    if config.moe is not None:
+        return AdapterLayout(attention, config.num_layers)
+    feed_forward = (
+        Site("gate_up", ("mlp.gate_proj", "mlp.up_proj"), (ffn, ffn), hidden, "mlp.gate_up_proj"),
+        Site("down", ("mlp.down_proj",), (hidden,), ffn),
+    )
+    return AdapterLayout((*attention, *feed_forward), config.num_layers)

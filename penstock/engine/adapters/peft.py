@@ -1,0 +1,162 @@
+"""Reading a PEFT LoRA checkpoint: `adapter_config.json` and `adapter_model.safetensors`, checked against the model.
+
+What cannot be applied exactly is refused with a sentence, never approximated. Runs on a loader thread: it touches no
+engine state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.loading.checkpoint import read_json
+from penstock.errors import CheckpointError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
+_REWRITES_BASE = ("pissa", "olora", "corda")
+"""Initializations after which the adapter fits only a changed base model, unless it was converted when saved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter in host memory. Compared by identity: a reload of the same name is another adapter."""
+
+    name: str
+    rank: int
+    version: str
+    data: Tensor
+    """Flat, in the order of the model's `AdapterLayout`."""
+    ranks: Tensor
+    """int32 [sites]: the rank, or 0 for sites that it does not touch, which are skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What `adapter_config.json` says, as far as it matters here."""
+
+    rank: int
+    scale: float
+
+    @classmethod
+    def read(cls, folder: Path, max_rank: int) -> LoraConfig:
+        raw = read_json(folder / CONFIG)
+        where = folder / CONFIG
+        kind = raw.get("peft_type", "LORA")
+        if kind != "LORA":
+            raise CheckpointError(f"{where}: peft_type {kind!r} is not supported; only LORA is")
+        for key in ("use_dora", "fan_in_fan_out", "lora_bias"):
+            if raw.get(key):
+                raise CheckpointError(f"{where}: {key} is not supported")
+        if raw.get("bias", "none") != "none":
+            raise CheckpointError(f"{where}: bias {raw['bias']!r} is not supported; only 'none' is")
+        for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices"):
+            if raw.get(key):
+                raise CheckpointError(f"{where}: {key} is not supported (found {raw[key]!r})")
+        start = raw.get("init_lora_weights")
+        if isinstance(start, str) and start.startswith(_REWRITES_BASE):
+            raise CheckpointError(
+                f"{where}: init_lora_weights {start!r} changes the base model; save it as a plain LoRA first"
+            )
+        rank, alpha = raw.get("r"), raw.get("lora_alpha", 8)
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r}")
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r}")
+        if rank > max_rank:
+            raise CheckpointError(f"{where}: rank {rank} is above adapter_rank {max_rank}; raise adapter_rank")
+        return cls(rank, alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank)
+
+
+def read_adapter(
+    name: str, path: Path, layout: AdapterLayout, *, max_rank: int, dtype: torch.dtype, pin: bool
+) -> LoadedAdapter:
+    """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not an adapter: give a folder with {CONFIG} and {WEIGHTS}")
+    config = LoraConfig.read(path, max_rank)
+    file = path / WEIGHTS
+    if not file.exists():
+        hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
+        raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
+    data = torch.zeros(config.rank * layout.unit, dtype=dtype, pin_memory=pin)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            ranks = _Packer(file, layout, config, data).pack(tensors)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or incomplete ({error}): fetch it again") from error
+    return LoadedAdapter(name, config.rank, _digest(data), data, ranks.pin_memory() if pin else ranks)
+
+
+class _Packer:
+    """Puts one file's tensors where the layout wants them."""
+
+    def __init__(self, file: Path, layout: AdapterLayout, config: LoraConfig, data: Tensor) -> None:
+        self.file = file
+        self.layout = layout
+        self.config = config
+        self.data = data
+        self._places: dict[str, tuple[int, range]] = {}
+        for index, site in enumerate(layout.sites):
+            for part, module in enumerate(site.modules):
+                self._places[module] = (index, range(part, part + 1))
+            if site.fused:
+                self._places[site.fused] = (index, range(len(site.modules)))
+
+    def pack(self, tensors: Any) -> Tensor:
+        found: dict[tuple[int, str], dict[str, str]] = {}
+        for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+            match = _TENSOR.fullmatch(key)
+            if match is None or match[2] not in self._places:
+                modules = ", ".join(sorted(module.rpartition(".")[2] for module in self._places))
+                raise CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}")
+            if int(match[1]) >= self.layout.layers:
+                raise CheckpointError(f"{self.file}: {key!r} is beyond the model's {self.layout.layers} layers")
+            found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
+        if not found:
+            raise CheckpointError(f"{self.file} holds no LoRA matrices")
+        ranks = torch.zeros(len(self.layout.sites), dtype=torch.int32)
+        for (layer, module), pair in found.items():
+            if len(pair) != 2:
+                missing = "B" if "A" in pair else "A"
+                raise CheckpointError(f"{self.file}: layer {layer} {module} has no lora_{missing}")
+            self._put(layer, module, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
+            ranks[self._places[module][0]] = self.config.rank
+        return ranks
+
+    def _put(self, layer: int, module: str, a: Tensor, b: Tensor, *, key: str) -> None:
+        index, parts = self._places[module]
+        placed, rank = self.layout.place(layer, index), self.config.rank
+        site = placed.site
+        outputs = sum(site.sizes[part] for part in parts)
+        for side, tensor, shape in (("A", a, (rank, site.inputs)), ("B", b, (outputs, rank))):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{self.file}: lora_{side} of layer {layer} {module} is {tuple(tensor.shape)}; "
+                    f"rank {rank} on this model needs {shape}"
+                )
+        if not bool(a.isfinite().all() and b.isfinite().all()):
+            raise CheckpointError(f"{self.file}: {key!r} or its partner holds values that are not finite")
+        begin, middle = rank * placed.start, rank * (placed.start + len(site.sizes) * site.inputs)
+        down = self.data[begin:middle].view(len(site.sizes), rank, site.inputs)
+        up = self.data[middle : middle + rank * site.outputs].view(rank, site.outputs)
+        row, column = 0, sum(site.sizes[: parts[0]])
+        for part in parts:
+            size = site.sizes[part]
+            down[part] = a
+            up[:, column : column + size] = (b[row : row + size].float() * self.config.scale).t()
+            row, column = row + size, column + size
+
+
+def _digest(data: Tensor) -> str:
+    """Names the content: equal matrices give equal answers and may share cached prefixes; others never do."""
+    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).hexdigest()

@@ -1,0 +1,238 @@
+"""Adapters as the scheduler sees them: may this sequence start, and in which slot.
+
+A sequence that names an adapter waits twice, if it must: first until the adapter is in host memory (parked with its
+entry), then until a slot is free (parked here, by adapter). Parked sequences are out of the scheduler's queue, so they
+hold nobody up, and return to it with their old place. Slots are given in scheduling order; so that busy adapters cannot
+keep others out for ever, a sequence that has waited `PATIENCE_S` for a slot holds back later ones that use adapters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from penstock.engine.adapters.loader import Read
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.registry import RETRY_S, Done, Entry, Registry
+from penstock.engine.adapters.slots import SlotTable
+from penstock.engine.adapters.spec import (
+    ADAPTER_FAILED,
+    ADAPTER_UNKNOWN,
+    AdapterLoad,
+    AdapterSpec,
+    AdapterStatus,
+    name_problem,
+)
+from penstock.engine.kv.hashing import root_name
+from penstock.engine.sequence import Sequence
+from penstock.errors import ConfigError
+
+PATIENCE_S = 1.0
+MOVES_PER_STEP = 2
+"""Copies into slots between two steps: bounds how long those who run are held up."""
+_LOADER_WAIT_S = 0.002
+
+
+class AdapterPool:
+    """Registry, slots and the sequences between them. Belongs to the engine's thread."""
+
+    def __init__(self, specs: Iterable[AdapterSpec], read: Read, *, slots: int, host_slots: int) -> None:
+        self.slots = SlotTable(slots)
+        self.registry = Registry(specs, read, host_slots, self.slots.drop)
+        self._entries: dict[Sequence, Entry] = {}
+        """What every sequence that has its adapter holds."""
+        self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
+        self._since: dict[Sequence, float] = {}
+        """When each parked sequence first found no slot; the first entry has waited longest."""
+        for entry in self.registry:
+            if entry.pinned:
+                self.registry.want(entry)
+
+    # What clients and operators do.
+
+    def problem(self, name: str, now: float) -> str | None:
+        """Why a request for `name` cannot be taken, or None."""
+        entry = self.registry.get(name)
+        if entry is None:
+            return f"{ADAPTER_UNKNOWN} {name!r}"
+        if entry.state == "failed" and now - entry.failed_at < RETRY_S:
+            return f"{ADAPTER_FAILED}: {entry.error}"
+        return None
+
+    def load(self, spec: AdapterSpec, done: Done) -> None:
+        """Read an adapter and make its name usable; `done` hears when it is, or why not."""
+        problem = name_problem(spec.name) or ("a source is needed" if not spec.source else None)
+        if spec.pinned and problem is None:
+            problem = self._pin_problem(spec.name)
+        if problem is not None:
+            done(AdapterStatus(spec.name, spec.source, "failed", error=problem))
+            return
+        self.registry.add(spec, done)
+
+    def unload(self, name: str) -> list[Sequence]:
+        """Forget a name. Sequences that have the adapter go on with it; those that waited for it are returned."""
+        return self.registry.remove(self._known(name))
+
+    def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        entry = self._known(name)
+        problem = self._pin_problem(name) if pinned else None
+        if problem is not None:
+            raise ConfigError(problem)
+        entry.pinned = pinned
+        self.registry.revision += 1
+        if entry.adapter is not None:
+            self.slots.pin(entry.adapter, pinned)
+        if pinned:
+            self.registry.want(entry)
+        return self.status(entry)
+
+    def statuses(self) -> list[AdapterStatus]:
+        return [self.status(entry) for entry in self.registry]
+
+    def status(self, entry: Entry) -> AdapterStatus:
+        return entry.status(entry.adapter is not None and self.slots.holds(entry.adapter))
+
+    # What the scheduler does.
+
+    def bind(self, seq: Sequence) -> bool:
+        """Give a sequence its adapter. False: it is being read, and the sequence waits here."""
+        if seq.adapter is not None:
+            return True
+        entry = self.registry.get(seq.request.adapter)
+        assert entry is not None, "the engine refuses unknown adapters"
+        if entry.adapter is None:
+            entry.waiting[seq] = None
+            self.registry.want(entry)
+            return False
+        self._give(seq, entry)
+        return True
+
+    def may_start(self, seq: Sequence, now: float) -> bool:
+        """Whether there is a slot for the adapter of `seq`. False: it waits here until there may be one."""
+        adapter = seq.adapter
+        if adapter is None:
+            return True
+        first = self._impatient(now)
+        if first is None or adapter is first.adapter or seq.key < first.key:
+            if self.slots.holds(adapter):
+                return True
+            if self.slots.room and len(self.slots.moves) < MOVES_PER_STEP:
+                return True
+        self._slotless.setdefault(adapter, {})[seq] = None
+        self._since.setdefault(seq, now)
+        return False
+
+    def has_slot(self, seq: Sequence) -> bool:
+        """Whether `seq` could start now, whoever else waits."""
+        return seq.adapter is None or self.slots.holds(seq.adapter) or self.slots.room > 0
+
+    def start(self, seq: Sequence) -> None:
+        if seq.adapter is not None:
+            seq.slot = self.slots.acquire(seq.adapter)
+            self._since.pop(seq, None)
+            self.registry.touch(self._entries[seq])
+
+    def stop(self, seq: Sequence) -> None:
+        if seq.slot >= 0:
+            assert seq.adapter is not None
+            self.slots.release(seq.adapter)
+            seq.slot = -1
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended, wherever it was."""
+        entry = self._entries.pop(seq, None)
+        if entry is None:
+            waiting = self.registry.get(seq.request.adapter)
+            if waiting is not None:
+                waiting.waiting.pop(seq, None)
+            return
+        assert seq.adapter is not None
+        parked = self._slotless.get(seq.adapter)
+        if parked is not None:
+            parked.pop(seq, None)
+            if not parked:
+                del self._slotless[seq.adapter]
+        self._since.pop(seq, None)
+        self.registry.let_go(entry)
+        seq.adapter = None
+
+    def returning(self, now: float) -> list[Sequence]:
+        """Parked sequences for which there may be a slot now, in the order in which their adapters came."""
+        if not self._slotless:
+            return []
+        room = min(self.slots.room, MOVES_PER_STEP - len(self.slots.moves))
+        if room <= 0 and self._impatient(now) is not None:
+            return []  # slots must fall idle first; nobody else may start meanwhile
+        back: list[Sequence] = []
+        for adapter in list(self._slotless):
+            if not self.slots.holds(adapter):
+                if room <= 0:
+                    break
+                room -= 1
+            back.extend(self._slotless.pop(adapter))
+        return back
+
+    # What the engine does.
+
+    def poll(self, now: float) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
+        """Take finished loads: sequences that have their adapter now, and those that never will."""
+        outcome = self.registry.poll(now)
+        ready: list[Sequence] = []
+        for entry in outcome.ready:
+            assert entry.adapter is not None
+            if entry.pinned:
+                self.slots.pin(entry.adapter, True)
+            waiting, entry.waiting = entry.waiting, {}
+            for seq in waiting:
+                self._give(seq, entry)
+            ready.extend(waiting)
+        if outcome.ready or outcome.failed:
+            self.registry.start_loads()
+        return ready, [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
+
+    def wait(self) -> None:
+        """Nothing can run: give the loader a moment."""
+        if self.registry.loading:
+            self.registry.wait(_LOADER_WAIT_S)
+
+    def load_snapshot(self) -> AdapterLoad:
+        registry, slots = self.registry, self.slots
+        return AdapterLoad(
+            slots=slots.count,
+            on_device=slots.occupied,
+            on_host=registry.on_host,
+            loading=registry.loading,
+            running=[adapter.name for adapter in slots.in_use],
+            waiting=[*registry.waiting, *(adapter.name for adapter in self._slotless)],
+            loads=registry.loads,
+            failures=registry.failures,
+            copies=slots.copies,
+            evictions=slots.evictions,
+            host_evictions=registry.host_evictions,
+            load_seconds=round(registry.load_seconds, 6),
+        )
+
+    def _give(self, seq: Sequence, entry: Entry) -> None:
+        assert entry.adapter is not None
+        seq.adapter = entry.adapter
+        seq.root = root_name(seq.request.cache_salt, entry.adapter.version)
+        self._entries[seq] = entry
+        self.registry.hold(entry)
+
+    def _impatient(self, now: float) -> Sequence | None:
+        """The sequence that has waited longest for a slot, if that was too long."""
+        for seq, since in self._since.items():
+            return seq if now - since > PATIENCE_S else None
+        return None
+
+    def _known(self, name: str) -> Entry:
+        entry = self.registry.get(name)
+        if entry is None:
+            raise ConfigError(f"{ADAPTER_UNKNOWN} {name!r}")
+        return entry
+
+    def _pin_problem(self, name: str) -> str | None:
+        others = sum(entry.pinned for entry in self.registry if entry.name != name)
+        if others + 1 < self.slots.count:
+            return None
+        return f"{others} adapters are pinned already; one of {self.slots.count} slots must stay free for the others"

@@ -1,0 +1,108 @@
+"""The adapters of one engine: the pool that decides, the kernel that computes, the decoder that uses both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.engine.adapters.apply import LoraKernel, ReferenceLora, adapt
+from penstock.engine.adapters.layout import AdapterLayout, layout_of
+from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
+from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
+from penstock.engine.config import EngineConfig
+from penstock.engine.kernels.cpu.ops import CpuOps
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.scheduler import Batch
+from penstock.errors import ConfigError
+
+
+class AdapterRuntime:
+    """What the runner needs: the adapted decoder, and a step's adapters in place."""
+
+    def __init__(self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder) -> None:
+        self.pool = pool
+        self.kernel = kernel
+        self.decoder = decoder
+
+    def settle(self) -> None:
+        """Make the copies that the scheduled step relies on. They are queued before it on the same stream."""
+        moves = self.pool.slots.moves
+        while moves:
+            self.kernel.put(*moves[0])
+            del moves[0]  # only now: a copy that failed is made again
+
+    def begin(self, batch: Batch) -> bool:
+        """Prepare the kernel for a batch; False when no sequence of it uses an adapter."""
+        slots = slots_of(batch)
+        if slots.max() < 0:
+            return False
+        self.kernel.begin(slots)
+        return True
+
+
+def slots_of(batch: Batch) -> np.ndarray:
+    """The adapter slot of each packed token; -1 where there is none."""
+    slots = np.array([chunk.seq.slot for chunk in batch.chunks], np.int32)
+    return np.repeat(slots, [chunk.length for chunk in batch.chunks])
+
+
+def slot_count(config: EngineConfig) -> int:
+    """Device slots the configuration asks for; 0 turns adapters off."""
+    if config.adapter_slots is not None:
+        return config.adapter_slots
+    return DEFAULT_SLOTS if config.adapters else 0
+
+
+def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype) -> AdapterRuntime | None:
+    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here."""
+    slots = slot_count(config)
+    if not slots:
+        if config.adapters:
+            raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
+        return None
+    _check(config, slots)
+    device = decoder.embedding.device
+    layout = layout_of(decoder.config)
+
+    def read(name: str, source: str) -> LoadedAdapter:
+        from penstock.engine.loading.sources import resolve
+
+        path = Path(resolve(source))
+        return read_adapter(name, path, layout, max_rank=config.adapter_rank, dtype=dtype, pin=device.type == "cuda")
+
+    pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
+    kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)
+    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout))
+
+
+def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
+    device = decoder.embedding.device
+    if decoder.ops.name == "triton":
+        from penstock.engine.kernels.triton.lora import TritonLora
+
+        return TritonLora(layout, slots, rank, dtype, device)
+    if isinstance(decoder.ops, CpuOps):
+        from penstock.engine.kernels.cpu.lora import CpuLora
+
+        return CpuLora(decoder.ops.handle, layout, slots)
+    return ReferenceLora(slots, device)
+
+
+def _check(config: EngineConfig, slots: int) -> None:
+    if config.adapter_host_slots < slots:
+        raise ConfigError(f"adapter_host_slots ({config.adapter_host_slots}) must be at least adapter_slots ({slots})")
+    pinned = sum(spec.pinned for spec in config.adapters)
+    if pinned >= slots:
+        raise ConfigError(f"{pinned} adapters are pinned; with adapter_slots {slots} at most {slots - 1} can be")
+    names = [spec.name for spec in config.adapters]
+    for spec in config.adapters:
+        problem = name_problem(spec.name)
+        if problem is not None:
+            raise ConfigError(f"adapter {spec.name!r}: {problem}")
+        if names.count(spec.name) > 1:
+            raise ConfigError(f"two adapters are called {spec.name!r}")
+        if not spec.source:
+            raise ConfigError(f"adapter {spec.name!r} has no source")

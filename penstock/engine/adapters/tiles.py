@@ -1,0 +1,47 @@
+"""Tokens of a step grouped by adapter: the form in which every LoRA kernel takes them.
+
+`order` lists the tokens that use an adapter, those of one slot together; a tile is up to `block` consecutive entries of
+it, all of one slot. So a kernel reads an adapter's matrices once per tile instead of once per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """int32 arrays."""
+
+    order: np.ndarray
+    slots: np.ndarray
+    """Of each tile."""
+    starts: np.ndarray
+    """First entry of each tile in `order`."""
+    counts: np.ndarray
+
+
+def make_tiles(slots: np.ndarray, block: int) -> Tiles:
+    """Tiles over tokens whose slots are `slots` (-1: no adapter)."""
+    active = np.flatnonzero(slots >= 0)
+    order = active[np.argsort(slots[active], kind="stable")]
+    sorted_slots = slots[order]
+    begins = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
+    lengths = np.diff(np.append(begins, len(order)))
+    pieces = -(-lengths // block)
+    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(begins, pieces) + within * block
+    counts = np.minimum(np.repeat(lengths, pieces) - within * block, block)
+    return Tiles(
+        order.astype(np.int32),
+        sorted_slots[starts].astype(np.int32),
+        starts.astype(np.int32),
+        counts.astype(np.int32),
+    )
+
+
+def most_tiles(tokens: int, slots: int, block: int) -> int:
+    """No step of `tokens` tokens over `slots` adapters has more tiles than this."""
+    return min(tokens, slots + tokens // block)

@@ -1,0 +1,165 @@
+// Adapters behind a linear: y[t] += B(A x[t]), each token with the matrices of its own slot.
+//
+// Tokens come in tiles that share a slot, so a row of A or B is read once for up to four tokens at a time. First all
+// products with A, in rows; then all products with B, in columns: two passes of the pool per call. An adapter is one
+// buffer whose parts begin at multiples of its rank (adapters/layout.py): A [parts * rank, inputs], B [rank, outputs].
+
+#include "context.h"
+#include "simd.h"
+
+using namespace pk;
+
+struct LoraArgs {
+    const void* x;
+    void* y;
+    const void* const* slots;  // each slot's buffer
+    const int32_t* ranks;      // [slots, sites]; 0: this site is not touched
+    const int32_t *order, *tile_slots, *tile_starts, *tile_counts;
+    const int64_t* sizes;  // outputs of each part
+    int64_t inputs, outputs, start, entries;
+    int32_t tiles, parts, site, sites, most_rank, dtype;
+};
+
+namespace {
+
+constexpr int kTokens = 4, kRows = 4;
+constexpr int kRowsPerTask = 16;
+constexpr int64_t kColumnsPerTask = 512;
+
+// sums[m][r] = x[m] . a[r]
+template <class T, int M, int R>
+void dots(const T* const* x, const T* a, int64_t n, float* const* sums, int at) {
+    vf acc[M][R];
+    for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) acc[m][r] = splat(0.0f);
+    int64_t k = 0;
+    for (; k + VL <= n; k += VL) {
+        vf v[M];
+        PK_UNROLL
+        for (int m = 0; m < M; ++m) v[m] = load(x[m] + k);
+        PK_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const vf w = load(a + r * n + k);
+            PK_UNROLL
+            for (int m = 0; m < M; ++m) acc[m][r] += v[m] * w;
+        }
+    }
+    const int rest = int(n - k);
+    if (rest) {
+        for (int r = 0; r < R; ++r) {
+            const vf w = load_part(a + r * n + k, rest);
+            for (int m = 0; m < M; ++m) acc[m][r] += load_part(x[m] + k, rest) * w;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) sums[m][at + r] = hsum(acc[m][r]);
+}
+
+// y[m][column .. column + V * VL) += sums[m][0 .. rank) B; `part` > 0: only that many columns of one vector.
+template <class T, int M, int V>
+void products(T* const* y, const T* b, int64_t stride, int rank, const float* const* sums, int64_t column, int part) {
+    vf acc[M][V];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v)
+            acc[m][v] = part ? load_part(y[m] + column, part) : load(y[m] + column + v * VL);
+    for (int r = 0; r < rank; ++r) {
+        const T* row = b + r * stride + column;
+        vf w[V];
+        PK_UNROLL
+        for (int v = 0; v < V; ++v) w[v] = part ? load_part(row, part) : load(row + v * VL);
+        PK_UNROLL
+        for (int m = 0; m < M; ++m) {
+            const vf s = splat(sums[m][r]);
+            PK_UNROLL
+            for (int v = 0; v < V; ++v) acc[m][v] += w[v] * s;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) {
+            if (part) store_part(y[m] + column, acc[m][v], part);
+            else store(y[m] + column + v * VL, acc[m][v]);
+        }
+}
+
+template <class T, int M>
+void shrink(const T* const* x, const T* a, int64_t n, int rows, float* const* sums, int at) {
+    int r = 0;
+    for (; r + kRows <= rows; r += kRows) dots<T, M, kRows>(x, a + r * n, n, sums, at + r);
+    for (; r < rows; ++r) dots<T, M, 1>(x, a + r * n, n, sums, at + r);
+}
+
+template <class T, int M>
+void expand(T* const* y, const T* b, int64_t stride, int rank, const float* const* sums, int64_t begin, int64_t end) {
+    int64_t c = begin;
+    for (; c + 4 * VL <= end; c += 4 * VL) products<T, M, 4>(y, b, stride, rank, sums, c, 0);
+    for (; c + VL <= end; c += VL) products<T, M, 1>(y, b, stride, rank, sums, c, 0);
+    if (c < end) products<T, M, 1>(y, b, stride, rank, sums, c, int(end - c));
+}
+
+// Calls body(tokens so far, number) for groups of up to four tokens of a tile, the number as a constant.
+template <class F>
+void in_groups(int count, F&& body) {
+    int m = 0;
+    for (; m + 4 <= count; m += 4) body(m, std::integral_constant<int, 4>());
+    if (count - m == 3) body(m, std::integral_constant<int, 3>());
+    if (count - m == 2) body(m, std::integral_constant<int, 2>());
+    if (count - m == 1) body(m, std::integral_constant<int, 1>());
+}
+
+template <class T>
+void apply(Context* ctx, const LoraArgs& a) {
+    const int width = a.parts * a.most_rank;
+    float* sums = ctx->shared.floats(size_t(a.entries) * width);
+    const T* x = static_cast<const T*>(a.x);
+    T* y = static_cast<T*>(a.y);
+    const int groups = (width + kRowsPerTask - 1) / kRowsPerTask;
+    ctx->pool.run(a.tiles * groups, [&](int task, int) {
+        const int tile = task / groups, slot = a.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
+        const int first = task % groups * kRowsPerTask, rows = std::min(kRowsPerTask, a.parts * rank - first);
+        if (rows <= 0) return;
+        const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * a.start + first * a.inputs;
+        const int start = a.tile_starts[tile];
+        in_groups(a.tile_counts[tile], [&](int done, auto number) {
+            const T* from[kTokens];
+            float* to[kTokens];
+            for (int m = 0; m < number; ++m) {
+                from[m] = x + a.order[start + done + m] * a.inputs;
+                to[m] = sums + int64_t(start + done + m) * width;
+            }
+            shrink<T, decltype(number)::value>(from, matrix, a.inputs, rows, to, first);
+        });
+    });
+    const int pieces = int((a.outputs + kColumnsPerTask - 1) / kColumnsPerTask);
+    ctx->pool.run(a.tiles * pieces, [&](int task, int) {
+        const int tile = task / pieces, slot = a.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
+        if (!rank) return;
+        const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * (a.start + a.parts * a.inputs);
+        const int64_t low = task % pieces * kColumnsPerTask, high = std::min(a.outputs, low + kColumnsPerTask);
+        const int start = a.tile_starts[tile];
+        int64_t begin = 0;
+        for (int part = 0; part < a.parts; begin += a.sizes[part++]) {
+            const int64_t from = std::max(low, begin), end = std::min(high, begin + a.sizes[part]);
+            if (from >= end) continue;
+            in_groups(a.tile_counts[tile], [&](int done, auto number) {
+                T* to[kTokens];
+                const float* by[kTokens];
+                for (int m = 0; m < number; ++m) {
+                    to[m] = y + a.order[start + done + m] * a.outputs;
+                    by[m] = sums + int64_t(start + done + m) * width + part * rank;
+                }
+                expand<T, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
+            });
+        }
+    });
+}
+
+}  // namespace
+
+PK_API void pk_lora(Context* ctx, const LoraArgs* args) {
+    Guard hold(ctx->busy);
+    switch (args->dtype) {
+        case 0: return apply<float>(ctx, *args);
+        case 1: return apply<f16>(ctx, *args);
+        default: return apply<bf16>(ctx, *args);
+    }
+}

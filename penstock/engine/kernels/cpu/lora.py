@@ -1,0 +1,54 @@
+"""LoRA on the native CPU library. A slot is a pointer to the adapter in host memory: nothing is copied."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import numpy as np
+from torch import Tensor
+
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.kernels.cpu.native import Handle, LoraArgs
+from penstock.engine.kernels.cpu.ops import LayoutError, dtype_code, need_contiguous
+
+_BLOCK = 32
+"""Tokens per tile: few enough that a prompt gives every core some, enough that a row of A is read from its cache."""
+
+
+class CpuLora:
+    """See `LoraKernel`."""
+
+    def __init__(self, handle: Handle, layout: AdapterLayout, slots: int) -> None:
+        self._handle = handle
+        self._adapters: list[LoadedAdapter | None] = [None] * slots
+        self._pointers = np.zeros(slots, np.uint64)
+        self._ranks = np.zeros((slots, len(layout.sites)), np.int32)
+        self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
+        self._tiles: Tiles | None = None
+        self._args = LoraArgs(slots=self._pointers.ctypes.data, ranks=self._ranks.ctypes.data, sites=len(layout.sites))
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._adapters[slot] = adapter  # keeps the memory alive
+        self._pointers[slot] = adapter.data.data_ptr()
+        self._ranks[slot] = adapter.ranks.numpy()
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._tiles = tiles = make_tiles(slots, _BLOCK)
+        args = self._args
+        args.order, args.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
+        args.tile_starts, args.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
+        args.entries, args.tiles = len(tiles.order), len(tiles.slots)
+        args.most_rank = int(self._ranks[tiles.slots].max())
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        site, args = placed.site, self._args
+        need_contiguous(x, "x")
+        need_contiguous(y, "y")
+        if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape[1] != site.outputs:
+            raise LayoutError(f"x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} do not fit {site}")
+        args.x, args.y, args.dtype = x.data_ptr(), y.data_ptr(), dtype_code(x, "x")
+        args.inputs, args.outputs, args.parts = site.inputs, site.outputs, len(site.sizes)
+        args.start, args.site, args.sizes = placed.start, placed.index, self._sizes[placed.index].ctypes.data
+        self._handle.lib.pk_lora(self._handle.pointer, byref(args))

@@ -1,0 +1,259 @@
+"""LoRA on CUDA: y[t] += B(A x[t]), each token with the matrices of its own adapter slot.
+
+Two launches per linear, over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along
+the input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B into
+the linear's output in place. All slots lie in one buffer of fixed stride; what a slot holds, its rank included, is read
+in the kernel, so a captured graph serves whatever adapters come and go. A tile of no tokens, or a site that its adapter
+does not touch, costs an early return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.adapters.apply import TABLES
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.runner.staging import Staging
+
+_FEW, _MANY = 16, 64
+"""Tokens per tile: in decode steps, and in steps with prompts."""
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _shrink_kernel(
+    x_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tile_slots_ptr: tl.tensor,
+    tile_starts_ptr: tl.tensor,
+    tile_counts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    start: tl.tensor,
+    entries: tl.tensor,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SITE: tl.constexpr,
+    SITES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Partial sums [SPLITS, entries of `order`, PARTS * R] in float32."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1) % PARTS
+    split = tl.program_id(1) // PARTS
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    count = tl.load(tile_counts_ptr + tile)
+    slot = tl.load(tile_slots_ptr + tile)
+    rank = tl.load(ranks_ptr + slot * SITES + SITE)
+    if (count == 0) | (rank == 0):
+        return
+    first = tl.load(tile_starts_ptr + tile)
+    m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, R)
+    k = tl.arange(0, BLOCK_K)
+    in_m = m < count
+    tokens = tl.load(order_ptr + first + m, mask=in_m, other=0).to(tl.int64)
+    a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start + part * rank * K
+    acc = tl.zeros([BLOCK_M, R], tl.float32)
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    for offset in range(0, SHARE, BLOCK_K):
+        at = split * SHARE + offset + k
+        in_k = at < K
+        x = tl.load(x_ptr + tokens[:, None] * x_stride + at[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
+        a = tl.load(a_ptr + r[:, None] * K + at[None, :], mask=(r < rank)[:, None] & in_k[None, :], other=0.0)
+        acc = tl.dot(x, tl.trans(a), acc, input_precision=PRECISION)
+    rows = (split * entries + first + m).to(tl.int64) * (PARTS * R) + part * R
+    tl.store(out_ptr + rows[:, None] + r[None, :], acc, mask=in_m[:, None])
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _expand_kernel(
+    sums_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tile_slots_ptr: tl.tensor,
+    tile_starts_ptr: tl.tensor,
+    tile_counts_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    y_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    start: tl.tensor,
+    entries: tl.tensor,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
+    PARTS: tl.constexpr,
+    SITE: tl.constexpr,
+    SITES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    low = tl.program_id(1) * BLOCK_N
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    count = tl.load(tile_counts_ptr + tile)
+    slot = tl.load(tile_slots_ptr + tile)
+    rank = tl.load(ranks_ptr + slot * SITES + SITE)
+    if (count == 0) | (rank == 0):
+        return
+    first = tl.load(tile_starts_ptr + tile)
+    m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, R)
+    n = low + tl.arange(0, BLOCK_N)
+    in_m = m < count
+    tokens = tl.load(order_ptr + first + m, mask=in_m, other=0).to(tl.int64)
+    b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for part in tl.static_range(PARTS):
+        # A block of columns may lie across two parts, each of which has sums of its own.
+        begin: tl.constexpr = 0 if part == 0 else END_0 if part == 1 else END_1
+        end: tl.constexpr = N if part == PARTS - 1 else END_0 if part == 0 else END_1
+        if (low < end) & (low + BLOCK_N > begin):
+            sums = tl.zeros([BLOCK_M, R], tl.float32)
+            for split in tl.static_range(SPLITS):
+                rows = (split * entries + first + m).to(tl.int64) * (PARTS * R) + part * R
+                sums += tl.load(sums_ptr + rows[:, None] + r[None, :], mask=in_m[:, None], other=0.0)
+            inside = (r < rank)[:, None] & (n >= begin)[None, :] & (n < end)[None, :]
+            b = tl.load(b_ptr + r[:, None] * N + n[None, :], mask=inside, other=0.0)
+            acc = tl.dot(sums.to(b.dtype), b, acc, input_precision=PRECISION)
+    at = y_ptr + tokens[:, None] * y_stride + n[None, :]
+    mask = in_m[:, None] & (n < N)[None, :]
+    y = tl.load(at, mask=mask, other=0.0).to(tl.float32) + acc
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's tiles on the device."""
+
+    order: Tensor
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    tiles: int
+    block: int
+
+
+class TritonLora:
+    """See `LoraKernel` and `GraphLora`."""
+
+    pdl = False
+    """As in `CudaLinear`."""
+
+    def __init__(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._sites = len(layout.sites)
+        self._count = slots
+        self._rank = max(16, next_power_of_2(rank))
+        self._bank = torch.zeros(slots, rank * layout.unit, dtype=dtype, device=device)
+        self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
+        self._staging = Staging(device)
+        self._step: _Step | None = None
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
+        self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
+
+    def begin(self, slots: np.ndarray) -> None:
+        # Whatever the mixture, more tokens than sequences can decode means prompts: few kinds of steps to compile.
+        block = _MANY if len(slots) > 4 * _MANY else _FEW
+        tiles = make_tiles(slots, block)
+        order, of, starts, counts = self._staging.upload([tiles.order, tiles.slots, tiles.starts, tiles.counts])
+        self._step = _Step(order, of, starts, counts, len(tiles.slots), block)
+
+    def tables(self, slots: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+        tiles = make_tiles(slots, _FEW)
+        assert len(tiles.slots) <= most_tiles(tokens, self._count, _FEW)
+        return dict(zip(TABLES, (tiles.order, tiles.slots, tiles.starts, tiles.counts), strict=True))
+
+    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
+        order, slots, starts, counts = (tables[name] for name in TABLES)
+        self._step = _Step(order, slots, starts, counts, most_tiles(tokens, self._count, _FEW), _FEW)
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        step, site = self._step, placed.site
+        assert step is not None
+        inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
+        entries = step.order.shape[0]
+        splits = _splits(inputs, step.block)
+        sums = torch.empty((splits, entries, parts * self._rank), dtype=torch.float32, device=x.device)
+        where = (step.order, step.slots, step.starts, step.counts)
+        common = {
+            "K": inputs,
+            "PARTS": parts,
+            "SITE": placed.index,
+            "SITES": self._sites,
+            "R": self._rank,
+            "BLOCK_M": step.block,
+            "SPLITS": splits,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        }
+        launch(
+            _shrink_kernel,
+            (step.tiles, parts * splits),
+            x,
+            self._bank,
+            self._ranks,
+            *where,
+            sums,
+            x.stride(0),
+            self._bank.stride(0),
+            placed.start,
+            entries,
+            BLOCK_K=min(128, max(16, next_power_of_2(inputs))),
+            num_warps=4,
+            num_stages=3,
+            pdl=self.pdl,
+            **common,
+        )
+        block_n = 256 if outputs > 8192 else 128
+        ends = np.cumsum(site.sizes)
+        launch(
+            _expand_kernel,
+            (step.tiles, ceil_div(outputs, block_n)),
+            sums,
+            self._bank,
+            self._ranks,
+            *where,
+            y,
+            y.stride(0),
+            self._bank.stride(0),
+            placed.start,
+            entries,
+            N=outputs,
+            END_0=int(ends[0]),
+            END_1=int(ends[min(1, parts - 1)]),
+            BLOCK_N=block_n,
+            num_warps=4,
+            num_stages=2,
+            pdl=self.pdl,
+            **common,
+        )
+
+
+def _splits(inputs: int, block: int) -> int:
+    """Shares of the input: enough programs for few tokens, few partial sums for many."""
+    return max(1, min(16 if block == _FEW else 4, inputs // 512))

@@ -1,0 +1,213 @@
+"""LoRA kernels against plain PyTorch, and the engine with adapters on CUDA: graphs, overlap, eviction."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_harness import (
+    DEVICE,
+    QUICK,
+    TOLERANCE,
+    Row,
+    bandwidth,
+    check,
+    check_equal,
+    poisoned_outputs,
+    rand,
+    time_us,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.engine.adapters.apply import TABLES, ReferenceLora  # noqa: E402
+from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
+from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.kernels.triton.lora import TritonLora  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
+TIE = 2e-2
+TINY = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (144, 48, 48), 64),
+        Site("output", ("o",), (64,), 144),
+        Site("gate_up", ("g", "u"), (96, 96), 64),
+    ),
+    2,
+)
+LLAMA = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (4096, 1024, 1024), 4096),
+        Site("output", ("o",), (4096,), 4096),
+        Site("gate_up", ("g", "u"), (14336, 14336), 4096),
+        Site("down", ("d",), (4096,), 14336),
+    ),
+    1,
+)
+
+
+def adapter(layout: AdapterLayout, rank: int, dtype: torch.dtype, skip: int | None = None) -> LoadedAdapter:
+    ranks = torch.full((len(layout.sites),), rank, dtype=torch.int32)
+    if skip is not None:
+        ranks[skip] = 0
+    data = rand(rank * layout.unit, dtype=dtype, scale=0.2).cpu()
+    return LoadedAdapter("", rank, "", data, ranks)
+
+
+def kernels(layout: AdapterLayout, ranks: list[int], dtype: torch.dtype, most: int) -> tuple[TritonLora, ReferenceLora]:
+    ours, reference = TritonLora(layout, len(ranks), most, dtype, DEVICE), ReferenceLora(len(ranks), DEVICE)
+    for slot, rank in enumerate(ranks):
+        loaded = adapter(layout, rank, dtype, skip=1 if slot == 2 else None)
+        ours.put(slot, loaded)
+        reference.put(slot, loaded)
+    return ours, reference
+
+
+def compare(name: str, layout: AdapterLayout, ours: TritonLora, reference: ReferenceLora, slots: np.ndarray, dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
+    reference.begin(slots)
+    for layer in range(layout.layers):
+        for index, site in enumerate(layout.sites):
+            x, y = rand(len(slots), site.inputs, dtype=dtype), rand(len(slots), site.outputs, dtype=dtype)
+            got, want = y.clone(), y.float()
+            with poisoned_outputs():
+                ours.add(x, got, layout.place(layer, index))
+            reference.add(x.float(), want, layout.place(layer, index))
+            check(f"{name} {site.attribute}", got, want, 2 * TOLERANCE[dtype])
+            without = torch.from_numpy(np.flatnonzero(slots < 0)).to(DEVICE)
+            check_equal(f"{name} {site.attribute}: tokens without adapter", got[without], y[without])
+
+
+def test_each_token_gets_its_own_adapter() -> None:
+    rng = np.random.default_rng(1)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, reference = kernels(TINY, [1, 5, 16, 24], dtype, 24)
+        for tokens in (1, 40) if QUICK else (1, 17, 40, 300):
+            slots = rng.integers(-1, 4, tokens).astype(np.int32)
+            slots[0] = 3
+            ours.begin(slots)
+            compare(f"{dtype} {tokens}", TINY, ours, reference, slots, dtype)
+
+
+def test_graphs_tables_are_padded_with_empty_tiles() -> None:
+    dtype, bucket = torch.bfloat16, 12
+    ours, reference = kernels(TINY, [4, 8, 16], dtype, 16)
+    slots = np.array([2, -1, 0, 2, 1, -1, 2, 0, -1], np.int32)
+    tables = {name: torch.zeros(bucket, dtype=torch.int32, device=DEVICE) for name in TABLES}
+    for name, values in ours.tables(slots, bucket).items():
+        tables[name][: len(values)] = torch.from_numpy(values).to(DEVICE)
+    ours.use(tables, bucket)
+    compare("padded", TINY, ours, reference, slots, dtype)
+
+
+def test_a_slot_takes_another_adapter() -> None:
+    dtype = torch.bfloat16
+    ours, reference = kernels(TINY, [16, 16], dtype, 16)
+    for kernel, loaded in zip((ours, reference), [adapter(TINY, 3, dtype)] * 2, strict=True):
+        kernel.put(1, loaded)
+    slots = np.array([1, 0, 1], np.int32)
+    ours.begin(slots)
+    compare("replaced", TINY, ours, reference, slots, dtype)
+
+
+def test_model_sizes() -> None:
+    if QUICK:
+        return
+    dtype = torch.bfloat16
+    ours, reference = kernels(LLAMA, [8, 16, 64], dtype, 64)
+    rng = np.random.default_rng(2)
+    for tokens in (1, 64, 700):
+        slots = rng.integers(-1, 3, tokens).astype(np.int32)
+        slots[0] = 2
+        ours.begin(slots)
+        compare(f"llama {tokens}", LLAMA, ours, reference, slots, dtype)
+
+
+def test_engine_with_adapters_equals_merged_checkpoints() -> None:
+    """Decode graphs with and without adapters, prompts beside them, more adapters than slots, over several weights."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.files import merge, write_adapter
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(5)
+    for family in ("llama-gqa", "qwen3-qknorm"):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            specs, references = [], {"": Reference(base)}
+            for i in range(4):
+                path = write_adapter(root / f"a{i}", base, rank=2 + 4 * i, seed=i)
+                specs.append(AdapterSpec(f"a{i}", str(path)))
+                references[f"a{i}"] = Reference(merge(base, path, root / f"m{i}"))
+            engine = make_engine(
+                base, device="cuda", adapters=tuple(specs), adapter_slots=2, max_running=8, num_blocks=200,
+                token_budget=96,
+            )  # fmt: skip
+            names = ["", *references]
+            asked = {
+                f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 120))], names[i % len(names)])
+                for i in range(20)
+            }
+            got = generate(engine, *(ask(id, prompt, name, 24) for id, (prompt, name) in asked.items()))
+            for id, (prompt, name) in asked.items():
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (family, id, name, margins)
+            assert_idle(engine)
+
+
+def test_adapters_on_fp8_weights() -> None:
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.files import write_adapter
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import generate, make_engine
+    from tests.engine.tiny import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        base = write_checkpoint("llama-gqa", Path(folder) / "base", spread=0.3)
+        path = write_adapter(Path(folder) / "a", base, size=0.6)
+        engine = make_engine(
+            base,
+            device="cuda",
+            dtype="bfloat16",
+            weights="fp8",
+            adapters=(AdapterSpec("a", str(path)),),
+            num_blocks=200,
+        )
+        got = generate(engine, *(ask(f"{name}{i}", [7, 8, 9, i], name, 16) for i in range(12) for name in ("", "a")))
+        assert all(got[f"{i}"] != got[f"a{i}"] for i in range(12))
+        again = generate(engine, *(ask(f"{i}", [7, 8, 9, i], "", 16) for i in range(12)))
+        assert len(again) == 12
+
+
+def bench_lora() -> Iterator[Row]:
+    """All four sites of one 8B layer: what adapters add to it."""
+    dtype = torch.bfloat16
+    for rank, count, tokens in ((16, 1, 1), (16, 8, 8), (16, 20, 64), (16, 1, 64), (64, 20, 64), (16, 20, 256), (16, 4, 4096)):  # fmt: skip  # noqa: E501
+        ours = TritonLora(LLAMA, count, rank, dtype, DEVICE)
+        for slot in range(count):
+            ours.put(slot, adapter(LLAMA, rank, dtype))
+        ours.begin(np.arange(tokens, dtype=np.int32) % count)
+        pairs = [
+            (rand(tokens, site.inputs, dtype=dtype), rand(tokens, site.outputs, dtype=dtype)) for site in LLAMA.sites
+        ]
+
+        def layer(ours: TritonLora = ours, pairs: list[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
+            for index, (x, y) in enumerate(pairs):
+                ours.add(x, y, LLAMA.place(0, index))
+
+        us = time_us([layer])
+        yield bandwidth(
+            f"lora 8B layer: rank {rank}, {count} adapters, {tokens} tokens", us, 2 * count * rank * LLAMA.unit
+        )
