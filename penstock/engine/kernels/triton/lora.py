@@ -130,8 +130,8 @@ def _expand_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
         # A block of columns may lie across two parts, each of which has sums of its own.
-        begin: tl.constexpr = 0 if part == 0 else END_0 if part == 1 else END_1
-        end: tl.constexpr = N if part == PARTS - 1 else END_0 if part == 0 else END_1
+        begin = 0 if part == 0 else END_0 if part == 1 else END_1
+        end = N if part == PARTS - 1 else END_0 if part == 0 else END_1
         if (low < end) & (low + BLOCK_N > begin):
             sums = tl.zeros([BLOCK_M, R], tl.float32)
             for split in tl.static_range(SPLITS):
