@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.loading.dequantize import dequantize
-from penstock.engine.loading.fp8 import Fp8Checkpoint, is_fp8
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import architecture, config_from_gguf
 from penstock.engine.loading.gguf_names import origins, raw_of
+from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
+from penstock.engine.loading.quantized import read_quantized
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -51,8 +52,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(gguf)
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
-    checkpoint = SafetensorsCheckpoint(path)
-    return Fp8Checkpoint(checkpoint) if is_fp8(checkpoint.config) else checkpoint
+    return read_quantized(SafetensorsCheckpoint(path))
 
 
 class GGUFCheckpoint:
@@ -72,6 +72,10 @@ class GGUFCheckpoint:
         if origin is None:
             raise CheckpointError(f"{self.file.path} has no tensor for {name!r}")
         return raw_of(self.file, origin)
+
+    def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
+        """The integers of a matrix that is stored as such, None for any other tensor."""
+        return None if self._origins[name].shift else from_gguf(self.raw(name), device)
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         raw = self.raw(name)

@@ -37,12 +37,12 @@ def dequantize(data: Tensor, kind: GGMLType, shape: tuple[int, ...]) -> Tensor:
     return out.reshape(shape)
 
 
-def _half(blocks: Tensor, offset: int) -> Tensor:
+def half_at(blocks: Tensor, offset: int) -> Tensor:
     """The float16 at a byte offset of every block, as a float32 column."""
     return blocks[:, offset : offset + 2].view(torch.float16).float()
 
 
-def _nibbles(quants: Tensor) -> Tensor:
+def nibbles(quants: Tensor) -> Tensor:
     """Low halves of the bytes, then high halves."""
     return torch.cat((quants & 15, quants >> 4), dim=-1)
 
@@ -55,28 +55,28 @@ def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:]).float() - 8) * half_at(blocks, 0)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return torch.addcmul(_half(blocks, 2), _nibbles(blocks[:, 4:]).float(), _half(blocks, 0))
+    return torch.addcmul(half_at(blocks, 2), nibbles(blocks[:, 4:]).float(), half_at(blocks, 0))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (quants.float() - 16) * _half(blocks, 0)
+    quants = nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (quants.float() - 16) * half_at(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return torch.addcmul(_half(blocks, 2), quants.float(), _half(blocks, 0))
+    quants = nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return torch.addcmul(half_at(blocks, 2), quants.float(), half_at(blocks, 0))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half_at(blocks, 0)
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and offset of the eight 32-weight parts of a K block: each float32 [n, 8, 1].
 
     Twelve bytes hold sixteen 6-bit numbers: the first four of each kind in the low bits of bytes 0-3 and 4-7,
@@ -85,28 +85,28 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, (low & 15) | ((first >> 6) << 4)), dim=-1).float()
     offsets = torch.cat((second & 63, (low >> 4) | ((second >> 6) << 4)), dim=-1).float()
-    return (scales * _half(blocks, 0))[..., None], (offsets * _half(blocks, 2))[..., None]
+    return (scales * half_at(blocks, 0))[..., None], (offsets * half_at(blocks, 2))[..., None]
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, offsets = _k_scales(blocks)
-    quants = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    scales, offsets = k_scales(blocks)
+    quants = nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     return (quants.float() * scales - offsets).reshape(-1, 256)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, offsets = _k_scales(blocks)
-    quants = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    scales, offsets = k_scales(blocks)
+    quants = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
     return ((quants | fifth).float() * scales - offsets).reshape(-1, 256)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = blocks[:, 192:208].view(torch.int8).float() * _half(blocks, 208)
+    scales = blocks[:, 192:208].view(torch.int8).float() * half_at(blocks, 208)
     quants = (low | high).float() - 32
     return (quants.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, 256)
 

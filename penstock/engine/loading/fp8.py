@@ -18,23 +18,6 @@ from penstock.errors import CheckpointError
 _SUFFIXES = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale")
 
 
-def is_fp8(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` announces FP8 weights in a layout that is read here; another quantization is refused."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return False
-    method = quantization.get("quant_method")
-    if method == "fp8":
-        return True
-    if method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
-        if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
-            return True
-    raise CheckpointError(
-        f"weights quantized with {method!r} are not supported yet; use an unquantized or FP8 checkpoint, or GGUF"
-    )
-
-
 class Fp8Checkpoint:
     """A checkpoint whose linears are FP8, under the names of the unquantized one."""
 

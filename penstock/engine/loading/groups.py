@@ -1,0 +1,152 @@
+"""Weights as integers in groups: what every few-bit layout comes down to.
+
+W = scale * q + minimum, where q has 4 or 8 bits and a scale (and a minimum) serves a group of consecutive inputs. The
+layouts people publish differ in packing, in how they write the minimum (a zero point, an offset) and in the order of
+inputs; read as `IntGroups` they are all alike, and every weight keeps the value it has in the checkpoint. This form
+spends a byte per weight and is held for one layer at a time; kernels pack it their own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.engine.loading.dequantize import dequantize, half_at, k_scales, nibbles
+from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
+
+
+@dataclass(frozen=True, slots=True)
+class IntGroups:
+    """W [out, in]."""
+
+    quants: Tensor
+    """[out, in]: uint8 from 0 to 15 with 4 bits, int8 with 8."""
+    scale: Tensor
+    """float32 [out, in / group]."""
+    minimum: Tensor | None
+    """float32 [out, in / group]; None: zero."""
+    bits: int
+    order: Tensor | None = None
+    """int64 [in]: column i of `quants` belongs to input order[i]. None: to input i."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.quants.shape[0], self.quants.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scale.shape[1]
+
+    def dense(self) -> Tensor:
+        """float32 [out, in], columns in the order of the inputs."""
+        wide = self.quants.float().unflatten(1, (-1, self.group)) * self.scale.unsqueeze(-1)
+        if self.minimum is not None:
+            wide += self.minimum.unsqueeze(-1)
+        wide = wide.flatten(1)
+        if self.order is None:
+            return wide
+        out = torch.empty_like(wide)
+        out[:, self.order] = wide
+        return out
+
+    def in_groups_of(self, size: int) -> IntGroups:
+        """The same weights with each group cut into groups of `size`."""
+        times = self.group // size
+        if times * size != self.group:
+            raise ValueError(f"groups of {self.group} cannot be cut into groups of {size}")
+        if times == 1:
+            return self
+        low = None if self.minimum is None else self.minimum.repeat_interleave(times, 1)
+        return replace(self, scale=self.scale.repeat_interleave(times, 1), minimum=low)
+
+
+def stack(parts: Sequence[IntGroups]) -> IntGroups | None:
+    """One matrix of several with the same inputs; None where their groups or orders do not go together."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        if part.bits != first.bits or (part.minimum is None) != (first.minimum is None):
+            return None
+        if (part.order is None) != (first.order is None):
+            return None
+        if part.order is not None and first.order is not None and not torch.equal(part.order, first.order):
+            return None
+    size = min(part.group for part in parts)
+    if any(part.group % size for part in parts):
+        return None
+    parts = [part.in_groups_of(size) for part in parts]
+    lows = [part.minimum for part in parts if part.minimum is not None]
+    return IntGroups(
+        torch.cat([part.quants for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(lows) if lows else None,
+        first.bits,
+        first.order,
+    )
+
+
+def from_zero_points(quants: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor | None) -> IntGroups:
+    """W = scale * (q - zero), with unsigned q [out, in] and zero points [out, groups] of the same kind."""
+    scale = scale.float()
+    if bits == 8:
+        # Centred, so that they fit into a signed byte; a zero point in the centre then needs no minimum at all.
+        signed = (quants.int() - 128).to(torch.int8)
+        off = zero.float() - 128
+        return IntGroups(signed, scale, -scale * off if bool(off.any()) else None, 8, order)
+    return IntGroups(quants.to(torch.uint8), scale, -scale * zero.float(), 4, order)
+
+
+def from_gguf(raw: RawTensor, device: str | torch.device = "cpu") -> IntGroups | None:
+    """A GGUF tensor in groups; None for types that are not integers in groups of 32 or more.
+
+    Q6_K has groups of 16 and goes into groups of 32 in 8 bits, rounded: that adds less than a tenth to the error the
+    type has already. All others keep their values.
+    """
+    if raw.type not in _READERS or len(raw.shape) != 2:
+        return None
+    data = torch.from_numpy(raw.data).to(device)
+    return _READERS[raw.type](data.reshape(-1, BLOCK[raw.type][1]), raw.shape[0])
+
+
+def _rows(values: Tensor, rows: int) -> Tensor:
+    return values.reshape(rows, -1)
+
+
+def _q4_0(blocks: Tensor, rows: int) -> IntGroups:
+    scale = _rows(half_at(blocks, 0), rows)
+    return IntGroups(_rows(nibbles(blocks[:, 2:]), rows), scale, scale * -8, 4)
+
+
+def _q4_1(blocks: Tensor, rows: int) -> IntGroups:
+    low = _rows(half_at(blocks, 2), rows)
+    return IntGroups(_rows(nibbles(blocks[:, 4:]), rows), _rows(half_at(blocks, 0), rows), low, 4)
+
+
+def _q8_0(blocks: Tensor, rows: int) -> IntGroups:
+    return IntGroups(_rows(blocks[:, 2:].view(torch.int8), rows), _rows(half_at(blocks, 0), rows), None, 8)
+
+
+def _q4_k(blocks: Tensor, rows: int) -> IntGroups:
+    scale, offset = k_scales(blocks)
+    quants = nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    return IntGroups(_rows(quants, rows), _rows(scale, rows), _rows(-offset, rows), 4)
+
+
+def _q6_k(blocks: Tensor, rows: int) -> IntGroups:
+    wide = dequantize(blocks, GGMLType.Q6_K, (rows, blocks.shape[0] // rows * 256)).unflatten(1, (-1, 32))
+    scale = wide.abs().amax(-1) / 127
+    quants = (wide / scale.clamp(min=1e-30).unsqueeze(-1)).round_().clamp_(-127, 127)
+    return IntGroups(quants.to(torch.int8).flatten(1), scale, None, 8)
+
+
+_READERS: dict[GGMLType, Callable[[Tensor, int], IntGroups]] = {
+    GGMLType.Q4_0: _q4_0,
+    GGMLType.Q4_1: _q4_1,
+    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q4_K: _q4_k,
+    GGMLType.Q6_K: _q6_k,
+}
