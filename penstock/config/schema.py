@@ -65,10 +65,10 @@ class ModelConfig:
     dtype: DType = setting("auto", doc="Type of activations, KV cache and dense weights.")  # noqa: RUF009
     weights: WeightForm = setting(  # noqa: RUF009
         "auto",
-        doc="dense; int8 or int4 blocks on CPU; fp8 on CUDA. auto keeps few-bit files as stored where it pays.",
+        doc="dense; int8 or int4 groups; fp8 on CUDA. auto keeps few-bit checkpoints as stored where it pays.",
     )
     activations: ActivationForm = setting(  # noqa: RUF009
-        "auto", doc="Rounding of what int8 and int4 weights are applied to on CPU: int8 (fastest) or int16."
+        "auto", doc="Rounding of what int8 and int4 weights are applied to: int8 (fastest), or int16 on CPU."
     )
     max_model_len: int | None = setting(
         None, doc="Context window in tokens; the checkpoint's own when not set.", least=1, example="2048"

@@ -27,11 +27,13 @@ class EngineConfig:
     dtype: DType = "auto"
     """Of activations, the KV cache and dense weights. `auto`: bfloat16 where the hardware has it, else float32."""
     weights: WeightForm = "auto"
-    """`dense`: as numbers of `dtype`. `int8`, `int4`: blocks of 32 with a scale, on CPU. `fp8`: on CUDA.
-    `auto`: a quantized GGUF stays as it is stored on CPUs without bfloat16 instructions; all else is dense."""
+    """`dense`: as numbers of `dtype`. `int8`, `int4`: integers in groups with a scale each, as stored or rounded when
+    loaded. `fp8`: on CUDA. `auto`: a few-bit checkpoint stays as it is stored (a GGUF file on CPUs with bfloat16
+    instructions is widened, which is faster there); all else is dense."""
     activations: ActivationForm = "auto"
-    """How CPU linears on `int8` and `int4` weights round what they are applied to, per row and block of 32: to one
-    int8 digit, or to two (about 16 bits). `auto`: see `quantization.cpu_blocks`."""
+    """How linears on `int8` and `int4` weights round what they are applied to. On CPU per row and block of 32, to one
+    int8 digit or to two (about 16 bits); `auto`: see `quantization.cpu_blocks`. On CUDA `auto` does not round, and
+    `int8` rounds per token for weights that are `int8` with a scale per output."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""
     max_running: int | None = None

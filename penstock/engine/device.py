@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.config import EngineConfig, WeightForm
+from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import FP8, ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
-from penstock.engine.models.build import Quantizer
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.quantized import QuantizedCheckpoint
+from penstock.engine.models.build import Quantizer, Weights
 from penstock.engine.quantization.cpu_blocks import BlockQuantizer
 from penstock.errors import ConfigError
 
@@ -82,19 +84,18 @@ class WeightPlan:
 
 
 def plan_weights(
-    config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, stored_fp8: bool = False
+    config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: Weights
 ) -> WeightPlan:
-    """Choose the form of the weights; one that cannot be had here is refused. FP8 checkpoints stay FP8 on CUDA."""
-    plan = _plan(config, ops, device, dtype, stored_fp8)
+    """Choose the form of the weights; one that cannot be had here is refused. Few-bit checkpoints stay as they are."""
+    if device.type == "cuda":
+        return _plan_cuda(config, ops, device, dtype, weights)
+    plan = _plan_cpu(config, ops, dtype, weights)
     if config.activations != "auto" and not isinstance(plan.quantize, BlockQuantizer):
-        raise ConfigError(f"activations: {config.activations} needs weights in int8 or int4 blocks on CPU")
+        raise ConfigError(f"activations: {config.activations} needs weights in int8 or int4 blocks")
     return plan
 
 
-def _plan(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, stored_fp8: bool) -> WeightPlan:
-    if device.type == "cuda":
-        wanted = "fp8" if config.weights == "auto" and stored_fp8 and dtype == torch.bfloat16 else config.weights
-        return _plan_cuda(wanted, ops, device, dtype)
+def _plan_cpu(config: EngineConfig, ops: Ops, dtype: torch.dtype, weights: Weights) -> WeightPlan:
     native = ops if isinstance(ops, CpuOps) else None
     if config.weights == "fp8":
         raise ConfigError("weights: fp8 needs a CUDA device; use int8, int4 or dense on CPU")
@@ -105,25 +106,34 @@ def _plan(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dty
         )
     matrix = native is not None and native.handle.has_matrix and dtype == torch.bfloat16
     blocks = config.weights in ("int8", "int4") or (
-        config.weights == "auto" and config.dtype == "auto" and not cpu_has_bf16()
+        config.weights == "auto"
+        and (isinstance(weights, QuantizedCheckpoint) or (config.dtype == "auto" and not cpu_has_bf16()))
     )
     if native is None or not (matrix or blocks):
         return WeightPlan()
     return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations, matrix))
 
 
-def _plan_cuda(form: WeightForm, ops: Ops, device: torch.device, dtype: torch.dtype) -> WeightPlan:
-    if form in ("int8", "int4"):
-        raise ConfigError(f"weights: {form} runs on CPU only; use fp8 or dense on CUDA")
+def _plan_cuda(
+    config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: Weights
+) -> WeightPlan:
+    form = config.weights
+    if form == "auto" and isinstance(weights, Fp8Checkpoint) and dtype == torch.bfloat16:
+        form = "fp8"
+    if config.activations == "int16" or (config.activations == "int8" and form not in ("auto", "int8")):
+        raise ConfigError(f"activations: {config.activations} on CUDA is not for weights: {form}; use int8 with int8")
     if ops.name != "triton":
-        if form == "fp8":
-            raise ConfigError("weights: fp8 needs triton, which is not installed")
+        if form in ("fp8", "int8", "int4"):
+            raise ConfigError(f"weights: {form} needs triton, which is not installed")
         return WeightPlan()
     from penstock.engine.kernels.triton.gemv import MAX_BATCH
     from penstock.engine.quantization.cuda_fp8 import Fp8Activations, Fp8Quantizer
+    from penstock.engine.quantization.cuda_groups import GroupQuantizer
 
-    if form != "fp8":
+    if form == "dense":
         return WeightPlan(fused_up_to=MAX_BATCH)
+    if form != "fp8":
+        return WeightPlan(GroupQuantizer(device, dtype, form, config.activations), fused_up_to=MAX_BATCH)
     if dtype != torch.bfloat16:
         raise ConfigError("weights: fp8 needs dtype: bfloat16")
     return WeightPlan(Fp8Quantizer(device, dtype), Fp8Activations(), MAX_BATCH)

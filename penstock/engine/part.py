@@ -19,7 +19,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
 from penstock.engine.kernels.interface import FP8
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.memory import count_blocks, kv_shape
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
@@ -75,10 +74,9 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
     with phases("open"):
         weights = _open(config, checkpoint)
         model = ModelConfig.from_hf(weights.config)
-        stored_fp8 = isinstance(weights, Fp8Checkpoint)
     with phases("kernels"):
         ops = pick_ops(device, threads)
-        plan = plan_weights(config, ops, device, dtype, stored_fp8=stored_fp8)
+        plan = plan_weights(config, ops, device, dtype, weights)
         kv_dtype = pick_kv_dtype(config, device, dtype, ops)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():

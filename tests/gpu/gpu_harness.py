@@ -69,7 +69,7 @@ def poison_(tensor: Tensor) -> Tensor:
     elif tensor.is_floating_point():
         tensor.fill_(float("nan"))
     else:
-        tensor.fill_(-1234567 if tensor.dtype != torch.uint8 else 201)
+        tensor.fill_({torch.uint8: 201, torch.int8: -77}.get(tensor.dtype, -1234567))
     return tensor
 
 

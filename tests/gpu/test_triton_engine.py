@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine  # noqa: E402
+from tests.engine.quantization.layouts import LAYOUTS, write  # noqa: E402
 from tests.engine.tiny import FAMILIES, Reference, write_checkpoint  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
@@ -100,7 +101,24 @@ def test_seeds_penalties_and_logprobs_are_the_same_as_on_cpu() -> None:
         assert max(abs(a - b) for a, b in zip(*scores, strict=True)) < 1e-3
 
 
-def test_bf16_and_fp8_stay_close_to_float32() -> None:
+def test_few_bit_checkpoints_of_every_layout() -> None:
+    if not ON_DEVICE:
+        return
+    rng = random.Random(13)
+    with tempfile.TemporaryDirectory() as folder:
+        dense = write_checkpoint("llama-gqa", Path(folder) / "dense", spread=0.5)
+        prompts = {f"r{n}": [rng.randrange(199) for _ in range(n)] for n in (1, 9, 300)}
+        for layout in LAYOUTS:
+            few, same, _ = write(dense, layout, Path(folder))
+            engine, reference = _engine(few), Reference(same)
+            got = generate(engine, *(greedy(name, prompt, 20) for name, prompt in prompts.items()))
+            for name, prompt in prompts.items():
+                margins = reference.margins(prompt, got[name])
+                assert float(margins.max()) < 0.05, (layout, name, margins)
+            assert_idle(engine)
+
+
+def test_forms_in_fewer_bits_stay_close_to_float32() -> None:
     if not ON_DEVICE:
         return
     rng = random.Random(9)
@@ -112,13 +130,16 @@ def test_bf16_and_fp8_stay_close_to_float32() -> None:
             "float32": {"dtype": "float32"},
             "bf16": {"dtype": "bfloat16"},
             "fp8": {"dtype": "bfloat16", "weights": "fp8"},
+            "int8": {"dtype": "bfloat16", "weights": "int8"},
+            "w8a8": {"dtype": "bfloat16", "weights": "int8", "activations": "int8"},
+            "int4": {"dtype": "bfloat16", "weights": "int4"},
         }.items():
             engine = _engine(path, **settings)
             engine.submit(Request("a", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
             first = drain(engine)[0]
             assert first.prompt_logprobs is not None
             scores[name] = torch.tensor([p.logprob for p in first.prompt_logprobs[1:] if p is not None])
-        for name, limit in (("bf16", 0.05), ("fp8", 0.2)):
+        for name, limit in (("bf16", 0.05), ("fp8", 0.2), ("int8", 0.06), ("w8a8", 0.15), ("int4", 0.6)):
             difference = float((scores[name] - scores["float32"]).abs().mean())
             print(f"    mean difference of log-probabilities, {name}: {difference:.4f}")
             assert difference < limit

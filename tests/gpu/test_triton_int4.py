@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
@@ -10,7 +11,12 @@ from test_triton_elementwise import norm64
 from test_triton_gemv import LLAMA, QWEN
 from torch import Tensor
 
+from penstock.engine.kernels.triton import int8
 from penstock.engine.kernels.triton.grouped import GroupedConfig, GroupedWeight, join_factors, linear, widen
+from penstock.engine.layers.cuda_grouped import Int8Linear
+from penstock.engine.loading.groups import IntGroups
+from penstock.engine.quantization.cuda_groups import GroupQuantizer
+from penstock.engine.quantization.rounding import round_int4, round_int8
 
 BF16, F16 = torch.bfloat16, torch.float16
 SHAPES = [(48, 128), (33, 64)] if QUICK else [(4096, 4096), (6144, 512), (1000, 576), (4096, 14336), (257, 1536)]
@@ -203,3 +209,53 @@ def tune_grouped() -> Iterator[Row]:
                 us, size = timed(n, k, batch, 4, 128, {"gated": gated}, config)
                 label = f"{n}x{k}{' gated' if gated else ''} b{batch}"
                 yield bandwidth(f"tune int4 {label} n{block_n} u{unroll} w{warps} s{stages}", us, size)
+
+
+def test_int8_activations() -> None:
+    for tokens, k, n in ((3, 64, 40), (9, 100, 1030)) if QUICK else ((3, 4096, 4096), (40, 14336, 1000)):
+        x = rand(tokens, k, dtype=BF16)
+        with poisoned_outputs():
+            rounded, scale = int8.quantize(x)
+        if MODE != "compile":
+            wide = rounded[:tokens].double() * scale.double()[:, None]
+            assert float((wide - x.double()).abs().amax() / x.double().abs().amax()) <= 0.51 / 127
+        sums, factor, bias = integers(-9999, 9999, tokens + 5, n), rand(n).abs(), rand(n, dtype=BF16)
+        with poisoned_outputs():
+            got = int8.rescale(sums, scale, factor, bias, BF16)
+        check("rescale", got, sums[:tokens].double() * scale.double()[:, None] * factor.double() + bias.double())
+
+
+def layer(rows: int, k: int, bits: int, group: int) -> IntGroups:
+    dense = rand(rows, k, scale=k**-0.5)
+    return round_int4(dense, group) if bits == 4 else round_int8(dense, group)
+
+
+def test_linears_made_of_stored_groups() -> None:
+    """What the engine builds: any group size, an order of inputs, matrices that do not go together."""
+    if MODE == "compile":
+        return
+    make_linear = GroupQuantizer(DEVICE, BF16, "auto")._linear
+    k = 256 if QUICK else 1024
+    for groups in (
+        layer(48, k, 4, 128),
+        layer(48, k, 4, k),
+        layer(48, k, 8, 32),
+        replace(layer(48, k, 4, 64), order=torch.randperm(k, device=DEVICE)),
+    ):
+        for tokens in (1, 5) if QUICK else (1, 5, 40, 300):
+            x = rand(tokens, k, dtype=BF16)
+            want = x.double() @ groups.dense().double().T
+            check(f"{groups.bits} bits, {groups.group}, {tokens}", make_linear(groups, None)(x), want, 1.2e-2)
+            fused = make_linear(groups, None).fused(x, residual=want.to(BF16))
+            check("added", fused, 2 * want, 1.2e-2)
+
+
+def test_int8_weights_and_activations() -> None:
+    if MODE != "device":
+        return  # the vendor's int8 product
+    groups = layer(512, 1024, 8, 1024)
+    linear = GroupQuantizer(DEVICE, BF16, "int8", "int8")._linear(groups, None)
+    assert isinstance(linear, Int8Linear)
+    for tokens in (1, 4, 8, 9, 16, 17, 300):
+        x = rand(tokens, 1024, dtype=BF16)
+        check(f"w8a8 {tokens}", linear(x), x.double() @ groups.dense().double().T, 2e-2)

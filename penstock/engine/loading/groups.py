@@ -42,7 +42,7 @@ class IntGroups:
 
     def dense(self) -> Tensor:
         """float32 [out, in], columns in the order of the inputs."""
-        wide = self.quants.float().unflatten(1, (-1, self.group)) * self.scale.unsqueeze(-1)
+        wide = self.quants.float().reshape(self.shape[0], -1, self.group) * self.scale.unsqueeze(-1)
         if self.minimum is not None:
             wide += self.minimum.unsqueeze(-1)
         wide = wide.flatten(1)
@@ -137,7 +137,7 @@ def _q4_k(blocks: Tensor, rows: int) -> IntGroups:
 
 
 def _q6_k(blocks: Tensor, rows: int) -> IntGroups:
-    wide = dequantize(blocks, GGMLType.Q6_K, (rows, blocks.shape[0] // rows * 256)).unflatten(1, (-1, 32))
+    wide = dequantize(blocks, GGMLType.Q6_K, (rows, blocks.shape[0] // rows * 256)).reshape(rows, -1, 32)
     scale = wide.abs().amax(-1) / 127
     quants = (wide / scale.clamp(min=1e-30).unsqueeze(-1)).round_().clamp_(-127, 127)
     return IntGroups(quants.to(torch.int8).flatten(1), scale, None, 8)

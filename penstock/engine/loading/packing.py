@@ -28,13 +28,13 @@ def pack(numbers: Tensor, bits: int, dim: int) -> Tensor:
     if numbers.shape[-1] % per:
         raise ValueError(f"{numbers.shape[-1]} numbers of {bits} bits do not fill whole words")
     shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=numbers.device)
-    words = (numbers.to(torch.int64).unflatten(-1, (-1, per)) << shifts).sum(-1)
+    words = (numbers.to(torch.int64).reshape(*numbers.shape[:-1], -1, per) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).movedim(-1, dim).contiguous()
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """uint8 [rows, columns]: 4-bit numbers packed along columns in AWQ's order."""
-    dealt = unpack(words, 4, 1).unflatten(1, (-1, 8))
+    dealt = unpack(words, 4, 1).reshape(words.shape[0], -1, 8)
     out = torch.empty_like(dealt)
     out[:, :, list(AWQ_ORDER)] = dealt
     return out.flatten(1)
@@ -42,4 +42,4 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 def pack_awq(numbers: Tensor) -> Tensor:
     """int32: the inverse of `unpack_awq`."""
-    return pack(numbers.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1), 4, 1)
+    return pack(numbers.reshape(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1), 4, 1)

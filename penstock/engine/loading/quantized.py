@@ -48,7 +48,7 @@ class Gptq:
     input: with activation order, groups are spread over the inputs."""
 
     marker = "qweight"
-    extras = ("qzeros", "scales", "g_idx")
+    extras: tuple[str, ...] = ("qzeros", "scales", "g_idx")
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.bits = int(settings.get("bits", 4))
@@ -77,7 +77,7 @@ class Awq:
     """`qweight` and `qzeros` packed along outputs in an order of their own; zero points as they are."""
 
     marker = "qweight"
-    extras = ("qzeros", "scales")
+    extras: tuple[str, ...] = ("qzeros", "scales")
 
     def __init__(self, settings: dict[str, Any]) -> None:
         bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
@@ -97,7 +97,7 @@ class PackedInts:
     """compressed-tensors `pack-quantized`: offset binary packed along inputs; zero points packed along outputs."""
 
     marker = "weight_packed"
-    extras = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    extras: tuple[str, ...] = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -124,7 +124,7 @@ class PlainInts:
     """compressed-tensors `int-quantized`: int8 numbers as they are, a scale for the tensor, the row or the group."""
 
     marker = "weight"
-    extras = ("weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
+    extras: tuple[str, ...] = ("weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
 
     def read(self, base: str, names: Collection[str], fetch: Fetch) -> IntGroups:
         quants = fetch(f"{base}weight")
@@ -208,8 +208,7 @@ def _compressed(checkpoint: Source, settings: dict[str, Any]) -> Source:
     if kinds == {("float", 8)}:
         return Fp8Checkpoint(checkpoint)
     if len(kinds) == 1 and form == "pack-quantized" and kinds <= {("int", 4), ("int", 8)}:
-        ((_, bits),) = kinds
-        return QuantizedCheckpoint(checkpoint, PackedInts(int(bits)))
+        return QuantizedCheckpoint(checkpoint, PackedInts(4 if ("int", 4) in kinds else 8))
     if kinds == {("int", 8)} and form in ("int-quantized", "naive-quantized"):
         return QuantizedCheckpoint(checkpoint, PlainInts())
     described = ", ".join(sorted(f"{kind}{bits}" for kind, bits in kinds)) or "no weights"

@@ -12,6 +12,8 @@ from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.layers.linear import Linear
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.models.build import Weights
+from penstock.engine.quantization.cpu_groups import linear_of_groups
+from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
 _MATRIX_BUDGET = 1 << 30
@@ -33,25 +35,31 @@ class BlockQuantizer:
         self.digits = 1 if activations == "int8" else 2
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
-        linear = self._make(weights, names, inputs, bias)
-        if linear is not None:
-            linear.digits = self.digits
-            size = 2 * linear.in_features * linear.out_features
-            if self.matrix and linear.bits < 16 and size <= self._matrix_budget:
-                self._matrix_budget -= size
-                linear.keep_matrix()
-        return linear
-
-    def _make(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> QuantLinear | None:
         shape = (sum(names.values()), inputs)
         if not QuantLinear.supports(shape):
             return None
-        stored = self._as_stored(weights, names, shape, bias) if self.form != "dense" else None
+        if self.form != "dense":
+            linear = self._as_stored(weights, names, shape, bias)
+            if linear is not None:
+                return self._finish(linear)
+            parts = stored_groups(weights, names, inputs, self.form, "cpu")
+            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, self._finish)
+            if grouped is not None:
+                return grouped
         bits = _BITS.get(self.form, 16 if self.matrix else None)
-        if stored is not None or bits is None:
-            return stored
+        if bits is None:
+            return None
         dense = torch.cat([weights.tensor(name).float() for name in names])
-        return QuantLinear.from_float(self.handle, dense, bias, bits=bits)
+        return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
+
+    def _finish(self, linear: QuantLinear) -> QuantLinear:
+        """What all linears made here have in common."""
+        linear.digits = self.digits
+        size = 2 * linear.in_features * linear.out_features
+        if self.matrix and linear.bits < 16 and size <= self._matrix_budget:
+            self._matrix_budget -= size
+            linear.keep_matrix()
+        return linear
 
     def _as_stored(
         self, weights: Weights, names: dict[str, int], shape: tuple[int, int], bias: Tensor | None

@@ -7,6 +7,8 @@ than 1/2000 of itself), and 8-bit weights with a minimum to symmetric int8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,25 +19,26 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.loading.groups import IntGroups, stack
 
 
-def linear_of_groups(handle: Handle, parts: list[IntGroups], bias: Tensor | None, digits: int) -> Linear | None:
+Finish = Callable[[QuantLinear], QuantLinear]
+"""Sets what does not depend on the weights."""
+
+
+def linear_of_groups(handle: Handle, parts: list[IntGroups], bias: Tensor | None, finish: Finish) -> Linear | None:
     """One linear of matrices with the same inputs; None when a group is not made of whole blocks."""
     if any(part.group % BLOCK for part in parts):
         return None
     whole = stack(parts)
     if whole is not None:
-        return _linear(handle, whole, bias, digits)
-    biases = [None] * len(parts) if bias is None else bias.split([part.shape[0] for part in parts])
-    return StackedLinear([_linear(handle, part, b, digits) for part, b in zip(parts, biases, strict=True)])
+        return _linear(handle, whole, bias, finish)
+    biases = [None] * len(parts) if bias is None else torch.split(bias, [part.shape[0] for part in parts])
+    return StackedLinear([_linear(handle, part, b, finish) for part, b in zip(parts, biases, strict=True)])
 
 
-def _linear(handle: Handle, groups: IntGroups, bias: Tensor | None, digits: int) -> Linear:
+def _linear(handle: Handle, groups: IntGroups, bias: Tensor | None, finish: Finish) -> Linear:
     if groups.bits == 8 and groups.minimum is not None:
-        linear = QuantLinear.from_float(handle, groups.dense(), bias, bits=8)
-        linear.digits = digits
-        return linear
+        return finish(QuantLinear.from_float(handle, groups.dense(), bias, bits=8))
     kind, raw = blocks_of(groups)
-    linear = QuantLinear.from_gguf(handle, kind, raw, groups.shape, bias)  # type: ignore[arg-type]
-    linear.digits = digits
+    linear = finish(QuantLinear.from_gguf(handle, kind, raw, groups.shape, bias))  # type: ignore[arg-type]
     return linear if groups.order is None else PermutedLinear(linear, groups.order)
 
 
@@ -43,7 +46,7 @@ def blocks_of(groups: IntGroups) -> tuple[str, Tensor]:
     """The groups as blocks of 32 in the layout of a GGUF file: its type, and the bytes."""
     cut = groups.in_groups_of(BLOCK)
     scale = cut.scale.half().unsqueeze(-1).view(torch.uint8)
-    quants = cut.quants.unflatten(1, (-1, BLOCK))
+    quants = cut.quants.reshape(cut.shape[0], -1, BLOCK)
     if cut.bits == 8:
         return "Q8_0", torch.cat((scale, quants.view(torch.uint8)), dim=-1).flatten()
     low = torch.zeros_like(cut.scale) if cut.minimum is None else cut.minimum

@@ -88,15 +88,6 @@ def test_kv_scales_are_read_where_they_are(tmp_path: Path) -> None:
     assert checkpoint.kv_scale("model.layers.0.self_attn.") == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_other_quantizations_are_refused_by_name(tmp_path: Path, method: str) -> None:
-    write_checkpoint("llama-gqa", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
-    with pytest.raises(CheckpointError, match=method):
-        open_checkpoint(tmp_path)
-
-
 def test_a_missing_scale_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
     to_fp8(write_checkpoint("llama-gqa", tmp_path), "row")
     tensors = load_file(tmp_path / "model.safetensors")

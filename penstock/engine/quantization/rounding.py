@@ -1,0 +1,39 @@
+"""Rounding a dense matrix to integers in groups: the grid, and round-to-nearest on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.loading.groups import IntGroups
+
+SIZES = (128, 64, 32)
+"""Group sizes, the preferred first."""
+
+
+def pick_group(inputs: int, wanted: int = SIZES[0]) -> int | None:
+    """The largest group of at most `wanted` that divides the inputs; None when none does."""
+    return next((size for size in SIZES if size <= wanted and inputs % size == 0), None)
+
+
+def asymmetric_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum [..., 1] of groups [..., size] in 4 bits, both exact in float16."""
+    low = weight.amin(-1, keepdim=True).half().float()
+    scale = ((weight.amax(-1, keepdim=True) - low) / 15).half().float()
+    return scale, low
+
+
+def round_int4(weight: Tensor, group: int) -> IntGroups:
+    """Each group from its smallest to its largest value."""
+    cut = weight.float().reshape(weight.shape[0], -1, group)
+    scale, low = asymmetric_grid(cut)
+    quants = ((cut - low) / scale.clamp(min=1e-30)).round_().clamp_(0, 15).to(torch.uint8)
+    return IntGroups(quants.flatten(1), scale.squeeze(-1), low.squeeze(-1), 4)
+
+
+def round_int8(weight: Tensor, group: int) -> IntGroups:
+    """Each group by its largest magnitude. `group` may be the whole row."""
+    cut = weight.float().reshape(weight.shape[0], -1, group)
+    scale = (cut.abs().amax(-1, keepdim=True) / 127).half().float()
+    quants = (cut / scale.clamp(min=1e-30)).round_().clamp_(-127, 127).to(torch.int8)
+    return IntGroups(quants.flatten(1), scale.squeeze(-1), None, 8)
