@@ -18,7 +18,6 @@ from penstock.engine.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.layers.linear import Linear
 from penstock.engine.loading.groups import IntGroups, stack
 
-
 Finish = Callable[[QuantLinear], QuantLinear]
 """Sets what does not depend on the weights."""
 
