@@ -126,7 +126,10 @@ def attention64(case: Case) -> Tensor:
         visible = at <= mine
         if layout.window is not None:
             visible &= at > mine - layout.window
-        scores = (q @ k.transpose(1, 2) * layout.scale).masked_fill(~visible, float("-inf"))
+        scores = q @ k.transpose(1, 2) * layout.scale
+        if layout.softcap is not None:
+            scores = layout.softcap * (scores / layout.softcap).tanh()
+        scores = scores.masked_fill(~visible, float("-inf"))
         out.append((scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1))
         start += count
     return torch.cat(out)
@@ -236,6 +239,15 @@ def test_mixed_batch() -> None:
         contexts = [n + rng.randrange(60 if QUICK else 900) for n in queries]
         case = build(queries, contexts, layout(*SHAPES[0]), dtype)
         run_case(f"mixed {dtype}", case)
+
+
+def test_soft_cap() -> None:
+    """Decodes and prompts, with and without a window; scores far beyond the cap."""
+    queries, contexts = ([1, 1, 20], [9, 70, 100]) if QUICK else ([1, 1, 1, 300, 20], [9, 70, 2000, 300, 1500])
+    for window in (None, 33):
+        for dtype in (torch.bfloat16, torch.float32):
+            capped = HeadLayout(4, 2, 64, 0.5, window, softcap=3.0)
+            run_case(f"soft cap, window {window} {dtype}", build(queries, contexts, capped, dtype))
 
 
 def test_fp8_cache() -> None:

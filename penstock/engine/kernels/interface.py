@@ -15,7 +15,7 @@ Layout, the same everywhere:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch import Tensor
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate in a feed-forward; gelu in its tanh form."""
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 SCALE_DTYPE = torch.bfloat16

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.engine.kernels.interface import ActivationOps
+from penstock.engine.kernels.interface import Activation, ActivationOps
 from penstock.engine.layers.linear import Linear
-from penstock.engine.models.families import Activation
 
 
 class Mlp(Protocol):
@@ -22,7 +21,12 @@ class Mlp(Protocol):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Every matrix that a step reads."""
+        """The matrices that every token passes."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all its matrices."""
         ...
 
     def __call__(self, x: Any) -> Tensor: ...
@@ -40,6 +44,10 @@ class GatedMlp:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))

@@ -40,19 +40,21 @@ class ExpertMlp:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.router.linear, *(linear for expert in self.experts for linear in expert.linears)
+        return (self.router.linear,)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.router.linear.weight_bytes + sum(expert.weight_bytes for expert in self.experts)
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x)
-        # Sorted by expert, the tokens of each are a run.
+        top_k = self.router.top_k
+        # Visits sorted by expert: those of each are a run. One gather before and one behind, none per expert.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        tokens, scales = order // self.router.top_k, weights.flatten()[order].to(x.dtype).unsqueeze(1)
-        out = torch.zeros_like(x)
-        begin = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                mine = tokens[begin : begin + count]
-                out.index_add_(0, mine, expert(x[mine]) * scales[begin : begin + count])
-                begin += count
-        return out
+        runs = x[order // top_k].split(counts)
+        visits = torch.cat([expert(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=x.device)
+        by_token = visits[back].view(-1, top_k, x.shape[1])
+        return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)

@@ -51,6 +51,10 @@ class _Reader:
         self.dtype = dtype
         self.quantize = quantize
 
+    def widened(self) -> _Reader:
+        """The same, making dense layers only."""
+        return _Reader(self.weights, self.device, self.dtype, None)
+
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
@@ -169,8 +173,17 @@ def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inne
         return _gated(read, config, f"{at}mlp.", _DENSE, config.ffn_size, inner)
     block, names = (f"{at}block_sparse_moe.", _MIXTRAL) if config.family == "mixtral" else (f"{at}mlp.", _DENSE)
     router = Router(make_linear(read.get(f"{block}gate.weight", moe.experts, hidden)), moe.top_k, moe.normalize)
-    experts = [f"{block}experts.{expert}." for expert in range(moe.experts)]
-    return ExpertMlp(ops, router, tuple(_gated(read, config, e, names, moe.ffn_size, ops) for e in experts))
+
+    def experts(reader: _Reader) -> ExpertMlp:
+        found = (_gated(reader, config, f"{block}experts.{e}.", names, moe.ffn_size, ops) for e in range(moe.experts))
+        return ExpertMlp(ops, router, tuple(found))
+
+    if ops.name != "triton":
+        return experts(read)
+    from penstock.engine.layers.cuda_moe import group
+
+    # The grouped kernels read dense and FP8 weights; those in fewer bits are widened here.
+    return group(experts(read)) or group(experts(read.widened())) or experts(read)
 
 
 def _gated(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.models.families import Activation, MoeConfig, integer, text_part, variation
+from penstock.engine.kernels.interface import Activation
+from penstock.engine.models.families import MoeConfig, integer, text_part, variation
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 

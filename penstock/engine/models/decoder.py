@@ -111,5 +111,5 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices that steps read (the embedding is a lookup and does not count)."""
-        linears = [linear for layer in self.layers for linear in layer.linears]
-        return sum(linear.weight_bytes for linear in [*linears, self.head])
+        parts = [part for layer in self.layers for part in (layer.qkv, layer.output, layer.mlp)]
+        return sum(part.weight_bytes for part in [*parts, self.head])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
+from penstock.engine.kernels.interface import Activation
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 
 Raw = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh"]
 Windows = tuple[int | None, ...]
 
 

@@ -73,7 +73,9 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> Non
         for scores in (logits, logits.float()):
             ops.argmax(scores)
             ops.gumbel_argmax(scores, floats, keys, ops.filter_thresholds(scores, floats, keys, floats, floats))
-    for prompts in ([17], [limits.budget - 1], [20] * 4):
+    # Grouped experts are tiled by the number of tokens.
+    sizes = [[1 << n] for n in range(2, limits.budget.bit_length())]
+    for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
     # Beside prompts there may be any number of decodes, not only those that have a graph.
