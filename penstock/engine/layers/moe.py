@@ -52,7 +52,7 @@ class ExpertMlp:
         # Visits sorted by expert: those of each are a run. One gather before and one behind, none per expert.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        runs = x[order // top_k].split(counts)
+        runs = torch.split(x[order // top_k], counts)
         visits = torch.cat([expert(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
