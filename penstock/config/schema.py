@@ -116,6 +116,9 @@ class ModelConfig:
         16, doc="Largest rank of an adapter; device memory is reserved for it.", least=1, most=512
     )
 
+    tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
+        "auto", doc="How the model writes function calls; auto reads it from the chat template."
+    )
     input_price: float = setting(0.0, doc="Price of a million prompt tokens, for estimates.", least=0)
     output_price: float = setting(0.0, doc="Price of a million completion tokens, for estimates.", least=0)
 

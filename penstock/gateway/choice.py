@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.text import StopStrings, TextModel
+from penstock.tools.events import CallArguments, CallBegin, Text
+from penstock.tools.parser import ToolCallParser
+from penstock.tools.toolbox import Toolbox
 
 TIME_LIMIT = "time_limit"
 """`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
@@ -25,6 +28,16 @@ class TokenPiece:
     logprob: TokenLogprob
 
 
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Part of a function call: its beginning, with an id and a name, or more of its arguments."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
 @dataclass(slots=True)
 class Piece:
     """What one choice has to say now. The last one carries `finish_reason`."""
@@ -35,6 +48,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """What ended it, when the caller named it: a stop string, a stop token id, or `TIME_LIMIT`."""
+    calls: list[CallPiece] | None = None
 
 
 class Choice:
@@ -46,8 +60,10 @@ class Choice:
         "_held",
         "_length",
         "_min_tokens",
+        "_parser",
         "_released",
         "_stops",
+        "_toolbox",
         "cached_tokens",
         "completion_tokens",
         "discard",
@@ -70,14 +86,19 @@ class Choice:
         want_logprobs: bool = False,
         discard: bool = False,
         continuation: bool = False,
+        toolbox: Toolbox | None = None,
     ) -> None:
-        """`continuation`: the text goes on from the prompt's, so a leading space stays. `discard`: the request is only
-        run for its prompt; what it generates is not shown or counted."""
+        """`toolbox`: functions the text may turn out to call. `continuation`: the text goes on from the prompt's, so a
+        leading space stays. `discard`: the request is only run for its prompt; what it generates is not shown or
+        counted."""
         self.index = index
         self.want_logprobs = want_logprobs
         self.discard = discard
         self._eos = text.eos_token_ids
-        self._detokenizer = text.detokenizer(continuation=continuation)
+        self._toolbox = toolbox
+        self._parser = None if toolbox is None else toolbox.parser()
+        shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
+        self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._held: deque[TokenPiece] = deque()
@@ -127,13 +148,31 @@ class Choice:
             piece.finish_reason = "stop" if delta.finish_reason == "complete" else delta.finish_reason
             if delta.finish_reason == "timeout":
                 piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
+        if self._parser is not None:
+            self._read_calls(self._parser, piece)
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
         if piece.finish_reason is not None:
             self.finished = True
             ended = matched is not None or delta.finish_reason == "complete"
             self.outcome = "stop" if ended else str(delta.finish_reason)
             return piece
-        return piece if piece.text or piece.tokens else None
+        return piece if piece.text or piece.tokens or piece.calls else None
+
+    def _read_calls(self, parser: ToolCallParser, piece: Piece) -> None:
+        """Take function calls out of the piece's text."""
+        assert self._toolbox is not None
+        events = parser.push(piece.text)
+        if piece.finish_reason is not None:
+            events += parser.flush()
+            if parser.calls and piece.finish_reason == "stop" and piece.stop_reason is None:
+                piece.finish_reason = "tool_calls"
+        piece.text = "".join(event.text for event in events if isinstance(event, Text))
+        piece.calls = []
+        for event in events:
+            if isinstance(event, CallBegin):
+                piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(), event.name, ""))
+            elif isinstance(event, CallArguments):
+                piece.calls.append(CallPiece(event.index, None, None, event.text))
 
     def _detokenize(self, tokens: list[int], delta: Delta) -> str:
         if not self.want_logprobs:

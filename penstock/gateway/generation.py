@@ -17,6 +17,7 @@ from penstock.gateway.choice import Choice, Piece
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
+from penstock.tools.toolbox import Toolbox
 
 GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
@@ -49,6 +50,7 @@ class Generation:
         want_logprobs: bool = False,
         discard: bool = False,
         continuation: bool = False,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.model = model
         self.prompts = prompts
@@ -82,6 +84,7 @@ class Generation:
                         want_logprobs=want_logprobs,
                         discard=discard,
                         continuation=continuation,
+                        toolbox=toolbox,
                     )
                 )
 

@@ -65,6 +65,7 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
         aliases=model.aliases,
         input_price=model.input_price,
         output_price=model.output_price,
+        tool_format=model.tool_format,
     )
 
 

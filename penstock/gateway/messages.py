@@ -4,22 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from penstock.gateway.decoding import given, not_supported
 from penstock.gateway.schemas import MESSAGE_UNSUPPORTED, ChatMessage
 from penstock.protocol.errors import InvalidRequest
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    flat = []
+    calls: set[str] = set()
+    for i, message in enumerate(messages):
+        if message.role == "tool":
+            _check_result(message, f"messages[{i}]", calls)
+        elif message.tool_calls:
+            calls.update(call.id for call in message.tool_calls)
+        flat.append(_template_message(message, f"messages[{i}]"))
+    return flat
+
+
+def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
+    param = f"{at}.tool_call_id"
+    if message.tool_call_id is None:
+        raise InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
+    if message.tool_call_id not in calls:
+        raise InvalidRequest(
+            f"`{param}` answers no call: no `tool_calls` before it has the id {message.tool_call_id!r}.", param=param
+        )
 
 
 def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
+    if message.role == "function":
         raise InvalidRequest(
-            f"Messages with the role `{message.role}` are not supported yet.",
+            "Messages with the role `function` are not supported; use `tool`.",
             param=f"{at}.role",
             code="unsupported_parameter",
         )
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest("Only the assistant makes `tool_calls`.", param=f"{at}.tool_calls")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest("`tool_call_id` goes with the role `tool`.", param=f"{at}.tool_call_id")
     for name in MESSAGE_UNSUPPORTED:
         if given(getattr(message, name)):
             raise not_supported(f"{at}.{name}")
@@ -29,12 +53,19 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             content = message.refusal
+        elif message.tool_calls:
+            content = ""
         else:
             raise InvalidRequest(f"Missing required parameter: `{at}.content`.", param=f"{at}.content")
     # `developer` is the newer name of the same thing; templates know only `system`.
-    flat = {"role": "system" if message.role == "developer" else message.role, "content": _text(content, at)}
+    role = "system" if message.role == "developer" else message.role
+    flat: dict[str, Any] = {"role": role, "content": _text(content, at)}
     if message.name is not None:
         flat["name"] = message.name
+    if message.tool_calls:
+        flat["tool_calls"] = [msgspec.to_builtins(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        flat["tool_call_id"] = message.tool_call_id
     return flat
 
 

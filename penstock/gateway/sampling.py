@@ -27,7 +27,7 @@ class Limits:
 
 
 def sampling_params(
-    request: Sampling, info: EngineInfo, eos: tuple[int, ...], *, logprobs: int | None
+    request: Sampling, info: EngineInfo, eos: tuple[int, ...], *, logprobs: int | None, grammar: str = ""
 ) -> SamplingParams:
     """Everything but `max_tokens`, which depends on the prompt (see `fit`), with the seed of choice 0."""
     stop_ids = tuple(request.stop_token_ids or ())
@@ -53,6 +53,7 @@ def sampling_params(
         seed=seed,
         stop_token_ids=stop_ids if request.ignore_eos else tuple(dict.fromkeys((*eos, *stop_ids))),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 

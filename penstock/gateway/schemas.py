@@ -23,6 +23,49 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is enforced either way."""
+
+
+class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Anything."""
+
+
+class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that is valid under a schema."""
+
+    json_schema: JsonSchema
+
+
+class RegexFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="regex"):
+    """Text that matches a regular expression, from its beginning to its end."""
+
+    regex: Annotated[str, Meta(min_length=1)]
+
+
+class ChoiceFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="choice"):
+    """One of some texts."""
+
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+
+
+class GrammarFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """Text of a Lark grammar."""
+
+    grammar: Annotated[str, Meta(min_length=1)]
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat
+
+
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     """What chat and text completions share."""
 
@@ -57,6 +100,44 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     speculation: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[ToolDefinition], Meta(max_length=128)]
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: Name
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Name
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call the model made earlier in the conversation."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -66,8 +147,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     refusal: str | None = None
     annotations: Unsupported = UNSET
     audio: Unsupported = UNSET
-    tool_calls: Unsupported = UNSET
-    tool_call_id: Unsupported = UNSET
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Name | None = None
     function_call: Unsupported = UNSET
 
 
@@ -82,11 +163,10 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
-    response_format: Unsupported = UNSET
     modalities: Unsupported = UNSET
-    tool_choice: Unsupported = UNSET
-    tools: Unsupported = UNSET
-    parallel_tool_calls: Unsupported = UNSET
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: Unsupported = UNSET
     function_call: Unsupported = UNSET
     audio: Unsupported = UNSET
@@ -98,8 +178,6 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 CHAT_UNSUPPORTED = (
-    "tools",
-    "parallel_tool_calls",
     "functions",
     "function_call",
     "audio",
@@ -109,7 +187,7 @@ CHAT_UNSUPPORTED = (
     "web_search_options",
     "moderation",
 )
-MESSAGE_UNSUPPORTED = ("audio", "tool_calls", "tool_call_id", "function_call")
+MESSAGE_UNSUPPORTED = ("audio", "function_call")
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -128,6 +206,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None

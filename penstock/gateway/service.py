@@ -12,6 +12,7 @@ from penstock.backends.base import Backend
 from penstock.gateway.generation import Generation
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.settings import GatewaySettings
+from penstock.gateway.structure import GrammarDesk
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest
 from penstock.routing.registry import Registry, ServedModel
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -39,6 +40,7 @@ class Service:
         self._requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.grammars = GrammarDesk()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 
     async def start(self) -> None:
@@ -49,6 +51,7 @@ class Service:
         for backend in self._backends():
             await backend.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""
@@ -89,7 +92,12 @@ class Service:
         return await self._in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
-        self, model: ServedModel, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        model: ServedModel,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The token ids of a conversation, as the model's template writes it."""
         if not model.text.has_chat_template:
@@ -99,9 +107,11 @@ class Service:
                 code="no_chat_template",
             )
         size = sum(len(message["content"]) for message in messages)
-        encode = functools.partial(model.text.encode_chat, messages, add_generation_prompt=add_generation_prompt)
+        encode = functools.partial(
+            model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
         try:
-            return encode() if size <= INLINE_CHARACTERS else await self._in_thread(encode)
+            return encode() if size <= INLINE_CHARACTERS and not tools else await self._in_thread(encode)
         except ChatTemplateError as error:
             message = str(error)
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error

@@ -18,6 +18,7 @@ class ModelSettings:
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
+    tool_format: str = "auto"
     max_in_flight: int = 4096
     """Requests running or waiting in its engine; more are refused."""
     silence_s: float = 75.0
@@ -58,6 +59,7 @@ class GatewaySettings:
                     silence_s=model.watchdog_s + 15.0,
                     input_price=model.input_price,
                     output_price=model.output_price,
+                    tool_format=model.tool_format,
                     max_in_flight=model.max_waiting + (model.max_running or 0),
                 )
                 for model in config.models

@@ -28,6 +28,8 @@ class ServedModel:
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
+    tool_format: str = "auto"
+    """How it writes function calls; `auto`: as its chat template says."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

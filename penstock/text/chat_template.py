@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -72,6 +73,10 @@ class ChatTemplate:
         if "default" not in self._templates:
             raise CheckpointError(f"the model has chat templates {sorted(named)} but none called 'default'")
         self._variables = dict(variables)
+        text = named.get("tool_use", named["default"])
+        self.source = text
+        """The template that renders conversations with tools."""
+        self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(text))
 
     def render(
         self,

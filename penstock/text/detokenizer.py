@@ -33,10 +33,18 @@ class IncrementalDetokenizer:
     With `continuation` the tokens go on from a text rather than begin one, so a leading space is kept.
     """
 
-    __slots__ = ("_decoder", "_skip_special", "_strip", "_vocabulary")
+    __slots__ = ("_decoder", "_shown", "_skip_special", "_strip", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special: bool = True, continuation: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special: bool = True,
+        continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._vocabulary = vocabulary
+        self._shown = shown
         self._skip_special = skip_special
         self._strip = vocabulary.strips_first_space and not continuation
         self._decoder = _utf8("replace")
@@ -45,7 +53,14 @@ class IncrementalDetokenizer:
         """The text that these tokens complete. Bytes of an unfinished character are kept for the next call."""
         vocabulary = self._vocabulary
         if self._skip_special:
-            data = b"".join([vocabulary.token_bytes(token) for token in tokens if not vocabulary.is_special(token)])
+            shown = self._shown
+            data = b"".join(
+                [
+                    vocabulary.token_bytes(token)
+                    for token in tokens
+                    if not vocabulary.is_special(token) or token in shown
+                ]
+            )
         else:
             data = b"".join([vocabulary.token_bytes(token) for token in tokens])
         return self._first(self._decoder.decode(data)) if data else ""

@@ -109,6 +109,16 @@ class TextModel:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def template_source(self) -> str:
+        """The chat template's text; empty without one."""
+        return "" if self._template is None else self._template.source
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._template is not None and self._template.knows_tools
+
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; send a plain text prompt instead of messages")
@@ -161,9 +171,12 @@ class TextModel:
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push(tokens) + detokenizer.flush()
 
-    def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> IncrementalDetokenizer:
-        """A decoder for one stream of ids. `continuation`: they go on from a prompt's text (completions)."""
-        return IncrementalDetokenizer(self, skip_special=skip_special, continuation=continuation)
+    def detokenizer(
+        self, *, skip_special: bool = True, continuation: bool = False, shown: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A decoder for one stream of ids. `continuation`: they go on from a prompt's text (completions). `shown`:
+        control tokens that are written out all the same."""
+        return IncrementalDetokenizer(self, skip_special=skip_special, continuation=continuation, shown=shown)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token adds to the text; none for an id that stands for no token."""

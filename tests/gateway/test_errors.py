@@ -22,12 +22,34 @@ def assert_shape(body: dict[str, Any]) -> dict[str, Any]:
     return body["error"]
 
 
+def schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def tool(name: str, **definition: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **definition}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-    ({"response_format": {}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "regex", "regex": "(a"}}, "response_format"),
+    ({"response_format": {"type": "grammar", "grammar": "start: nothing"}}, "response_format"),
+    ({"response_format": {"type": "choice", "choice": []}}, "response_format.choice"),
+    (schema({"type": "string", "not": {}}), "response_format.json_schema.schema"),
+    (schema({"$ref": "https://example.com/x"}), "response_format.json_schema.schema"),
+    (schema({"x-guidance": {"lenient": True}}), "response_format.json_schema.schema"),
+    (schema({"description": "x" * 300_000}), "response_format.json_schema.schema"),
+    ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+    ({"tools": [tool("bad name")]}, "tools[0].function.name"),
+    ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("f", parameters={"not": {}}, strict=True)]}, "tools"),
+    ({"tools": [tool("f", parameters={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("f")], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls"),
@@ -48,8 +70,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.answering import answer
-from penstock.gateway.choice import Piece, TokenPiece
+from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation, Prompt
@@ -26,6 +26,7 @@ from penstock.gateway.sampling import (
 )
 from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.service import Service
+from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 from penstock.text import TextModel
@@ -45,10 +46,16 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     messages = template_messages(request.messages)
     stops = stop_strings(request)
     model, info = await open_route(service, exchange, request.model)
+    toolbox = toolbox_of(request, model)
     params = sampling_params(
-        request, info, model.text.eos_token_ids, logprobs=(request.top_logprobs or 0) if request.logprobs else None
+        request,
+        info,
+        model.text.eos_token_ids,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        grammar=await grammar_for(service.grammars, request, toolbox),
     )
-    tokens = await service.encode_chat(model, messages)
+    messages, tools = for_template(messages, toolbox.tools if toolbox is not None else (), model)
+    tokens = await service.encode_chat(model, messages, tools=tools)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages")
     generation = Generation(
         model,
@@ -61,6 +68,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         speculation=request.speculation is not False,
         time_limit_s=service.settings.time_limit_s,
         want_logprobs=bool(request.logprobs),
+        toolbox=toolbox,
     )
     renderer = ChatRenderer(request, model, generation)
     await answer(service, exchange, generation, renderer, stream=bool(request.stream))
@@ -70,10 +78,7 @@ def _check(request: ChatRequest) -> None:
     for name in CHAT_UNSUPPORTED:
         if given(getattr(request, name)):
             raise not_supported(name)
-    if given(request.tool_choice) and _plain(request.tool_choice) != "none":
-        raise not_supported("tool_choice")
-    if given(request.response_format) and _plain(request.response_format) != {"type": "text"}:
-        raise not_supported("response_format")
+    check_tools(request)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
         raise not_supported("modalities")
     if request.store:
@@ -136,6 +141,8 @@ class ChatRenderer:
             else:
                 logprobs = chat_logprobs(self._text, piece.tokens, self._top)
                 data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
+        if piece.calls:
+            data += self._chunk(piece.index, {"tool_calls": [_call_delta(call) for call in piece.calls]})
         if piece.finish_reason is not None:
             data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
         return data
@@ -149,14 +156,18 @@ class ChatRenderer:
         choices = []
         for index, parts in enumerate(pieces):
             tokens = [token for part in parts for token in part.tokens]
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": "".join(part.text for part in parts),
+                "refusal": None,
+                "annotations": [],
+            }
+            if calls := [call for part in parts for call in part.calls or ()]:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = _whole_calls(calls)
             choice: dict[str, Any] = {
                 "index": index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(part.text for part in parts),
-                    "refusal": None,
-                    "annotations": [],
-                },
+                "message": message,
                 "logprobs": chat_logprobs(self._text, tokens, self._top) if self._logprobs else None,
                 "finish_reason": parts[-1].finish_reason,
             }
@@ -178,6 +189,26 @@ class ChatRenderer:
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
         return self._before + encode_json(choice) + self._after
+
+
+def _call_delta(call: CallPiece) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+
+
+def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        if piece.id is not None:
+            arguments.append([])
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name}})
+        else:
+            arguments[piece.index].append(piece.arguments)
+    for call, parts in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(parts)
+    return calls
 
 
 def chat_logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[str, Any]:

@@ -49,7 +49,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     limit = limits(asked or 1, service.settings, default=None, param="max_tokens")
     stops = stop_strings(request)
     model, info = await open_route(service, exchange, request.model)
-    params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs)
+    grammar = await service.grammars.response_format(request.response_format)
+    params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=request.logprobs)
     prompts = []

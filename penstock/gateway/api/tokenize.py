@@ -13,6 +13,7 @@ from penstock.gateway.preparing import find_model
 from penstock.gateway.sampling import check_token_ids
 from penstock.gateway.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.gateway.service import Service
+from penstock.gateway.tooling import for_template, tool_of
 from penstock.protocol.errors import InvalidRequest
 
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -29,11 +30,16 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         )
     if request.prompt is not None and request.add_generation_prompt is not None:
         raise InvalidRequest("`add_generation_prompt` goes with `messages`.", param="add_generation_prompt")
+    if request.tools and request.messages is None:
+        raise InvalidRequest("`tools` go with `messages`.", param="tools")
     model = find_model(service, exchange, request.model)
     if request.messages is not None:
+        tools = tuple(map(tool_of, request.tools or ()))
+        messages, described = for_template(template_messages(request.messages), tools, model)
         tokens = await service.encode_chat(
             model,
-            template_messages(request.messages),
+            messages,
+            tools=described,
             add_generation_prompt=request.add_generation_prompt is not False,
         )
     else:

@@ -1,0 +1,90 @@
+"""What text may look like: JSON schemas, regular expressions, choices and Lark grammars, in one form.
+
+A `Grammar` is a list of named parts in llguidance's own notation; the first one is where a text begins, and a part
+refers to another as `@name`. `Grammar.source` is what engines compile. Checking needs no tokenizer and no model, so
+that a grammar which cannot be used is refused before it reaches an engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.grammar.interface import GrammarError
+
+MAX_SOURCE = 256 * 1024
+"""Longest grammar that is accepted, in characters."""
+_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}", "lenient": False}
+"""Between the parts of JSON there may be a space, or a new line with its indentation: enough for every usual style,
+and a model that likes white space cannot go on with it for ever. Keywords that cannot be enforced are errors."""
+
+Part = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Named parts, the beginning first."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def source(self) -> str:
+        return json.dumps({"grammars": self.parts}, ensure_ascii=False)
+
+    def named(self, name: str) -> Grammar:
+        """The same grammar, to be referred to as `@name`."""
+        return Grammar(({**self.parts[0], "name": name}, *self.parts[1:]))
+
+
+def json_schema(schema: Mapping[str, Any]) -> Grammar:
+    """JSON that is valid under `schema`."""
+    if "x-guidance" in schema:
+        raise GrammarError("`x-guidance` is not a keyword of JSON schema")
+    return Grammar(({"name": "json", "json_schema": {**schema, "x-guidance": _OPTIONS}},))
+
+
+def json_object() -> Grammar:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> Grammar:
+    """Text that matches the whole of `pattern`: no look-around, no back-references; `\\d` and `\\w` are ASCII."""
+    from llguidance import regex_to_lark
+
+    return lark(f"start: /{regex_to_lark(pattern, 'dw')}/")
+
+
+def choice(options: Sequence[str]) -> Grammar:
+    """Exactly one of `options`."""
+    return lark("start: " + " | ".join(map(literal, options)))
+
+
+def lark(source: str) -> Grammar:
+    """A grammar in Lark's notation, beginning at the rule `start`."""
+    return Grammar(({"name": "lark", "lark_grammar": source},))
+
+
+def literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text)
+
+
+def check(grammar: Grammar) -> str:
+    """The source of a grammar that engines can compile; raises `GrammarError` with the reason otherwise."""
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ImportError as error:
+        raise GrammarError("this server lacks the package llguidance, which grammars need") from error
+    try:
+        source = grammar.source
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    if len(source) > MAX_SOURCE:
+        raise GrammarError(f"it has {len(source)} characters; at most {MAX_SOURCE} are accepted")
+    failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LLParserLimits(verbose_errors=False))
+    if failed:
+        raise GrammarError(messages[0].strip())
+    return source

@@ -1,0 +1,167 @@
+"""A model's message into text and function calls, as it arrives.
+
+Invariants: the events of any sequence of pushes, then `flush`, add up to the same message, however the text was cut;
+and nothing is reported that later turns out otherwise. So text that may be the beginning of a call is held back, and
+what turns out not to be a call is handed out as text. White space between text and calls belongs to neither. Once a
+call has been reported, what follows it in the same brackets is either another call or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from penstock.tools.events import CallEnd, Event, Text
+from penstock.tools.formats import ToolFormat
+from penstock.tools.scanner import CallScanner, Malformed
+
+_PIECE = 4096
+"""Characters read at a time, so that a long message costs no more than its length."""
+_SEPARATORS = ";,"
+"""Between objects that are not in a list."""
+
+
+class ToolCallParser:
+    """Parses one message. Streams push what arrives; a whole message is one push."""
+
+    __slots__ = ("_buffer", "_events", "_form", "_names", "_raw", "_scanner", "_state", "calls")
+
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        """`names`: the functions offered. A call of any other is text."""
+        self.calls = 0
+        """Calls reported so far."""
+        self._form = form
+        self._names = names
+        self._buffer = ""
+        """What has not been read yet."""
+        self._raw: list[str] | None = None
+        """What was read of a value without a call so far, to be handed out as text if there is none in it."""
+        self._scanner: CallScanner | None = None
+        self._events: list[Event] = []
+        self._state: Callable[[], bool] = self._start if form.bare else self._text
+
+    def push(self, text: str) -> list[Event]:
+        """What is certain after `text`."""
+        for at in range(0, len(text), _PIECE):
+            self._buffer += text[at : at + _PIECE]
+            while self._buffer and self._state():
+                pass
+        return self._take()
+
+    def flush(self) -> list[Event]:
+        """The rest, when no more text follows."""
+        rest, self._buffer = self._buffer, ""
+        if self._scanner is not None:
+            if self._scanner.begun:
+                self._events.append(CallEnd(self._scanner.index))
+            self._say("".join(self._raw or ()))
+        elif self._state == self._after:
+            if not self._form.closer.startswith(rest.strip()):
+                self._say(rest)
+        elif self._state != self._drop and not (self.calls and rest.isspace()):
+            self._say(rest)
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _report(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text))
+
+    # --- states: each reads from the buffer, and returns whether there is more to do with what is left
+
+    def _start(self) -> bool:
+        """The beginning of a message, which may be a call without an opener."""
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        if rest[0] == "{":
+            self._enter(len(self._buffer) - len(rest))
+        else:
+            self._state = self._text
+        return True
+
+    def _text(self) -> bool:
+        buffer, opener = self._buffer, self._form.opener
+        found = buffer.find(opener)
+        end = len(buffer) - _overlap(buffer, opener) if found < 0 else found
+        said = len(buffer[:end].rstrip())
+        self._say(buffer[:said])
+        self._buffer = buffer[said:]
+        if found < 0:
+            return False
+        self._enter(end - said + len(opener))
+        return True
+
+    def _enter(self, length: int) -> None:
+        """A call begins after `length` characters of the buffer."""
+        self._raw, self._buffer = [self._buffer[:length]], self._buffer[length:]
+        self._scanner = CallScanner(self._names, self.calls, self._report)
+        self._state = self._call
+
+    def _call(self) -> bool:
+        scanner = self._scanner
+        assert scanner is not None
+        wrong = False
+        try:
+            at = scanner.scan(self._buffer, 0)
+        except Malformed as malformed:
+            at, wrong = malformed.at, True
+        reported = scanner.index + scanner.begun
+        if reported > self.calls:
+            self._raw = None
+        elif self._raw is not None:
+            self._raw.append(self._buffer[:at])
+        self.calls = reported
+        self._buffer = self._buffer[at:]
+        if wrong:
+            if scanner.begun:
+                self._events.append(CallEnd(scanner.index))
+            self._state = self._drop if self._raw is None else self._text
+            self._say("".join(self._raw or ()))
+            self._raw, self._scanner = None, None
+        elif scanner.done:
+            self._raw, self._scanner = None, None
+            self._state = self._after
+        return True
+
+    def _after(self) -> bool:
+        """After a complete value: what closes it, or another one."""
+        rest, closer = self._buffer.lstrip(), self._form.closer
+        if not rest or closer.startswith(rest):
+            return False
+        if closer and rest.startswith(closer):
+            self._buffer = rest[len(closer) :]
+            self._state = self._text
+            return True
+        following = rest[1:].lstrip() if rest[0] in _SEPARATORS else rest
+        if not following:
+            return False
+        if following[0] == "{":
+            self._enter(len(self._buffer) - len(following))
+        else:
+            self._state = self._text
+        return True
+
+    def _drop(self) -> bool:
+        """What follows a malformed call, up to what closes it."""
+        closer = self._form.closer
+        found = self._buffer.find(closer) if closer else -1
+        if found < 0:
+            self._buffer = self._buffer[len(self._buffer) - _overlap(self._buffer, closer) :]
+            return False
+        self._buffer = self._buffer[found + len(closer) :]
+        self._state = self._text
+        return True
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` without completing it."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,97 @@
+"""Conversations with function calls, for the model's chat template.
+
+A template that knows tools gets them in its own terms. For one that does not, the functions and the format are
+explained in the system prompt, and calls and results in the history become text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.formats import ToolFormat
+from penstock.tools.toolbox import Tool
+
+Message = dict[str, Any]
+
+
+def native(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+    """Messages for a template that knows tools: arguments as objects, ids it accepts, results with their name."""
+    names: dict[str, str] = {}
+    prepared: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_native_call(call, form) for call in calls]
+            names.update((call["id"], call["function"]["name"]) for call in calls)
+        if (given := message.get("tool_call_id")) is not None:
+            message.setdefault("name", names.get(given, ""))
+            message["tool_call_id"] = form.known_id(given)
+        prepared.append(message)
+    return prepared
+
+
+def _native_call(call: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
+    function = {**call["function"], "arguments": _parsed(call["function"]["arguments"])}
+    return {**call, "id": form.known_id(call["id"]), "function": function}
+
+
+def _parsed(arguments: str) -> Any:
+    """Templates write arguments as JSON themselves. A call that was cut short stays a string."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat) -> list[Message]:
+    """Messages for a template that knows no tools."""
+    prepared: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if prepared and prepared[-1].pop("result", False):
+                result = f"{prepared.pop()['content']}\n{result}"
+            prepared.append({"role": "user", "content": result, "result": True})
+        elif calls := message.get("tool_calls"):
+            text = "\n".join(filter(None, (message["content"], written(calls, form))))
+            prepared.append({"role": "assistant", "content": text})
+        else:
+            prepared.append(message)
+    for message in prepared:
+        message.pop("result", None)
+    if not tools:
+        return prepared
+    rules = instructions(tools, form)
+    if prepared and prepared[0]["role"] == "system":
+        first = {**prepared[0], "content": f"{prepared[0]['content']}\n\n{rules}"}
+        return [first, *prepared[1:]]
+    return [{"role": "system", "content": rules}, *prepared]
+
+
+def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
+    """Calls as the model itself would write them."""
+    bodies = []
+    for call in calls:
+        function = call["function"]
+        body = {"name": function["name"], form.arguments: _parsed(function["arguments"])}
+        bodies.append(json.dumps(body, ensure_ascii=False))
+    if form.listed:
+        return f"{form.opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"
+    if form.bare:
+        return form.between.join(bodies)
+    return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)
+
+
+def instructions(tools: Sequence[Tool], form: ToolFormat) -> str:
+    """What a model without tool support in its template is told."""
+    listing = "\n".join(json.dumps(tool.described()["function"], ensure_ascii=False) for tool in tools)
+    example = {"function": {"name": "function_name", "arguments": '{"argument_name": "value"}'}}
+    return (
+        "You can call functions to answer the user. These are available, one JSON description per line:\n"
+        f"<tools>\n{listing}\n</tools>\n"
+        "To call a function, answer with nothing but its name and its arguments, in this form:\n"
+        f"{written([example], form)}\n"
+        "The result comes back to you inside <tool_response> tags. If no function is needed, answer in plain text."
+    )

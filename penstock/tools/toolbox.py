@@ -1,0 +1,132 @@
+"""The functions of one request: what is offered, what the model must do with them, and how it writes calls.
+
+From it come the grammar that enforces what was asked for, and the parser that reads what the model wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.text import grammars
+from penstock.text.grammars import Grammar, Part, literal
+from penstock.tools.formats import ToolFormat
+from penstock.tools.parser import ToolCallParser
+
+Use = Literal["auto", "required"]
+MAX_CALLS = 32
+"""Most calls in one message where a grammar decides."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments object; None: it takes none."""
+    strict: bool = False
+    """Arguments must be valid under the schema, also when the model is free to call or not."""
+
+    def described(self) -> dict[str, Any]:
+        """In the form chat templates read."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """Functions offered in one request. Without any there is no toolbox."""
+
+    tools: tuple[Tool, ...]
+    form: ToolFormat
+    use: Use = "auto"
+    only: str | None = None
+    """The one function that must be called."""
+    parallel: bool = True
+    opener_id: int | None = None
+    """The opener's token, where it is a control token."""
+    allowed: tuple[Tool, ...] = field(init=False)
+    """The functions that may be called."""
+
+    def __post_init__(self) -> None:
+        allowed = tuple(tool for tool in self.tools if self.only in (None, tool.name))
+        object.__setattr__(self, "allowed", allowed)
+
+    def parser(self) -> ToolCallParser:
+        return ToolCallParser(self.form, frozenset(tool.name for tool in self.allowed))
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar is needed for what was asked."""
+        return self.use == "required" or not self.parallel or any(tool.strict for tool in self.allowed)
+
+    def grammar(self, answer: Grammar | None = None) -> Grammar:
+        """What the message may be: calls, or, where the model is free to choose, text or an `answer` of its own."""
+        rules = [f"call_{index}: {self._call(tool, index)}" for index, tool in enumerate(self.allowed)]
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(self.allowed))))
+        parts = [
+            {**part, "name": f"arguments_{index}"}
+            for index, tool in enumerate(self.allowed)
+            for part in grammars.json_schema(tool.parameters or _NO_PARAMETERS).parts
+        ]
+        if self.use == "required":
+            rules.append(f"start: {self._opening} calls")
+        elif answer is not None:
+            rules.append(f"start: @answer | {self._opening} calls")
+            parts += answer.named("answer").parts
+        else:
+            rules += self._free()
+        rules.append(f"calls: {self._calls()}")
+        top: Part = {"name": "message", "lark_grammar": "\n".join(rules)}
+        return Grammar((top, *parts))
+
+    @property
+    def _opener(self) -> str:
+        return literal(self.form.opener) if self.opener_id is None else f"<[{self.opener_id}]>"
+
+    @property
+    def _opening(self) -> str:
+        """What stands before the first call's JSON. Where it may be left out, it is."""
+        return "" if self.form.bare else f"{self._opener} {_text(self.form.before)}"
+
+    def _free(self) -> list[str]:
+        """Any text, then calls or not."""
+        before = _text(self.form.before)
+        if self.form.bare:
+            tagged = "" if self.opener_id is None else f"({self._opener} calls)?"
+            return [r"ANYTHING: /[^{\s](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
+        if self.opener_id is not None:
+            return ["ANYTHING: /(?s:.*)/", f"start: ANYTHING ({self._opener} {before} calls)?"]
+        # A lazy lexeme ends where the opener first does, so that the opener cannot be taken for text.
+        return [
+            "ANYTHING: /(?s:.*)/",
+            f"opened[lazy]: ANYTHING {self._opener}",
+            f"start: ANYTHING | opened {before} calls",
+        ]
+
+    def _calls(self) -> str:
+        form = self.form
+        end = f"{_text(form.after)} {_text(form.closer)}"
+        between = literal(form.between)
+        if form.listed:
+            return f'"[" call {self._more(f"{between} call")} "]" {end}'
+        if form.bare:
+            return f"call {self._more(f'{between} call')}"
+        return f"call {end} {self._more(f'{between} {self._opener} {_text(form.before)} call {end}')}"
+
+    def _more(self, call: str) -> str:
+        """Further calls, where there may be several."""
+        return f"({call}){{0,{MAX_CALLS - 1}}}" if self.parallel else ""
+
+    def _call(self, tool: Tool, index: int) -> str:
+        head = f'{{"name": {literal(tool.name)}, "{self.form.arguments}": '
+        return f"{literal(head)} @arguments_{index} {literal('}')}"
+
+
+def _text(text: str) -> str:
+    """A literal, or nothing."""
+    return literal(text) if text else ""

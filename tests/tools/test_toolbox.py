@@ -1,0 +1,152 @@
+"""Grammars for function calls: what they allow is what the parser reads, in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.engine.grammar.guidance import GuidanceCompiler
+from penstock.engine.grammar.interface import words_for
+from penstock.text import TextModel, grammars, load_text
+from penstock.text.grammars import Grammar
+from penstock.text.vocabulary import vocabulary
+from penstock.tools.events import Parsed, gather
+from penstock.tools.formats import FORMATS, FormatName
+from penstock.tools.toolbox import Tool, Toolbox, Use
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("get_weather", "Weather", CITY, strict=True), Tool("clock"))
+MARK = "<repo_name>"
+"""A control token of the default model, which stands for an opener that is one."""
+
+
+@pytest.fixture(scope="module")
+def text(default_model: Path) -> TextModel:
+    return load_text(default_model)
+
+
+@pytest.fixture(scope="module")
+def compiler(text: TextModel) -> GuidanceCompiler:
+    return GuidanceCompiler(vocabulary(text), text.vocab_size)
+
+
+def toolbox(
+    name: FormatName, text: TextModel, *, use: Use = "auto", control: bool = False, **options: object
+) -> Toolbox:
+    opener_id = text.token_id(MARK) if control else None
+    return Toolbox(TOOLS, FORMATS[name], use=use, opener_id=opener_id, **options)  # type: ignore[arg-type]
+
+
+class Walk:
+    """Follows a grammar token by token."""
+
+    def __init__(self, compiler: GuidanceCompiler, text: TextModel, grammar: Grammar) -> None:
+        self.compiler, self.text = compiler, text
+        self.matcher = compiler.compile(grammars.check(grammar))
+
+    def allowed(self) -> np.ndarray:
+        mask = np.zeros((1, words_for(self.text.vocab_size)), np.int32)
+        self.compiler.fill([self.matcher], mask)
+        assert self.matcher.error is None
+        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+    def takes(self, words: str) -> bool:
+        """Whether the grammar allows a text."""
+        for token in self.text.encode(words, special=True, add_special_tokens=False):
+            if token not in self.allowed():
+                return False
+            self.matcher.accept(token)
+        return True
+
+    def ramble(self, seed: int, limit: int = 400) -> str:
+        """A random text of the grammar."""
+        rng = random.Random(seed)
+        tokens: list[int] = []
+        end = self.text.eos_token_ids[0]
+        while not self.matcher.complete and len(tokens) < limit:
+            allowed = self.allowed()
+            token = end if end in allowed and len(tokens) > 60 else int(rng.choice(allowed))
+            self.matcher.accept(token)
+            tokens.append(token)
+        return self.text.decode(tokens, skip_special=True)
+
+
+def parsed(box: Toolbox, message: str) -> Parsed:
+    parser = box.parser()
+    return gather(parser.push(message) + parser.flush())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_calls_that_must_be_made_are_always_valid(
+    compiler: GuidanceCompiler, text: TextModel, name: FormatName, parallel: bool
+) -> None:
+    box = toolbox(name, text, use="required", parallel=parallel)
+    grammar = box.grammar()
+    for seed in range(4):
+        message = parsed(box, Walk(compiler, text, grammar).ramble(seed))
+        assert message.calls and not message.text
+        assert len(message.calls) == 1 or parallel
+        for call in message.calls:
+            arguments = json.loads(call.arguments)
+            if call.name == "get_weather":
+                assert set(arguments) <= {"city", "days"} and len(arguments["city"]) <= 6
+            else:
+                assert (call.name, arguments) == ("clock", {})
+
+
+def call(name: FormatName, arguments: str, opener: str | None = None) -> str:
+    form = FORMATS[name]
+    body = f'{{"name": "get_weather", "{form.arguments}": {arguments}}}'
+    body = f"[{body}]" if form.listed else body
+    return (form.opener if opener is None else opener) + form.before + body + form.after + form.closer
+
+
+@pytest.mark.parametrize(
+    ("name", "control"), [("hermes", False), ("smollm2", False), ("mistral", True), ("hermes", True)]
+)
+def test_free_text_may_turn_into_a_strict_call(
+    compiler: GuidanceCompiler, text: TextModel, name: FormatName, control: bool
+) -> None:
+    grammar = toolbox(name, text, control=control).grammar()
+    opener = MARK if control else None
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    assert allowed("Just text, with { and [ in it.")
+    assert allowed("Let me see. " + call(name, '{"city": "Rome"}', opener))
+    assert not allowed("Let me see. " + call(name, '{"city": 3}', opener))
+    assert not allowed("Let me see. " + call(name, '{"town": "Rome"}', opener))
+    walk = Walk(compiler, text, grammar)
+    assert walk.takes("Hello") and text.eos_token_ids[0] in walk.allowed()
+
+
+def test_bare_calls_are_told_from_text_by_their_first_character(compiler: GuidanceCompiler, text: TextModel) -> None:
+    grammar = toolbox("llama3", text, control=True).grammar()
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    assert allowed("Plain { text }")
+    assert allowed(call("llama3", '{"city": "Rome"}', "")) and allowed(call("llama3", '{"city": "Rome"}', MARK))
+    assert not allowed('{"nam": 1}') and not allowed(call("llama3", '{"city": 1}', MARK))
+
+
+def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextModel) -> None:
+    grammar = toolbox("smollm2", text).grammar(grammars.choice(["yes", 'n"o']))
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    assert allowed("yes") and allowed('n"o') and allowed(call("smollm2", '{"city": "Rome"}'))
+    assert not allowed("maybe") and not allowed(call("smollm2", '{"city": 1}'))
