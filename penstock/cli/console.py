@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,3 +100,16 @@ def resolve_models(config: Config, console: Console) -> dict[str, Path]:
         with download_bar(console, model.name) as progress:
             paths[model.name] = resolve(model.source, progress)
     return paths
+
+
+def resolve_drafts(config: Config, console: Console) -> Config:
+    """`config` with every draft model's source replaced by its local path."""
+    from penstock.engine.loading.sources import resolve
+
+    models = []
+    for model in config.models:
+        if model.draft_model is not None:
+            with download_bar(console, f"draft of {model.name}") as progress:
+                model = dataclasses.replace(model, draft_model=str(resolve(model.draft_model, progress)))
+        models.append(model)
+    return dataclasses.replace(config, models=tuple(models))

@@ -54,7 +54,7 @@ def engine(
 
         penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
     """
-    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
     from penstock.errors import ConfigError
@@ -75,7 +75,7 @@ def engine(
             path = Path(chosen.source)
         else:
             given = flags(settings, models__each__device=device, logging__level=log_level)
-            config = load(config_file, models=[model], flags=given)
+            config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
         from penstock.telemetry import logging as telemetry_logging

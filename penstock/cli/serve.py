@@ -39,7 +39,7 @@ def serve(
     """
     import asyncio
 
-    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.reporting import ConsoleReporter
     from penstock.config import load
     from penstock.supervisor.health import check_port
@@ -62,7 +62,7 @@ def serve(
     server = config.server
     check_port(server.host, server.port)
     console = stderr()
-    config = resolved(config, resolve_models(config, console))
+    config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateway = units(config, folder)

@@ -95,6 +95,10 @@ def _conflicts(config: Config) -> list[str]:
             problem = name_problem(spec.name) if spec.source else "a source is needed"
             if problem is not None:
                 problems.append(f"models[{index}].adapters[{position}]: {problem}")
+        if model.speculation == "draft" and model.draft_model is None:
+            problems.append(f"models[{index}]: speculation: draft needs a draft_model")
+        if model.speculation != "draft" and model.draft_model is not None:
+            problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
     return problems
 
 

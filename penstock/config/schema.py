@@ -92,9 +92,12 @@ class ModelConfig:
     )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
     speculation: SpeculationForm = setting(  # noqa: RUF009
-        "off", doc="ngram: guess tokens ahead from the text itself, where it pays. The text stays the same."
+        "off", doc="Guess tokens ahead where it pays: ngram (from the text itself) or draft (needs draft_model)."
     )
     speculation_depth: int = setting(6, doc="Most guessed tokens per sequence and step.", least=1, most=32)
+    draft_model: str | None = setting(
+        None, doc="Source of a smaller model with the same vocabulary, for speculation: draft.", example="smollm2-135m"
+    )
     threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")
     watchdog_s: float = setting(
         60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1

@@ -11,7 +11,7 @@ WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-SpeculationForm = Literal["off", "ngram"]
+SpeculationForm = Literal["off", "ngram", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,11 @@ class EngineConfig:
     prefix_cache: bool = True
     speculation: SpeculationForm = "off"
     """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the
-    text itself. What is generated stays the same."""
+    text itself. `draft`: from `draft_model`. What is generated stays the same."""
     speculation_depth: int = 6
     """Most guesses per sequence and step."""
+    draft_model: str | None = None
+    """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None

@@ -25,13 +25,23 @@ def kv_shape(model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape
 
 
 def count_blocks(
-    config: EngineConfig, decoder: Decoder, dtype: torch.dtype, *, max_running: int, max_model_len: int, budget: int
+    config: EngineConfig,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    *,
+    max_running: int,
+    max_model_len: int,
+    budget: int,
+    beside: int = 0,
 ) -> int:
-    """KV blocks to allocate, the null block included: as asked for, or a share of what is left."""
+    """KV blocks to allocate, the null block included: as asked for, or a share of what is left.
+
+    `beside`: bytes that every block needs outside this cache (in a draft model's).
+    """
     if config.num_blocks is not None:
         return config.num_blocks + 1
     device, model = decoder.embedding.device, decoder.config
-    block_bytes = kv_shape(model, config.block_size, dtype).block_bytes
+    block_bytes = kv_shape(model, config.block_size, dtype).block_bytes + beside
     memory = config.kv_memory
     if memory is None and device.type == "cuda":
         activations = _activation_bytes(decoder, dtype, budget, config.block_size)

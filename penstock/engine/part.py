@@ -17,7 +17,7 @@ import torch
 from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
 from penstock.engine.config import EngineConfig
 from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
-from penstock.engine.kernels.interface import FP8
+from penstock.engine.kernels.interface import FP8, Ops
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.memory import count_blocks, kv_shape
 from penstock.engine.models.build import Weights, build_decoder
@@ -62,8 +62,18 @@ class Part:
     adapters: AdapterRuntime | None = None
 
 
-def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -> Part:
-    """Read the checkpoint and make decoder and cache; `checkpoint` stands in for the one that `config` names."""
+def load_part(
+    config: EngineConfig,
+    checkpoint: object | None,
+    phases: Phases,
+    *,
+    ops: Ops | None = None,
+    beside: int = 0,
+) -> Part:
+    """Read the checkpoint and make decoder and cache; `checkpoint` stands in for the one that `config` names.
+
+    `ops`: kernels to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    """
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     device = pick_device(config.device)
@@ -75,7 +85,7 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
         weights = _open(config, checkpoint)
         model = ModelConfig.from_hf(weights.config)
     with phases("kernels"):
-        ops = pick_ops(device, threads)
+        ops = ops or pick_ops(device, threads)
         plan = plan_weights(config, ops, device, dtype, weights)
         kv_dtype = pick_kv_dtype(config, device, dtype, ops)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
@@ -101,7 +111,7 @@ def load_part(config: EngineConfig, checkpoint: object | None, phases: Phases) -
             compile_kernels(decoder, kv_dtype, limits, adapters)
     with phases("kv cache"):
         num_blocks = count_blocks(
-            config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget
+            config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget, beside=beside
         )
         kv = KVCache(kv_shape(model, config.block_size, kv_dtype), num_blocks, device)
     # Block 0 belongs to nobody.

@@ -145,6 +145,17 @@ class Scheduler:
             return []
         return [seq for seq in self.running if self._remaining(seq) == 1]
 
+    def reserve(self, seq: Sequence, guesses: int) -> int:
+        """Take blocks for guesses behind a sequence's last token; for how many there is room and nobody suffers."""
+        room = min(seq.params.max_tokens - seq.output_len, self.max_model_len - seq.length) - 1
+        count = min(guesses, room)
+        end = seq.length + count
+        missing = self.allocator.blocks_for(end) - len(seq.blocks)
+        if missing > 0 and self.allocator.pool.free - missing < len(self.running):
+            end = len(seq.blocks) * self.allocator.block_size  # what its blocks hold anyway
+        self.allocator.grow(seq, end)
+        return max(end - seq.length, 0)
+
     def schedule(self, now: float, drafts: Mapping[Sequence, list[int]] | None = None) -> Batch | None:
         """Choose the next step's chunks and take the blocks they need. None when nothing can run.
 
@@ -237,17 +248,8 @@ class Scheduler:
         return list(chunks.values())
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
-        """As many guesses as cost no other sequence its place; their blocks are taken."""
-        room = min(seq.params.max_tokens - seq.output_len, self.max_model_len - seq.length) - 1
-        count = min(len(drafts), room, spare)
-        while count > 0:
-            end = seq.computed + 1 + count
-            missing = self.allocator.blocks_for(end) - len(seq.blocks)
-            if missing <= 0 or self.allocator.pool.free - missing >= len(self.running):
-                self.allocator.grow(seq, end)
-                return tuple(drafts[:count])
-            count = len(seq.blocks) * self.allocator.block_size - seq.computed - 1  # what its blocks hold anyway
-        return ()
+        """As many guesses as leave every decode its token of the budget; their blocks are taken."""
+        return tuple(drafts[: self.reserve(seq, min(len(drafts), spare))])
 
     def _admit(self, budget: int, now: float) -> Chunk | None:
         """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""

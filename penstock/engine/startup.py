@@ -14,7 +14,7 @@ from penstock.engine.part import Phases, Progress, load_part
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculative.setup import make_speculation
+from penstock.engine.speculative.setup import load_draft, make_speculation
 
 
 def load_engine(
@@ -22,7 +22,14 @@ def load_engine(
 ) -> Engine:
     """See `Engine.load`."""
     phases = Phases(progress)
-    part = load_part(config, checkpoint, phases)
+    draft = load_draft(config, phases)
+    part = load_part(
+        config,
+        checkpoint,
+        phases,
+        ops=None if draft is None else draft.decoder.ops,
+        beside=0 if draft is None else draft.kv.shape.block_bytes,
+    )
     pool = BlockPool(part.kv.num_blocks)
     scheduler = Scheduler(
         BlockAllocator(pool, config.block_size, config.prefix_cache),
@@ -53,7 +60,7 @@ def load_engine(
         startup=phases.seconds,
     )
     overlap = part.kv.device.type != "cpu"
-    speculation = make_speculation(config, part.max_running, overlap=overlap)
+    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
     engine = Engine(config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation)
     runner.record(part.token_budget)
     if runner.graphs is not None:

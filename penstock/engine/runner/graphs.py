@@ -27,7 +27,7 @@ from penstock.engine.scheduler import Batch
 
 _PINNED_BUFFERS = 3
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
-           ("rows64", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
+           ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 
 
@@ -99,6 +99,7 @@ class DecodeGraphs:
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
+        self._padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1}
         self.buckets = buckets_up_to(max(max_rows, max_tokens))
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
@@ -117,8 +118,7 @@ class DecodeGraphs:
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
 
-        Several tokens of one row (guesses being verified) overwrite each other's sample in the row; the host knows
-        all of them before it launches the next step.
+        Of several tokens of one row (guesses being verified) the last one's sample stays in the row.
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
         count = batch.num_tokens
@@ -136,17 +136,24 @@ class DecodeGraphs:
             "slots": slots,
             "keys": row_keys(self.rows.seeds[rows], positions + 1),
             "rows64": rows,
+            "stores": self._stores(batch, rows),
             "rows": rows,
             "contexts": positions + 1,
         }
         if self.lora is not None:
             values |= self.lora.tables(slots_of(batch), bucket)
-        captured.inputs.send(
-            values,
-            {"rows64": self.scratch_row, "rows": self.scratch_row, "contexts": 1},
-        )
+        captured.inputs.send(values, self._padding)
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count]
+
+    def _stores(self, batch: Batch, rows: np.ndarray) -> np.ndarray:
+        """The row that keeps each sample."""
+        if not batch.speculative:
+            return rows
+        last = np.cumsum([chunk.length for chunk in batch.chunks]) - 1
+        stores = np.full_like(rows, self.scratch_row)
+        stores[last] = rows[last]
+        return stores
 
     def capture_all(self) -> None:
         """Capture every bucket, largest first, so that the smaller ones fit into its memory."""
@@ -157,8 +164,7 @@ class DecodeGraphs:
     def capture(self, bucket: int) -> _Captured:
         """Record the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
         inputs = _PackedInputs(bucket, self.kv.device, self._fields)
-        scratch = {"rows64": self.scratch_row, "rows": self.scratch_row, "contexts": 1}
-        inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, scratch)
+        inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
         stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.kv.device))
         with torch.inference_mode(), torch.cuda.stream(stream):
@@ -194,5 +200,5 @@ class DecodeGraphs:
         logits = self.decoder.head(hidden)
         temperatures = self.rows.floats[rows, FLOATS.index("temperature")]
         tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
-        self.rows.last_tokens[rows] = tokens
+        self.rows.last_tokens[inputs.view("stores", torch.int64)] = tokens
         return logits, tokens

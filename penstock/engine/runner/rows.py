@@ -56,9 +56,17 @@ class Rows:
     """Per-row tensors on the device and their host mirrors."""
 
     def __init__(
-        self, max_rows: int, max_context: int, vocab_size: int, device: torch.device, block_size: int = 16
+        self,
+        max_rows: int,
+        max_context: int,
+        vocab_size: int,
+        device: torch.device,
+        block_size: int = 16,
+        followed: int = ~0,
     ) -> None:
+        """`followed`: flags of the sampling parameters that count here; a draft model may leave some out."""
         self.device = device
+        self.followed = followed
         self.vocab_size = vocab_size
         self.max_context = max_context
         max_blocks = -(-max_context // block_size)
@@ -119,12 +127,12 @@ class Rows:
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)
         top_k = np.array([seq.params.top_k for seq in sequences], np.int64)
         self.seeds[rows] = np.array([seq.params.seed & (2**64 - 1) for seq in sequences], np.uint64)
-        self.flags[rows] = np.array([int(flags_of(seq.params)) for seq in sequences], np.uint8)
+        self.flags[rows] = np.array([int(flags_of(seq.params)) & self.followed for seq in sequences], np.uint8)
         at, values, ks = self._staging.upload([rows, floats.reshape(-1), top_k])
         self.floats[at] = values.view(len(sequences), len(FLOATS))
         self.top_k[at] = ks
         for seq in sequences:
-            if seq.params.penalized:
+            if self.flags[seq.row] & Flag.PENALTY:
                 self._count_tokens(seq)
 
     def _count_tokens(self, seq: Sequence) -> None:

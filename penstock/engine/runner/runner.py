@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from penstock.engine.runner.inputs import InputBuilder, StepInputs, chunk_target
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
+from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.verification import count_accepted
 
 _SCORED_AT_ONCE = 128
@@ -51,11 +53,18 @@ class PendingStep:
     logprobs: LogprobTensors | None = None
     event: torch.cuda.Event | None = None
 
-    def wait(self) -> list[Sampled]:
-        """Block until the step's tokens are on the host; they come in batch order."""
+    def last_tokens(self) -> list[tuple[Sequence, int]]:
+        """Block until the step's tokens are on the host; of each sequence the one behind its last token."""
+        return list({chunk.seq: token for chunk, token in zip(self.chunks, self._tokens(), strict=True)}.items())
+
+    def _tokens(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        tokens = [] if self.tokens is None else self.tokens.tolist()
+        return [] if self.tokens is None else self.tokens.tolist()
+
+    def wait(self) -> list[Sampled]:
+        """Block until the step's tokens are on the host; they come in batch order."""
+        tokens = self._tokens()
         logprobs = None
         if self.logprobs is not None:
             logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
@@ -85,13 +94,15 @@ class Runner:
         block_size: int,
         max_verified: int = 0,
         adapters: AdapterRuntime | None = None,
+        followed: int = ~0,
     ) -> None:
-        """`max_verified`: most decoded tokens in a step that verifies guesses."""
+        """`max_verified`: most decoded tokens in a step that verifies guesses. `followed`: see `Rows`."""
         self.decoder = decoder
         self.adapters = adapters
+        self.max_verified = max_verified
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
-        self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size)
+        self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size, followed)
         self.inputs = InputBuilder(self.rows, block_size)
         self.graphs: DecodeGraphs | None = None
         self.tape: Tape | None = None
@@ -130,7 +141,7 @@ class Runner:
         if isinstance(self.decoder.ops, CpuOps):
             self.tape = record(
                 self.decoder.ops, self.decoder.forward, self.kv, self.rows.block_tables,
-                tokens=tokens, sequences=min(tokens, len(self.rows.block_tables)),
+                tokens=tokens, sequences=min(tokens, max(len(self.rows.block_tables), self.max_verified)),
             )  # fmt: skip
 
     def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
@@ -156,7 +167,11 @@ class Runner:
         if request.flags & ~(Flag.RANDOM | Flag.FILTER) or not logits.is_cuda:
             logits = logits.float()  # draws and filters on CUDA read the head's own dtype
         tokens, logprobs = sample(logits, request, self.rows, self.decoder.ops)
-        self.rows.last_tokens[request.rows] = tokens
+        if request.ahead is None:
+            self.rows.last_tokens[request.rows] = tokens
+        else:  # of a chunk with guesses, the last token's sample stays
+            last = torch.from_numpy(np.flatnonzero(np.append(request.ahead[1:] == 0, True))).to(tokens.device)
+            self.rows.last_tokens[request.rows[last]] = tokens[last]
         step.chunks, step.tokens, step.logprobs = request.chunks, tokens, logprobs
         if tokens.is_cuda:
             self._send_home(step)

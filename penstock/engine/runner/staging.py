@@ -1,7 +1,7 @@
 """Getting small host arrays to the device without waiting.
 
 All arrays of a step go into one pinned buffer and cross in one copy. Buffers rotate: the engine never has more than
-two steps in flight, so with three buffers the host never writes into one that the device may still read.
+two steps in flight, each with a few uploads, so the host never writes into a buffer that the device may still read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16
-_DEPTH = 3
+_DEPTH = 8
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,

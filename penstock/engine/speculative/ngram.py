@@ -46,6 +46,9 @@ class NgramProposer:
             return 0.0, 0
         return state.acceptance[state.kind].chance, len(state.guess)
 
+    def seconds(self, sequences: int) -> float:
+        return 0.0  # what it takes is part of every step, and hardly to be seen
+
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         return {seq: self._states[seq].guess[:depth] for seq, depth in depths.items()}
 

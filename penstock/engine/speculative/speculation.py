@@ -9,12 +9,15 @@ so the time lost to waiting is part of what such steps are measured to take, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import MARGIN, StepCosts, choose_depths
+
+log = logging.getLogger(__name__)
 
 _PATIENCE = 64
 _MOST_PATIENCE = 1024
@@ -29,6 +32,10 @@ class Proposer(Protocol):
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
         """The chance that a guess holds, and how many could be made now (0: none)."""
+        ...
+
+    def seconds(self, sequences: int) -> float:
+        """What making one guess more takes, for that many sequences."""
         ...
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -53,12 +60,13 @@ class Speculation:
         self.most_tokens = most_tokens
         self.plain = StepCosts()
         self.verifying = StepCosts() if overlap else self.plain
-        self.proposing = StepCosts()
         self.drafts = 0
         """Times that guesses of a sequence were verified."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.paying = True
+        self.broken = False
+        """A proposer raised."""
         self._clock = clock
         self._last_step: float | None = None
         self._spent = 0.0
@@ -68,7 +76,7 @@ class Speculation:
 
     def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
         """How many guesses to verify of which sequences in the next step."""
-        plain_s = self.plain.estimate(len(decoding)) if decoding else None
+        plain_s = self.plain.estimate(len(decoding)) if decoding and not self.broken else None
         if plain_s is None or len(decoding) >= self.most_tokens:
             return {}
         outlooks = [self._outlook(seq) for seq in decoding]
@@ -94,9 +102,14 @@ class Speculation:
         if not depths:
             return {}
         begin = self._clock()
-        drafts = self.proposer.propose(depths)
+        try:
+            drafts = self.proposer.propose(depths)
+        except Exception:
+            # Nothing depends on guesses: serving goes on without them.
+            log.exception("guessing failed; speculation is off from now on")
+            self.broken = True
+            return {}
         self._spent = self._clock() - begin
-        self.proposing.observe(len(depths), self._spent / max(depths.values()))
         return drafts
 
     def learn(self, chunk: Chunk, tokens: list[int]) -> None:
@@ -141,7 +154,7 @@ class Speculation:
         return chance, min(most, self.depth, room)
 
     def _step_s(self, decodes: int) -> Callable[[int, int], float]:
-        proposing = self.proposing.estimate(decodes) or 0.0
+        proposing = self.proposer.seconds(decodes)
 
         def seconds(tokens: int, depth: int) -> float:
             verifying = self.verifying.estimate(tokens) or self.plain.estimate(tokens) or 0.0

@@ -24,13 +24,6 @@ class FreeSteps(StepCosts):
         return 1.0
 
 
-class NoProposing(FreeSteps):
-    """And guessing takes none."""
-
-    def estimate(self, tokens: int) -> float | None:
-        return None
-
-
 class Oracle:
     """Guesses from known texts, each token wrong with a given probability."""
 
@@ -42,6 +35,9 @@ class Oracle:
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
         return 0.9, self.rng.choice((0, 1, 3, 6))
+
+    def seconds(self, sequences: int) -> float:
+        return 0.0
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         guesses: dict[Sequence, list[int]] = {}
@@ -67,7 +63,6 @@ def eager_engine(folder: Path, proposer: Callable[[Engine], Proposer] | None = N
     speculation = engine.speculation
     assert speculation is not None
     speculation.plain = speculation.verifying = FreeSteps()
-    speculation.proposing = NoProposing()
     if proposer is not None:
         speculation.proposer = proposer(engine)
     return engine

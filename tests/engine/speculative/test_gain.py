@@ -100,6 +100,9 @@ class _Guesser:
     def outlook(self, seq: Sequence) -> tuple[float, int]:
         return self.chance, 4
 
+    def seconds(self, sequences: int) -> float:
+        return 0.0
+
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         return {seq: [0] * depth for seq, depth in depths.items()}
 

@@ -1,0 +1,172 @@
+"""Guesses from a smaller model that reads along.
+
+The draft model has a KV cache of its own, but no block tables of its own: block `b` of both caches belongs to the same
+tokens of the same sequence, so preemption, prefix sharing and freeing need no second book-keeping. What it has not
+read yet (a prompt, tokens made while it was not asked) it reads when it is next asked, at most `budget` tokens at a
+time. A wrong guess is simply overwritten.
+
+It draws its guesses with the noise that the target will draw with (same seed, same position), so where both models
+agree on the distribution they agree on the token too, at any temperature.
+"""
+
+from __future__ import annotations
+
+import time
+
+from penstock.engine.runner.rows import Flag
+from penstock.engine.runner.runner import PendingStep, Runner
+from penstock.engine.scheduler import Batch, Chunk, Scheduler
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.gain import Acceptance, StepCosts
+
+FOLLOWED = int(Flag.RANDOM | Flag.FILTER | Flag.BIAS)
+"""Of the sampling parameters: penalties and minimum lengths are left to the target."""
+_IN_FLIGHT = 2
+"""Draft steps launched but not awaited: as many as the runner's staging buffers allow."""
+
+
+class _State:
+    """What is known of one sequence."""
+
+    __slots__ = ("acceptance", "epoch", "read")
+
+    def __init__(self, everyone: Acceptance) -> None:
+        self.acceptance = Acceptance(everyone, decay=0.9)
+        self.epoch = -1
+        self.read = 0
+        """Leading tokens that are in the draft's cache."""
+
+
+class DraftProposer:
+    """See `Proposer`. `runner` is the draft model's; it uses the rows and blocks that `scheduler` gave out."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, *, window: int, budget: int) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.window = window
+        self.budget = budget
+        self._everyone = Acceptance(0.7, decay=0.995, weight=8.0)
+        self._costs = StepCosts()
+        self._states: dict[Sequence, _State] = {}
+        self._contents: list[bytes | None] = [None] * runner.kv.num_blocks
+        """By block: the name of the prefix whose last block it holds in the draft's cache, if it is complete."""
+
+    def outlook(self, seq: Sequence) -> tuple[float, int]:
+        state = self._states.get(seq)
+        chance = (self._everyone if state is None else state.acceptance).chance
+        return chance, max(self.window - seq.length - 1, 0)
+
+    def seconds(self, sequences: int) -> float:
+        return self._costs.estimate(sequences) or 0.0
+
+    def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        room = {seq: self.scheduler.reserve(seq, depth) for seq, depth in depths.items()}
+        wanted = self._read_up({seq: count for seq, count in room.items() if count > 0})
+        if not wanted:
+            return {}
+        begin = time.perf_counter()
+        guesses = self._draw(wanted)
+        deepest = max(wanted.values())
+        self._costs.observe(len(wanted), (time.perf_counter() - begin) / deepest)
+        return guesses
+
+    def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
+        state = self._states.get(seq)
+        if state is None or not drafts:
+            return
+        held = len(tokens) - 1
+        made = min(held + 1, len(drafts))
+        state.acceptance.observe(held, made)
+        self._everyone.observe(held, made)
+        # The last guess was never fed back; of the others those that held have been read.
+        state.read = len(seq.tokens) - len(tokens) + min(held, len(drafts) - 1)
+        self._note_contents(seq, state)
+
+    def forget(self, seq: Sequence) -> None:
+        self._states.pop(seq, None)
+
+    def _read_up(self, wanted: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Read what is new, but for a sequence's last few tokens; those that still lack more get no guesses yet."""
+        chunks: list[Chunk] = []
+        ready: dict[Sequence, int] = {}
+        left = self.budget
+        for seq, count in wanted.items():
+            state = self._state(seq)
+            behind = len(seq.tokens) - 1 - state.read
+            if behind <= count:
+                ready[seq] = count  # short enough to be read together with the last token
+                continue
+            length = min(behind, left)
+            if length:
+                chunks.append(self._chunk(seq, state, length, samples=False))
+                left -= length
+            if length == behind:
+                ready[seq] = count
+        if chunks:
+            self.runner.run(_batch(chunks)).wait()
+        return ready
+
+    def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        guesses: dict[Sequence, list[int]] = {seq: [] for seq in wanted}
+        flying: list[PendingStep] = []
+
+        def collect() -> None:
+            for seq, token in flying.pop(0).last_tokens():
+                guesses[seq].append(token)
+
+        for depth in range(max(wanted.values())):
+            chunks = []
+            for seq, count in wanted.items():
+                if depth < count:
+                    state = self._states[seq]
+                    chunks.append(self._chunk(seq, state, len(seq.tokens) + depth - state.read, samples=True))
+            if len(flying) == _IN_FLIGHT:
+                collect()
+            flying.append(self.runner.run(_batch(chunks)))
+        while flying:
+            collect()
+        for seq in wanted:
+            self._states[seq].read = len(seq.tokens)  # guesses count as read once they hold
+        return guesses
+
+    def _chunk(self, seq: Sequence, state: _State, length: int, *, samples: bool) -> Chunk:
+        first, end = state.read, state.read + length
+        # Tokens beyond the last one are read each on its own, as in verification: that is what CUDA graphs hold.
+        drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.runner.graphs is not None else ()
+        chunk = Chunk(seq, first, length, samples, drafts)
+        size = self.scheduler.allocator.block_size
+        for index in range(first // size, (end - 1) // size + 1):
+            self._contents[seq.blocks[index]] = None
+        state.read = end
+        return chunk
+
+    def _state(self, seq: Sequence) -> _State:
+        state = self._states.get(seq)
+        if state is None:
+            state = self._states[seq] = _State(self._everyone)
+        if state.epoch != seq.epoch:
+            state.epoch = seq.epoch
+            state.read = self._known_prefix(seq)
+        return state
+
+    def _known_prefix(self, seq: Sequence) -> int:
+        """Leading tokens of a sequence that just (re)started whose shared blocks the draft has read before."""
+        known = 0
+        for block, name in zip(seq.blocks, seq.block_names, strict=False):
+            if self._contents[block] != name:
+                break
+            known += self.scheduler.allocator.block_size
+        return min(known, len(seq.tokens) - 1)
+
+    def _note_contents(self, seq: Sequence, state: _State) -> None:
+        full = min(state.read // self.scheduler.allocator.block_size, len(seq.block_names))
+        for index in range(full - 1, -1, -1):
+            if self._contents[seq.blocks[index]] == seq.block_names[index]:
+                break
+            self._contents[seq.blocks[index]] = seq.block_names[index]
+
+
+def _batch(chunks: list[Chunk]) -> Batch:
+    chunks.sort(key=lambda chunk: not chunk.decodes)
+    decodes = sum(chunk.length for chunk in chunks if chunk.decodes)
+    return Batch(chunks, num_decodes=decodes, num_tokens=sum(chunk.length for chunk in chunks))

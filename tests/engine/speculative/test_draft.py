@@ -1,0 +1,139 @@
+"""Guesses of a draft model: the same text as without, accepted where the models agree, wrong ones harmless."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.core import Engine
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.speculative.draft import DraftProposer
+from penstock.errors import ConfigError
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.test_same_text import any_requests, run
+from tests.engine.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("target"), spread=0.3)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another family with the same vocabulary."""
+    return write_checkpoint("qwen3-qknorm", tmp_path_factory.mktemp("other"), spread=0.3, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Engine:
+    return make_engine(target, num_blocks=400)
+
+
+def drafting(target: Path, draft: Path, **settings: object) -> Engine:
+    return eager_engine(target, speculation="draft", draft_model=str(draft), **settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mix_of_requests_gets_the_same_answers(target: Path, other: Path, plain: Engine, seed: int) -> None:
+    """With a draft model that is mostly wrong, and one that is the target itself; preempted, aborted, resumed."""
+    requests = any_requests(100 + seed)
+    expected = run(plain, requests)
+    for draft in (target, other):
+        engine = drafting(target, draft, num_blocks=11, token_budget=64)
+        got = run(engine, requests)
+        assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
+        load = engine.load_snapshot()
+        assert load.draft_tokens > 100 and load.preemptions > 0
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.8, "top_p": 0.8, "seed": 9}]
+)
+def test_a_draft_that_is_the_target_is_always_right(target: Path, params: dict[str, float]) -> None:
+    """Its cache must be as the target's after every number of accepted tokens, or some guess would be wrong."""
+    engine = drafting(target, target, speculation_depth=5)
+    request = Request("a", list(range(50)), SamplingParams(max_tokens=61, **params))
+    assert len(generate(engine, request)["a"]) == 61
+    load = engine.load_snapshot()
+    assert load.accepted_tokens == load.draft_tokens > 0
+    assert engine.steps == 1 + 10
+
+
+def test_sampled_guesses_use_the_targets_noise(target: Path, other: Path, tmp_path: Path) -> None:
+    """A draft close to the target is right more often when both draw with the same noise than chance would have it."""
+    close = tmp_path / "close"
+    shutil.copytree(target, close)
+    engine = drafting(target, close)
+    assert isinstance(engine.speculation.proposer, DraftProposer)  # type: ignore[union-attr]
+    requests = [Request(f"r{i}", [i, 2, 3], SamplingParams(max_tokens=40, temperature=1.5, seed=i)) for i in range(8)]
+    generate(engine, *requests)
+    load = engine.load_snapshot()
+    assert load.accepted_tokens == load.draft_tokens > 100
+
+
+def test_the_draft_reads_what_it_missed(target: Path, plain: Engine) -> None:
+    """Long prompts are read in parts, shared prefixes once, and tokens made without it when it is asked again."""
+    prompt = [i % 199 for i in range(300)]
+    engine = drafting(target, target, token_budget=64)
+    first = greedy("a", prompt, 30)
+    expected = generate(plain, first)
+    assert generate(engine, first) == expected
+    before = engine.load_snapshot()
+    assert before.accepted_tokens == before.draft_tokens > 10
+    proposer = engine.speculation.proposer  # type: ignore[union-attr]
+    assert isinstance(proposer, DraftProposer)
+    read: list[int] = []
+    launch = proposer.runner.run
+
+    def noting(batch: object) -> object:
+        read.append(batch.num_tokens)  # type: ignore[attr-defined]
+        return launch(batch)  # type: ignore[arg-type]
+
+    proposer.runner.run = noting  # type: ignore[method-assign, assignment]
+    engine.submit(greedy("b", prompt, 30))
+    assert collect(drain(engine))["b"] == expected["a"]
+    assert max(read) < 32, "the shared prefix was read again"
+    load = engine.load_snapshot()
+    assert load.accepted_tokens == load.draft_tokens > before.draft_tokens
+
+
+def test_a_draft_that_fails_is_given_up(target: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = drafting(target, target)
+    request = greedy("a", [1, 2, 3], 20)
+    expected = generate(plain, request)
+    proposer = engine.speculation.proposer  # type: ignore[union-attr]
+    monkeypatch.setattr(proposer, "propose", lambda depths: 1 / 0)
+    assert generate(engine, request) == expected
+    assert engine.load_snapshot().drafts == 0
+    assert_idle(engine)
+
+
+def test_another_vocabulary_is_refused_at_start(target: Path, other: Path, tmp_path: Path) -> None:
+    small = write_checkpoint("llama-gqa", tmp_path / "small", vocab_size=100)
+    with pytest.raises(ConfigError, match="vocabulary of 100 tokens, the model one of 199"):
+        make_engine(target, speculation="draft", draft_model=str(small))
+    with pytest.raises(ConfigError, match="needs a draft_model"):
+        make_engine(target, speculation="draft")
+    with pytest.raises(ConfigError, match="only used with speculation: draft"):
+        make_engine(target, draft_model=str(other))
+    for name, folder in (("a", target), ("b", other)):
+        shutil.copytree(folder, tmp_path / name)
+        words = {f"{name}{i}": i for i in range(199)}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    with pytest.raises(ConfigError, match="other meanings"):
+        make_engine(tmp_path / "a", speculation="draft", draft_model=str(tmp_path / "b"))
+
+
+def test_the_draft_has_its_share_of_the_cache_memory(target: Path) -> None:
+    alone = make_engine(target, kv_memory=1 << 20)
+    both = make_engine(target, kv_memory=1 << 20, speculation="draft", draft_model=str(target))
+    assert both.info.num_blocks == alone.info.num_blocks // 2
+    replaced = replace(alone.config, speculation="draft")
+    assert replaced.max_verified(4) >= 4
