@@ -19,3 +19,7 @@ class CheckpointError(PenstockError):
 
 class SourceError(PenstockError):
     """A model could not be found or fetched from its source."""
+
+
+class ReplicaLost(PenstockError):
+    """A part of this engine is gone and the rest cannot go on; it must be started again."""

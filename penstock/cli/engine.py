@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, Device, LogLevel, Resolved, Settings, Supervised
+from penstock.cli.options import (
+    ConfigFile,
+    Device,
+    LogLevel,
+    PipelineParallel,
+    Resolved,
+    Settings,
+    Supervised,
+    TensorParallel,
+)
 
 if TYPE_CHECKING:
     from penstock.config import ModelConfig
@@ -25,6 +34,8 @@ def engine(
     ] = "tcp://127.0.0.1:5555",
     config_file: ConfigFile = None,
     device: Device = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -74,7 +85,13 @@ def engine(
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
         else:
-            given = flags(settings, models__each__device=device, logging__level=log_level)
+            given = flags(
+                settings,
+                models__each__device=device,
+                models__each__tensor_parallel=tensor_parallel,
+                models__each__pipeline_parallel=pipeline_parallel,
+                logging__level=log_level,
+            )
             config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
@@ -116,6 +133,8 @@ def _run(
         info.startup.update(phases)
         server = EngineServer(loaded, listener, watchdog=Watchdog(model.watchdog_s))
         _stop_on_signals(server, drain_s)
+        if loaded.ranks is not None:
+            loaded.ranks.watch(server.fail)
         log.info("serving %s on %s", info.model, listener.endpoint)
         status.send(Started(info))
         return server.run()

@@ -49,7 +49,8 @@ class ConsoleReporter(Reporter):
 
     def engine_started(self, child: str, info: EngineInfo) -> None:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.startup.items())
-        self._note(f"{child}: up on {info.device}, {info.dtype} ({phases})")
+        where = info.device if info.ranks == 1 else f"{info.ranks} ranks from {info.device} on"
+        self._note(f"{child}: up on {where}, {info.dtype} ({phases})")
         if self._bars is not None and child in self._tasks:
             self._bars.update(self._tasks[child], phase="ready", completed=100, total=100)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, Device, LogLevel, Settings
+from penstock.cli.options import ConfigFile, Device, LogLevel, PipelineParallel, Settings, TensorParallel
 
 
 def serve(
@@ -18,6 +18,8 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
     device: Device = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context window in tokens, for every model.")] = None,
     log_level: LogLevel = None,
     settings: Settings = None,
@@ -34,6 +36,8 @@ def serve(
         penstock serve --port 9000 --device cpu
 
         penstock serve hf:org/name ./folder-with-a-checkpoint
+
+        penstock serve hf:org/large --tensor-parallel 4
 
         penstock serve -c penstock.yaml --set server.drain_s=5
     """
@@ -55,6 +59,8 @@ def serve(
             server__host=host,
             server__port=port,
             models__each__device=device,
+            models__each__tensor_parallel=tensor_parallel,
+            models__each__pipeline_parallel=pipeline_parallel,
             models__each__max_model_len=max_model_len,
             logging__level=log_level,
         ),

@@ -90,6 +90,12 @@ class ModelConfig:
     kv_dtype: KVDType = setting(  # noqa: RUF009
         "auto", doc="Type of the KV cache: auto (that of dtype) or fp8 (half of bfloat16, on CUDA)."
     )
+    tensor_parallel: int = setting(
+        1, doc="Devices that share the work of every layer; memory settings are per device.", least=1
+    )
+    pipeline_parallel: int = setting(
+        1, doc="Groups of devices that have some of the layers each; times tensor_parallel in all.", least=1
+    )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
     speculation: SpeculationForm = setting(  # noqa: RUF009
         "off", doc="Guess tokens ahead where it pays: ngram (from the text itself) or draft (needs draft_model)."

@@ -55,6 +55,10 @@ class EngineConfig:
     """Most guesses per sequence and step."""
     draft_model: str | None = None
     """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
+    tensor_parallel: int = 1
+    """Devices that share the work of every layer. Memory settings are per device."""
+    pipeline_parallel: int = 1
+    """Groups of devices that have some of the layers each; `tensor_parallel * pipeline_parallel` devices in all."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
@@ -77,3 +81,8 @@ class EngineConfig:
             return 0
         # Few sequences can have many guesses each; beyond that, more than one step's worth of rows never pays.
         return max(max_running, min(max_running * (1 + self.speculation_depth), 64))
+
+    @property
+    def ranks(self) -> int:
+        """Devices, and processes, of this engine."""
+        return self.tensor_parallel * self.pipeline_parallel

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,13 +42,16 @@ from penstock.engine.runner.runner import PendingStep, Runner, Sampled
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ReplicaLost
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
 
 log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one thread owns it."""
+    """One model. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Engine:
         overlap: bool,
         grammars: MakeCompiler | None = None,
         speculation: Speculation | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -66,6 +71,8 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.speculation = speculation
+        self.ranks = ranks
+        """The processes of the other devices, when there are several."""
         self.clock = clock
         self.steps = 0
         self._depth = 1 if overlap else 0
@@ -88,6 +95,11 @@ class Engine:
         from penstock.engine.startup import load_engine
 
         return load_engine(config, progress, checkpoint, grammars)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. The engine cannot be used afterwards."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def has_work(self) -> bool:
@@ -200,6 +212,8 @@ class Engine:
         try:
             batch.masks = self._constraints.begin(batch)
             self._in_flight.append(self.runner.run(batch))
+        except ReplicaLost:
+            raise  # no sequence is to blame, and none can be run again here
         except torch.OutOfMemoryError as error:
             self._shrink(batch, error)
         except Exception as error:

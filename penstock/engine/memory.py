@@ -47,7 +47,7 @@ def count_blocks(
         activations = _activation_bytes(decoder, dtype, budget, config.block_size)
         memory = int((_available(device) - activations) * _CUDA_SHARE)
     elif memory is None:
-        memory = int(_available(device) * _CPU_SHARE)
+        memory = int(_available(device) * _CPU_SHARE / config.ranks)
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful)
     if blocks < 1:

@@ -1,6 +1,7 @@
 """What one process holds of a model: its decoder and its KV cache, loaded phase by phase.
 
-With one device that is the whole model.
+With one device that is the whole model. In an engine of several ranks each of them loads its own part with this very
+code, as a `Member` (`engine.parallel`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -24,6 +25,9 @@ from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.warmup import Limits, compile_kernels
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.member import Member
 
 Progress = Callable[[str, float], None]
 
@@ -53,6 +57,7 @@ class Part:
     """A decoder with its cache, and the limits it was made for."""
 
     model: ModelConfig
+    """The whole model, also where `decoder` is a part of it."""
     decoder: Decoder
     kv: KVCache
     max_running: int
@@ -66,6 +71,7 @@ def load_part(
     config: EngineConfig,
     checkpoint: object | None,
     phases: Phases,
+    member: Member | None = None,
     *,
     ops: Ops | None = None,
     beside: int = 0,
@@ -74,16 +80,24 @@ def load_part(
 
     `ops`: kernels to share with another model in this process. `beside`: bytes that every block needs elsewhere.
     """
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     torch.set_num_threads(threads)
     device = pick_device(config.device)
+    if member is not None:
+        device = member.device(device)
     dtype = pick_dtype(config.dtype, device)
     on_cpu = device.type == "cpu"
     max_running = config.max_running or (64 if on_cpu else 256)
     budget = config.token_budget or (512 if on_cpu else 8192)
     with phases("open"):
         weights = _open(config, checkpoint)
-        model = ModelConfig.from_hf(weights.config)
+        model = local = ModelConfig.from_hf(weights.config)
+        head_rows = None
+        if member is not None:
+            weights, local, head_rows = member.cut(weights, model)
+    if member is not None:
+        with phases("ranks"):
+            member.meet(device)
     with phases("kernels"):
         ops = ops or pick_ops(device, threads)
         plan = plan_weights(config, ops, device, dtype, weights)
@@ -92,7 +106,7 @@ def load_part(
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
             weights,
-            model,
+            local,
             ops,
             device=device,
             dtype=dtype,
@@ -101,6 +115,7 @@ def load_part(
             inner=plan.inner,
             fused_up_to=plan.fused_up_to,
             fp8_cache=kv_dtype == FP8,
+            head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
     adapters = make_adapters(config, decoder, dtype=dtype)
@@ -113,7 +128,10 @@ def load_part(
         num_blocks = count_blocks(
             config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget, beside=beside
         )
-        kv = KVCache(kv_shape(model, config.block_size, kv_dtype), num_blocks, device)
+        if member is not None:
+            num_blocks = member.least(num_blocks)
+            decoder = member.connect(decoder)
+        kv = KVCache(kv_shape(local, config.block_size, kv_dtype), num_blocks, device)
     # Block 0 belongs to nobody.
     max_model_len = min(wanted_len, (num_blocks - 1) * config.block_size)
     return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)

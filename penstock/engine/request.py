@@ -156,3 +156,5 @@ class EngineInfo:
     dtype: str
     startup: dict[str, float] = field(default_factory=dict)
     """Seconds spent in each phase of starting."""
+    ranks: int = 1
+    """Devices that the model is spread over."""

@@ -1,32 +1,56 @@
-"""Building an engine around what `part` has loaded: scheduler, runner, warm-up."""
+"""Building an engine around what `part` has loaded: scheduler, runner, warm-up; and the other ranks, if any."""
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.part import Phases, Progress, load_part
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.part import Part, Phases, Progress, load_part
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
 
 
 def load_engine(
     config: EngineConfig, progress: Progress | None, checkpoint: object | None, grammars: MakeCompiler | None = None
 ) -> Engine:
     """See `Engine.load`."""
-    phases = Phases(progress)
+    if config.ranks == 1:
+        return _assemble(config, checkpoint, grammars, Phases(progress), None)
+    from penstock.engine.parallel.launch import Ranks
+
+    ranks = Ranks(config, checkpoint)
+    try:
+        return _assemble(config, checkpoint, grammars, Phases(progress), ranks)
+    except BaseException:
+        ranks.close(grace_s=0.0)
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    checkpoint: object | None,
+    grammars: MakeCompiler | None,
+    phases: Phases,
+    ranks: Ranks | None,
+) -> Engine:
     draft = load_draft(config, phases)
     part = load_part(
         config,
         checkpoint,
         phases,
+        ranks,
         ops=None if draft is None else draft.decoder.ops,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
     )
@@ -39,13 +63,14 @@ def load_engine(
         adapters=part.adapters.pool if part.adapters is not None else None,
     )
     runner = Runner(
-        part.decoder,
+        part.decoder if ranks is None else _lead(part, ranks),
         part.kv,
         max_rows=part.max_running,
         max_model_len=part.max_model_len,
         block_size=config.block_size,
         max_verified=config.max_verified(part.max_running),
         adapters=part.adapters,
+        several_ranks=ranks is not None,
     )
     info = EngineInfo(
         model=config.name or Path(config.model).name,
@@ -57,12 +82,16 @@ def load_engine(
         max_running=part.max_running,
         device=str(part.kv.device),
         dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
+        ranks=config.ranks,
         startup=phases.seconds,
     )
     overlap = part.kv.device.type != "cpu"
     speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
-    engine = Engine(config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation)
-    runner.record(part.token_budget)
+    engine = Engine(
+        config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
+    )
+    if ranks is None:
+        runner.record(part.token_budget)
     if runner.graphs is not None:
         with phases("graphs"):
             runner.graphs.capture_all()
@@ -71,6 +100,12 @@ def load_engine(
     with phases("warm up"):
         _warm_up(engine)
     return engine
+
+
+def _lead(part: Part, ranks: Ranks) -> Decoder:
+    from penstock.engine.parallel.decoder import lead
+
+    return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
 
 
 def _warm_up(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 
 from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.errors import ReplicaLost
 from penstock.protocol.codec import ProtocolError, decode_to_engine
 from penstock.protocol.messages import (
     DRAINING,
@@ -94,6 +95,11 @@ class EngineServer:
     def stop(self, reason: str = "shut down") -> None:
         """Leave the loop soon; safe from a signal handler or another thread."""
         self._stop_reason = self._stop_reason or reason
+
+    def fail(self, reason: str) -> None:
+        """Leave the loop soon, as one that must be started again; safe like `stop`."""
+        self._failures = FAILURE_LIMIT
+        self.stop(reason)
 
     def drain(self, limit_s: float = float("inf")) -> None:
         """Take nothing new, finish what runs (for at most `limit_s`), then leave; safe like `stop`."""
@@ -191,6 +197,10 @@ class EngineServer:
             self._watchdog.busy()
         try:
             output = self._engine.step()
+        except ReplicaLost as error:
+            log.critical("the engine is lost: %s", error)
+            self.fail(str(error))
+            return
         except Exception as error:
             self._recover(error)
             return

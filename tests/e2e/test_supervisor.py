@@ -26,13 +26,13 @@ SETTINGS = ["--max-model-len", "1024", "--set", "models.0.kv_memory=64MiB", "--s
 class Server:
     """A `penstock serve` in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *settings: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *SETTINGS],
+            [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *SETTINGS, *settings],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -17,9 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
@@ -31,6 +34,21 @@ SCALE_DTYPE = torch.bfloat16
 """Any magnitude in two bytes. Its eight bits cost nothing: numbers are divided by the scale as it was rounded."""
 INT8_MAX = 127.0
 FP8_MAX = 448.0
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """A step's inputs before they went to the device: int64 arrays, for ranks that run the same step elsewhere."""
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    query_starts: Ints
+    context_lens: Ints
+    rows: Ints
+    tables: npt.NDArray[np.int32]
+    """All block tables."""
+    block_size: int
 
 
 @dataclass(slots=True)
@@ -55,6 +73,8 @@ class AttentionBatch:
     """Upper bound of new tokens in one sequence (host value, so that kernels can be launched without a sync)."""
     max_context: int
     """Upper bound of `context_lens` (host value)."""
+    host: HostBatch | None = None
+    """Only in an engine of several ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,20 +22,25 @@ class Fp8Checkpoint:
     """A checkpoint whose linears are FP8, under the names of the unquantized one."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
         self.config: dict[str, Any] = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self._names = set(inner.names())
+
+    @property
+    def scaled_by_rows(self) -> bool:
+        """Whether every scale belongs to a row or a whole matrix, not to a tile of one."""
+        return not any(name.endswith("weight_scale_inv") for name in self._names)
 
     def names(self) -> Collection[str]:
         return {name for name in self._names if not name.endswith(_SUFFIXES)}
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        weight: Tensor = self._inner.tensor(name, device)
+        weight: Tensor = self.inner.tensor(name, device)
         if weight.dtype != torch.float8_e4m3fn:
             return weight
         tiles = f"{name}_scale_inv"
         if tiles in self._names:
-            scale = self._inner.tensor(tiles, device).float()
+            scale = self.inner.tensor(tiles, device).float()
             side = -(-weight.shape[0] // scale.shape[0]), -(-weight.shape[1] // scale.shape[1])
             wide = scale.repeat_interleave(side[0], 0).repeat_interleave(side[1], 1)
             dense: Tensor = weight.float() * wide[: weight.shape[0], : weight.shape[1]]
@@ -46,7 +51,7 @@ class Fp8Checkpoint:
         """FP8 weight [out, in] and float32 scale [out], or None when the checkpoint has no scale per row."""
         if f"{name}_scale" not in self._names:
             return None
-        weight: Tensor = self._inner.tensor(name, device)
+        weight: Tensor = self.inner.tensor(name, device)
         return weight, self._row_scale(name, weight)
 
     def kv_scale(self, attention: str) -> tuple[float, float]:
@@ -55,14 +60,14 @@ class Fp8Checkpoint:
         for kind in ("k", "v"):
             names = (f"{attention}{kind}_scale", f"{attention}{kind}_proj.{kind}_scale")
             name = next((n for n in names if n in self._names), None)
-            found.append(float(self._inner.tensor(name).float().max()) if name else 1.0)
+            found.append(float(self.inner.tensor(name).float().max()) if name else 1.0)
         return found[0], found[1]
 
     def _row_scale(self, name: str, weight: Tensor) -> Tensor:
         scale_name = f"{name}_scale"
         if scale_name not in self._names:
             raise CheckpointError(f"{name!r} is FP8 but the checkpoint has no scale for it; it is incomplete")
-        scale: Tensor = self._inner.tensor(scale_name, weight.device).float().reshape(-1)
+        scale: Tensor = self.inner.tensor(scale_name, weight.device).float().reshape(-1)
         if scale.numel() not in (1, weight.shape[0]):
             raise CheckpointError(f"{scale_name!r} has {scale.numel()} scales for {weight.shape[0]} rows")
         return scale.expand(weight.shape[0]).contiguous()

@@ -63,6 +63,10 @@ class _Reader:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
+    def zeros(self, *shape: int) -> Tensor:
+        """In place of what this process never uses, so that warming up needs no special case."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def norm(self, name: str, size: int, shift: float) -> Tensor:
         """Norm weights; shifted ones stay float32, since one plus a small number would lose its digits."""
         return self.get(name, size, dtype=torch.float32) + shift if shift else self.get(name, size)
@@ -94,13 +98,19 @@ def build_decoder(
     inner: ActivationOps | None = None,
     fused_up_to: int = 0,
     fp8_cache: bool = False,
+    head_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Decoder:
-    """Read every weight once, fuse and pack it. Peak memory is the model plus one layer."""
+    """Read every weight once, fuse and pack it. Peak memory is the model plus one layer.
+
+    `head_rows`: how many of the head's rows this process has, when it is one of several; with none it has no embedding
+    either.
+    """
     read = _Reader(weights, device, dtype, quantize)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), "model.")
     hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_shift
-    embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden)
+    ends = head_rows != 0
+    embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if ends else read.zeros(1, hidden)
     ropes = {rope: cos_sin_table(rope, config.head_dim, max_positions, device) for rope in config.ropes}
     layers: list[DecoderLayer] = []
     for index in range(config.num_layers):
@@ -112,7 +122,8 @@ def build_decoder(
             progress((index + 1) / (config.num_layers + 1))
     heads = [name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in read.names]
     tied = config.tied_embeddings or not heads
-    head = read.linear("", {f"{prefix}embed_tokens" if tied else heads[0]: vocab}, hidden)
+    rows = {f"{prefix}embed_tokens" if tied else heads[0]: head_rows or vocab}
+    head = read.linear("", rows, hidden) if ends else make_linear(read.zeros(16, hidden))
     decoder = Decoder(
         config=config,
         ops=ops,

@@ -61,10 +61,13 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; their keys and values are in `kv` afterwards."""
-        if token_ids.shape[0] <= self.fused_up_to:
-            return self._forward_fused(token_ids, batch, kv)
+        return self.run(self.embed(token_ids), batch, kv)
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """The same from embedded tokens, the residual stream, to which every layer adds in place."""
+        if residual.shape[0] <= self.fused_up_to:
+            return self._run_fused(residual, batch, kv)
         ops, inner, eps = self.ops, self.inner, self.config.rms_eps
-        residual = self._embed(token_ids)
         x = inner.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -75,10 +78,9 @@ class Decoder:
                 x = inner.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps, layer.mlp_out_norm)
         return ops.add_rms_norm(x, residual, self.final_norm, eps, self.layers[last].mlp_out_norm)
 
-    def _forward_fused(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def _run_fused(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """The same in six launches a layer: norms, gate and residual additions are part of the linears."""
         eps = self.config.rms_eps
-        residual = self._embed(token_ids)
         for index, layer in enumerate(self.layers):
             qkv, output, gate_up, down = (cast(FusedLinear, linear) for linear in layer.linears)
             attended = self._attend(layer, qkv.fused(residual, norm=layer.input_norm, eps=eps), batch, kv.layers[index])
@@ -87,7 +89,7 @@ class Decoder:
             residual = down.fused(x, residual=residual)
         return self.ops.rms_norm(residual, self.final_norm, eps)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         x, scale = F.embedding(token_ids, self.embedding), self.config.embedding_scale
         return x if scale == 1.0 else x.mul_(scale)
 

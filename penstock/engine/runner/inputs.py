@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kernels.interface import AttentionBatch, HostBatch
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
@@ -34,8 +34,10 @@ class StepInputs:
 class InputBuilder:
     """Builds the inputs of a step from the rows and the batch."""
 
-    def __init__(self, rows: Rows, block_size: int) -> None:
+    def __init__(self, rows: Rows, block_size: int, *, keep_host: bool = False) -> None:
+        """`keep_host`: steps carry their inputs as host arrays too, for other ranks."""
         self.rows = rows
+        self.keep_host = keep_host
         self.block_size = block_size
         self._staging = Staging(rows.device)
 
@@ -93,6 +95,10 @@ class InputBuilder:
             # CUDA kernels are compiled per bound; one bound for all steps keeps compilation out of traffic.
             max_context=int(contexts.max()) if ids.device.type == "cpu" else self.rows.max_context,
         )
+        if self.keep_host:
+            attention.host = HostBatch(
+                token_ids, positions, slots, query_starts, contexts, rows, self.rows.host_tables, size
+            )
         request = None
         if len(sampling):
             row_flags = self.rows.flags[rows[sampling]]

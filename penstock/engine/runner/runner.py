@@ -95,6 +95,7 @@ class Runner:
         max_verified: int = 0,
         adapters: AdapterRuntime | None = None,
         followed: int = ~0,
+        several_ranks: bool = False,
     ) -> None:
         """`max_verified`: most decoded tokens in a step that verifies guesses. `followed`: see `Rows`."""
         self.decoder = decoder
@@ -103,12 +104,13 @@ class Runner:
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
         self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size, followed)
-        self.inputs = InputBuilder(self.rows, block_size)
+        self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks)
         self.graphs: DecodeGraphs | None = None
         self.tape: Tape | None = None
         self.adapted_graphs: DecodeGraphs | None = None
         """For steps in which some sequence uses an adapter."""
-        if kv.device.type == "cuda":
+        # The other ranks are told of every step and launch it themselves: they have no graphs.
+        if kv.device.type == "cuda" and not several_ranks:
             self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_tokens=max_verified)
             if adapters is not None and isinstance(adapters.kernel, GraphLora):
                 self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)

@@ -1,0 +1,121 @@
+"""A step over all ranks.
+
+Stages form a ring: the first embeds and starts the residual stream, each runs its layers and passes the stream on,
+the last sends the final hidden states back to the first, which has the head. So logits, many times wider than hidden
+states, never leave the first stage. Within a stage all shards do the same; their sums are in the linears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.layers.linear import Linear
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.parallel.channel import Forward, Head
+from penstock.engine.parallel.groups import Groups
+from penstock.engine.parallel.launch import Ranks
+from penstock.errors import ReplicaLost
+
+
+class Stage:
+    """One rank's part of every step."""
+
+    def __init__(self, decoder: Decoder, groups: Groups) -> None:
+        self.decoder = decoder
+        self.groups = groups
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """Run this stage's layers. In the first stage: the final hidden states, once they have come round."""
+        ring, shards, place = self.groups.pipeline, self.groups.tensor, self.groups.place
+        if place.first:
+            if shards is not None and token_ids.is_cuda:
+                shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
+            stream = self.decoder.embed(token_ids)
+        else:
+            assert ring is not None
+            shape = len(token_ids), self.decoder.config.hidden_size
+            empty = torch.empty(shape, dtype=self.decoder.embedding.dtype, device=kv.device)
+            stream = ring.receive(empty, place.stage - 1)
+        hidden = self.decoder.run(stream, batch, kv)
+        if ring is None:
+            return hidden
+        last = place.stage == ring.size - 1
+        ring.send(hidden if last else stream, 0 if last else place.stage + 1)
+        return ring.receive(torch.empty_like(hidden), ring.size - 1) if place.first else hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits; the hidden states are rank 0's. Only in the first stage."""
+        if self.groups.tensor is not None:
+            self.groups.tensor.broadcast(hidden)
+        return self.decoder.head(hidden)
+
+
+class LeadHead:
+    """Rank 0's head: calls the other shards to theirs."""
+
+    def __init__(self, stage: Stage, ranks: Ranks) -> None:
+        self._stage = stage
+        self._ranks = ranks
+        self.weight_bytes = stage.decoder.head.weight_bytes
+
+    def __call__(self, x: Any) -> Tensor:
+        with self._ranks.lost_if_it_fails():
+            self._ranks.tell(Head(len(x)).encode(), first_stage_only=True)
+            return self._stage.head(x.contiguous())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeadDecoder(Decoder):
+    """Rank 0's decoder: looks like any other, and has every step run by all ranks."""
+
+    stage: Stage
+    ranks: Ranks
+    known: Ints
+    """The block tables as the other ranks know them."""
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        if batch.host is None:
+            raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
+        with self.ranks.lost_if_it_fails():
+            self.ranks.tell(self._message(batch.host, batch).encode())
+            return self.stage.forward(token_ids, batch, kv)
+
+    def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
+        return Forward(
+            host.token_ids,
+            host.positions,
+            host.slots,
+            host.query_starts,
+            host.context_lens,
+            host.rows,
+            self._changes(host),
+            batch.num_decodes,
+            batch.max_query,
+            batch.max_context,
+        )
+
+    def _changes(self, host: HostBatch) -> Ints:
+        """Cells of this step's block tables that the others do not know yet: [3, n] of row, column, block."""
+        width = -(-int(host.context_lens.max()) // host.block_size)
+        now, known = host.tables[host.rows, :width], self.known[host.rows, :width]
+        at, columns = np.nonzero(now != known)
+        rows, blocks = host.rows[at], now[at, columns]
+        self.known[rows, columns] = blocks
+        return np.stack((rows, columns, blocks)).astype(np.int64)
+
+
+def lead(decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int) -> LeadDecoder:
+    """Rank 0's decoder over its own part."""
+    stage = Stage(decoder, ranks.groups)
+    head: Linear = decoder.head if ranks.place.tensor == 1 else LeadHead(stage, ranks)
+    fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
+    known = np.zeros((max_rows, max_blocks), np.int64)
+    return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, known=known)

@@ -1,0 +1,195 @@
+"""The other ranks of an engine, as rank 0 sees them: started, told, watched, ended.
+
+Each is a child process with a socket to rank 0. Invariants: no rank outlives rank 0 (see `engine.process`); when one
+dies, or a step fails on any of them, the engine as a whole is lost (`ReplicaLost`), because the others wait inside a
+collective and their caches no longer agree. Whoever supervises the engine starts it again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.member import Member
+from penstock.errors import ConfigError, ReplicaLost
+
+EXIT_RANK_LOST = 72
+_GRACE_S = 3.0
+"""How long rank 0 may take to say goodbye after another rank died; it may hang in a collective."""
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first thing a rank is told."""
+
+    config: EngineConfig
+    checkpoint: object | None
+    place: Place
+    store: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank says while it starts: a number to agree on, or why it cannot go on."""
+
+    count: int = 0
+    problem: str = ""
+    on_purpose: bool = False
+    """Whether the problem is ours to explain (a `PenstockError`) and not a bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    place: Place
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class Ranks(Member):
+    """Rank 0's membership, and its hold on all the others."""
+
+    def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
+        if config.adapters or config.adapter_slots:
+            raise ConfigError("adapters run on one device only; remove them, or tensor_parallel and pipeline_parallel")
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
+        place = Place(0, config.tensor_parallel, config.pipeline_parallel)
+        super().__init__(place, self._folder / "store", config.watchdog_s)
+        self._ranks: list[_Rank] = []
+        self._lost: str | None = None
+        self._closing = False
+        try:
+            for rank in range(1, place.world):
+                self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
+            for other in self._ranks:
+                other.connection.send(Setup(config, checkpoint, other.place, self._store))
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+
+    def meet(self, device: torch.device) -> None:
+        self._gather()  # every rank is up and has found its device: nobody will be missing
+        super().meet(device)
+
+    def least(self, count: int) -> int:
+        count = min([count, *(report.count for report in self._gather())])
+        for other in self._ranks:
+            other.connection.send(count)
+        return count
+
+    def tell(self, message: bytes, first_stage_only: bool = False) -> None:
+        """One message to every rank, or to the shards that have a part of the head."""
+        for other in self._ranks:
+            if not first_stage_only or other.place.first:
+                other.connection.send_bytes(message)
+
+    @contextmanager
+    def lost_if_it_fails(self) -> Iterator[None]:
+        """Whatever goes wrong in a step that all ranks run, they cannot go on together."""
+        try:
+            yield
+        except Exception as error:
+            raise ReplicaLost(self._why() or f"a step over all ranks failed: {error}") from error
+
+    def watch(self, on_lost: Callable[[str], None], *, exit_after_s: float | None = _GRACE_S) -> None:
+        """Call `on_lost` (from a thread) when a rank dies, and end this process if it is still here a while later."""
+
+        def wait(other: _Rank) -> None:
+            other.process.wait()
+            if self._closing:
+                return
+            on_lost(self._why() or f"{other.place} is gone")
+            if exit_after_s is not None:
+                time.sleep(exit_after_s)
+                os._exit(EXIT_RANK_LOST)
+
+        for other in self._ranks:
+            threading.Thread(target=wait, args=(other,), name=f"rank {other.place.rank}", daemon=True).start()
+
+    def close(self, grace_s: float = _LEAVE_S) -> None:
+        """Let every rank go; those that have not left after `grace_s` are ended."""
+        self._closing = True
+        for other in self._ranks:
+            other.connection.close()
+            if other.process.stdin is not None:
+                other.process.stdin.close()
+        deadline = time.monotonic() + grace_s
+        for other in self._ranks:
+            try:
+                other.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                other.process.kill()
+                other.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        return [other.process.pid for other in self._ranks]
+
+    def _gather(self) -> list[Report]:
+        reports = []
+        for other in self._ranks:
+            try:
+                report: Report = other.connection.recv()
+            except (EOFError, OSError):
+                raise ReplicaLost(self._why() or f"{other.place} ended while starting") from None
+            if report.problem:
+                raise (ConfigError if report.on_purpose else ReplicaLost)(f"{other.place}: {report.problem}")
+            reports.append(report)
+        return reports
+
+    def _why(self) -> str | None:
+        """Which rank is gone, and its last words. A rank that just broke off a connection may still be ending."""
+        deadline = time.monotonic() + 1.0
+        while self._lost is None and time.monotonic() < deadline:
+            for other in self._ranks:
+                code = other.process.poll()
+                if code is not None:
+                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_words(other.connection)}"
+                    break
+            else:
+                time.sleep(0.02)
+        return self._lost
+
+
+def _spawn(place: Place) -> _Rank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.engine.parallel.rank", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+        )
+    return _Rank(place, process, Connection(ours.detach()))
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _last_words(connection: Connection) -> str:
+    with suppress(EOFError, OSError):
+        while connection.poll():
+            report = connection.recv()
+            if isinstance(report, Report) and report.problem:
+                return f": {report.problem}"
+    return ""

@@ -1,0 +1,111 @@
+"""The grid of ranks and which part of a model each of them holds.
+
+`pipeline` stages of `tensor` shards each; rank = stage * tensor + shard. A shard has every `tensor`-th part of each
+layer's heads and of its feed-forward width; a stage has a run of consecutive layers. What a grid cannot split evenly
+is refused, with the sizes that would do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from penstock.engine.models.config import ModelConfig
+from penstock.errors import ConfigError
+
+Span = tuple[int, int]
+"""First and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands."""
+
+    rank: int
+    tensor: int
+    pipeline: int
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def first(self) -> bool:
+        """In the stage that has the embedding and the head."""
+        return self.stage == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (shard {self.shard} of {self.tensor}, stage {self.stage} of {self.pipeline})"
+
+
+def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
+    """ConfigError when the model cannot be cut like that."""
+    if not _splits(model, tensor):
+        possible = [size for size in range(1, model.num_heads + 1) if _splits(model, size)]
+        raise ConfigError(
+            f"tensor_parallel: {tensor} cannot split {model.num_heads} heads over {model.num_kv_heads} KV heads and a "
+            f"feed-forward width of {model.ffn_size} evenly; this model allows {', '.join(map(str, possible))}"
+        )
+    if pipeline > model.num_layers:
+        raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
+
+
+def _splits(model: ModelConfig, tensor: int) -> bool:
+    # With more shards than KV heads each shard has one, and several shards have the same.
+    kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
+    widths = [model.ffn_size] if model.moe is None else [model.ffn_size, model.moe.ffn_size]
+    return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
+
+
+def layer_span(layers: int, place: Place) -> Span:
+    """The layers of a stage. Those left over by the division go to the last stages: the first has the head too."""
+    least, extra = divmod(layers, place.pipeline)
+    full_from = place.pipeline - extra
+    begin = place.stage * least + max(0, place.stage - full_from)
+    return begin, begin + least + (place.stage >= full_from)
+
+
+def head_span(model: ModelConfig, place: Place) -> Span:
+    """The query heads of a shard."""
+    count = model.num_heads // place.tensor
+    return place.shard * count, (place.shard + 1) * count
+
+
+def kv_head_span(model: ModelConfig, place: Place) -> Span:
+    """The KV heads that a shard's query heads attend to."""
+    begin, end = head_span(model, place)
+    group = model.num_heads // model.num_kv_heads
+    return begin // group, -(-end // group)
+
+
+def even_span(size: int, place: Place) -> Span:
+    """A shard's part of a width that `tensor` divides."""
+    part = size // place.tensor
+    return place.shard * part, (place.shard + 1) * part
+
+
+def local_config(model: ModelConfig, place: Place) -> ModelConfig:
+    """The model as one rank sees it: its heads, its width, its layers."""
+    first, last = layer_span(model.num_layers, place)
+    kv_first, kv_last = kv_head_span(model, place)
+    moe = model.moe
+    if moe is not None:
+        moe = dataclasses.replace(moe, ffn_size=moe.ffn_size // place.tensor, layers=moe.layers[first:last])
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // place.tensor,
+        num_kv_heads=kv_last - kv_first,
+        ffn_size=model.ffn_size // place.tensor,
+        num_layers=last - first,
+        windows=model.windows[first:last],
+        moe=moe,
+        tied_embeddings=False,  # the head is cut, the embedding is not
+    )

@@ -1,0 +1,79 @@
+"""A rank's membership in its engine: which part it holds, and how it agrees with the others while starting.
+
+Rank 0 and the worker ranks load their part of the model with the same code (`engine.part`); what differs between them
+is only how a number is agreed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+
+from penstock.engine.models.build import Weights
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.parallel.groups import Group, Groups
+from penstock.engine.parallel.layout import Place, check_layout, local_config
+from penstock.engine.parallel.linears import GatheredLinear, SummedLinear, SummedMlp
+from penstock.engine.parallel.shards import head_rows, shard
+from penstock.errors import ConfigError
+
+
+class Member(ABC):
+    """One rank of several."""
+
+    def __init__(self, place: Place, store: Path, timeout_s: float) -> None:
+        self.place = place
+        self._store = store
+        self._timeout_s = timeout_s
+        self._groups: Groups | None = None
+
+    @property
+    def groups(self) -> Groups:
+        assert self._groups is not None, "the ranks have not met yet"
+        return self._groups
+
+    def device(self, first: torch.device) -> torch.device:
+        """This rank's device, when rank 0 has `first`."""
+        if first.type == "cpu":
+            return first
+        index, count = (first.index or 0) + self.place.rank, torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"{self.place.world} ranks beginning at {first} need {self.place.world} CUDA devices from there on; "
+                f"torch sees {count} in all: lower tensor_parallel or pipeline_parallel"
+            )
+        return torch.device("cuda", index)
+
+    def meet(self, device: torch.device) -> None:
+        """Connect with the other ranks."""
+        self._groups = Groups(self.place, self._store, device, self._timeout_s)
+
+    def cut(self, weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig, int]:
+        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head."""
+        check_layout(model, self.place.tensor, self.place.pipeline)
+        return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
+
+    def connect(self, decoder: Decoder) -> Decoder:
+        """Put the sums and gathers between shards into a decoder made of parts."""
+        group = self.groups.tensor
+        if group is None:
+            return decoder
+        return dataclasses.replace(
+            decoder,
+            layers=[_summed(layer, group) for layer in decoder.layers],
+            head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
+            # The fused path adds to the residual stream inside the linears, before there is a sum.
+            fused_up_to=0,
+        )
+
+    @abstractmethod
+    def least(self, count: int) -> int:
+        """The smallest `count` of all ranks; everybody asks at the same point."""
+
+
+def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
+    return dataclasses.replace(layer, output=SummedLinear(layer.output, group), mlp=SummedMlp(layer.mlp, group))

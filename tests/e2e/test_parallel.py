@@ -1,0 +1,54 @@
+"""`penstock serve` with a model on three ranks: same answer, and a killed rank heals (R-ENG-10, R-OPS-2)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.test_supervisor import Server
+from tests.protocol.client import eventually
+from tests.supervisor.test_supervisor import alive
+
+
+def ranks(engine: int) -> list[int]:
+    pids = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return [int(pid) for pid in pids if "penstock.engine.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.slow
+def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> None:
+    server = Server("--tensor-parallel", "3")
+    try:
+        server.wait_for("curl http")
+        assert "Paris" in server.ask().json()["choices"][0]["message"]["content"]
+        engine = server.children()["engine"]
+        before = ranks(engine)
+        assert len(before) == 2
+
+        replies: list[httpx.Response] = []
+        running = threading.Thread(
+            target=lambda: replies.append(server.ask(max_tokens=500, ignore_eos=True)), daemon=True
+        )
+        running.start()
+        time.sleep(2.0)
+        killed_at = time.monotonic()
+        os.kill(before[0], signal.SIGKILL)
+        running.join(20)
+        assert time.monotonic() - killed_at < 10
+        (reply,) = replies
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_lost"
+        assert reply.headers["x-should-retry"] == "true"
+
+        server.wait_for("is gone (killed by SIGKILL)")
+        server.wait_for("up on 3 ranks", times=2)
+        assert not any(alive(pid) for pid in before)
+        assert eventually(lambda: server.ask().status_code == 200, 30)
+        assert set(ranks(server.children()["engine"])).isdisjoint(before)
+    finally:
+        server.close()

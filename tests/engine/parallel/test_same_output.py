@@ -1,0 +1,101 @@
+"""Several ranks give the output of one device (R-ENG-10): every family, every grid, with all that steps can mix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.request import Request, SamplingParams
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.parallel.threads import threaded_engine
+from tests.engine.tiny import write_checkpoint
+
+GRIDS = [
+    ("llama-gqa", 2, 1),
+    ("llama-gqa", 1, 2),
+    ("llama-gqa", 2, 2),
+    ("llama-gqa", 1, 3),
+    ("llama-mqa-tied", 4, 1),  # one KV head for four shards
+    ("llama-mha-bias", 2, 2),
+    ("mistral-window", 2, 2),
+    ("qwen2-bias", 2, 1),
+    ("qwen3-qknorm", 2, 2),
+    ("mixtral", 2, 2),
+    ("qwen3-moe-some-dense", 2, 2),
+    ("gemma2", 2, 1),
+    ("gemma3-two-ropes", 2, 2),
+    ("phi3", 2, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: write_checkpoint(family, folder / family) for family in {family for family, *_ in GRIDS}}
+
+
+def requests() -> list[Request]:
+    """Prompts of very different lengths, so that steps mix prefill chunks and decodes."""
+    return [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 25 * i)], 10) for i in range(4)]
+
+
+@pytest.mark.parametrize(("family", "tensor", "pipeline"), GRIDS)
+def test_a_batch_decodes_as_on_one_device(
+    checkpoints: dict[str, Path], family: str, tensor: int, pipeline: int
+) -> None:
+    expected = generate(make_engine(checkpoints[family], token_budget=32), *requests())
+    with threaded_engine(checkpoints[family], tensor, pipeline, token_budget=32) as engine:
+        assert engine.info.ranks == tensor * pipeline
+        assert generate(engine, *requests()) == expected
+        assert_idle(engine)
+
+
+def test_prefixes_are_reused_and_preempted_sequences_come_back(checkpoints: dict[str, Path]) -> None:
+    folder = checkpoints["llama-gqa"]
+    settings = {"num_blocks": 14, "block_size": 4, "token_budget": 16}
+    shared = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3, 1]
+    batch = [greedy(f"p{i}", [*shared, 20 + i], 16) for i in range(3)]
+    expected = generate(make_engine(folder, **settings), *batch)
+    with threaded_engine(folder, 2, 2, **settings) as engine:
+        assert generate(engine, *batch) == expected
+        assert engine.load_snapshot().preemptions > 0
+        assert engine.load_snapshot().prefix_hit_tokens > 0
+        assert generate(engine, *batch) == expected
+        assert_idle(engine)
+
+
+def test_sampling_and_logprobs_are_those_of_one_device(checkpoints: dict[str, Path]) -> None:
+    params = SamplingParams(
+        max_tokens=8, temperature=0.8, top_k=20, seed=11, frequency_penalty=0.3, logprobs=2, prompt_logprobs=1
+    )
+    ask = Request("a", [5, 9, 2, 77, 31], params)
+    results = []
+    alone = make_engine(checkpoints["qwen3-qknorm"])
+    with threaded_engine(checkpoints["qwen3-qknorm"], 2, 2) as engine:
+        for one in (alone, engine):
+            one.submit(ask)
+            results.append(drain(one))
+    expected, found = results
+    assert collect(found) == collect(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprobs is not None and theirs.logprobs is not None
+        assert ours.logprobs[0].top_ids == theirs.logprobs[0].top_ids
+        assert ours.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)
+    assert found[0].prompt_logprobs is not None and len(found[0].prompt_logprobs) == 5
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_blocks_are_cut_before_they_are_packed(tmp_path: Path, weights: str) -> None:
+    """Row by row the same blocks of 32 are rounded, so even the rounding is that of one device."""
+    folder = write_checkpoint("llama-gqa", tmp_path / "wide", hidden_size=128, intermediate_size=192, spread=0.5)
+    expected = generate(make_engine(folder, weights=weights), *requests())
+    with threaded_engine(folder, 2, 1, weights=weights) as engine:
+        assert generate(engine, *requests()) == expected
+
+
+def test_the_kv_cache_is_split_so_more_tokens_fit_the_same_memory(checkpoints: dict[str, Path]) -> None:
+    settings = {"kv_memory": 1 << 18, "max_model_len": 1024, "max_running": 64}
+    one = make_engine(checkpoints["llama-gqa"], **settings).info.num_blocks
+    with threaded_engine(checkpoints["llama-gqa"], 2, 1, **settings) as engine:
+        assert engine.info.num_blocks == pytest.approx(2 * one, abs=2)

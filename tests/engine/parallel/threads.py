@@ -1,0 +1,63 @@
+"""Worker ranks as threads: the same code over the same sockets and collectives, without seconds of importing torch."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from penstock.engine.core import Engine
+from penstock.engine.parallel import launch, rank
+from penstock.engine.parallel.layout import Place
+from tests.engine.harness import make_engine
+
+
+class ThreadProcess:
+    """The part of `subprocess.Popen` that `launch` uses."""
+
+    stdin = None
+    pid = 0
+
+    def __init__(self, connection: Connection) -> None:
+        self.returncode: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
+        self._thread.start()
+
+    def _run(self, connection: Connection) -> None:
+        with connection:
+            self.returncode = rank.run(connection)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return self.returncode
+
+    def kill(self) -> None:
+        raise AssertionError("the rank did not leave by itself")
+
+
+def _spawn(place: Place) -> launch._Rank:
+    ours, theirs = socket.socketpair()
+    process: Any = ThreadProcess(Connection(theirs.detach()))
+    return launch._Rank(place, process, Connection(ours.detach()))
+
+
+@contextmanager
+def threaded_engine(folder: Path, tensor: int, pipeline: int, **settings: Any) -> Iterator[Engine]:
+    """An engine of `tensor` x `pipeline` ranks."""
+    with patch.object(launch, "_spawn", _spawn):
+        engine = make_engine(folder, threads=1, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
