@@ -88,6 +88,11 @@ class ScriptedEngine:
         self._prompt_tokens += len(request.prompt)
         self._left[request.request_id] = (request, self.script(request))
 
+    adapters = None
+
+    def unload_adapter(self, name: str) -> None:
+        raise AssertionError("there are no adapters")
+
     def abort(self, request_id: str) -> None:
         if self._left.pop(request_id, None) is not None:
             self.aborted.append(request_id)

@@ -7,13 +7,21 @@ with exactly one final delta or one error, also when the engine dies; after `abo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
 from penstock.backends.mailbox import Mailbox
+from penstock.engine.adapters.spec import (
+    ADAPTER_FAILED,
+    ADAPTER_UNKNOWN,
+    NO_ADAPTERS,
+    AdapterSpec,
+    AdapterStatus,
+)
 from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Delta, EngineInfo, Load, Request, StepOutput
 from penstock.protocol.errors import (
     ApiError,
@@ -21,10 +29,19 @@ from penstock.protocol.errors import (
     EngineLost,
     EngineUnavailable,
     InvalidRequest,
+    NotFound,
     Overloaded,
     ServerError,
 )
-from penstock.protocol.messages import DRAINING, NOT_REGISTERED
+from penstock.protocol.messages import (
+    DRAINING,
+    NOT_REGISTERED,
+    AdapterOperation,
+    AdapterResult,
+    LoadAdapter,
+    PinAdapter,
+    UnloadAdapter,
+)
 
 Clock = Callable[[], float]
 
@@ -72,6 +89,17 @@ class Backend(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """The deltas of one request. Closing the iterator early aborts it."""
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus] | None:
+        """The engine's adapters by name; None until it has told of any."""
+
+    async def load_adapter(self, spec: AdapterSpec) -> AdapterStatus:
+        """Read an adapter; returns when it can be used. Raises `ApiError` when it cannot."""
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus: ...
+
 
 class EngineClient(ABC):
     """Routes step outputs to mailboxes and watches the engine's progress; subclasses move the messages."""
@@ -88,6 +116,9 @@ class EngineClient(ABC):
         self._load = Load()
         self._progress_at = clock()
         self._token_at = float("-inf")
+        self._adapters: dict[str, AdapterStatus] | None = None
+        self._operations: dict[str, asyncio.Future[AdapterResult]] = {}
+        self._serial = itertools.count()
 
     @property
     def info(self) -> EngineInfo | None:
@@ -169,6 +200,58 @@ class EngineClient(ABC):
         finally:
             self.abort(request.request_id)
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus] | None:
+        return self._adapters
+
+    async def load_adapter(self, spec: AdapterSpec) -> AdapterStatus:
+        result = await self._operate(LoadAdapter(self._next_operation(), spec))
+        return self._known(result)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._operate(UnloadAdapter(self._next_operation(), name))
+        if self._adapters is not None:
+            self._adapters.pop(name, None)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        return self._known(await self._operate(PinAdapter(self._next_operation(), name, pinned)))
+
+    def _known(self, result: AdapterResult) -> AdapterStatus:
+        """Use what an operation has changed at once; the engine's own list follows it."""
+        status = result.status
+        assert status is not None
+        self._adapters = {**(self._adapters or {}), status.name: status}
+        return status
+
+    def _next_operation(self) -> str:
+        return f"{self.name}-{next(self._serial)}"
+
+    async def _operate(self, operation: AdapterOperation) -> AdapterResult:
+        """Send an operation and wait for its result; what went wrong is raised."""
+        if not self._ready.is_set():
+            raise EngineUnavailable("The engine for this model is restarting; try again.")
+        future: asyncio.Future[AdapterResult] = asyncio.get_running_loop().create_future()
+        self._operations[operation.operation] = future
+        try:
+            self._send_operation(operation)
+            result = await future
+        finally:
+            del self._operations[operation.operation]
+        if result.error:
+            raise adapter_error(result.error)
+        return result
+
+    def _finish_operation(self, result: AdapterResult) -> None:
+        future = self._operations.get(result.operation)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _tell_adapters(self, statuses: list[AdapterStatus]) -> None:
+        self._adapters = {status.name: status for status in statuses}
+
+    @abstractmethod
+    def _send_operation(self, operation: AdapterOperation) -> None: ...
+
     @abstractmethod
     def _send_submit(self, request: Request) -> None: ...
 
@@ -188,9 +271,14 @@ class EngineClient(ABC):
         routes, self._routes = self._routes, {}
         for mailbox, _ in routes.values():
             mailbox.fail(error)
+        for future in self._operations.values():
+            if not future.done():
+                future.set_exception(error)
 
     def _deliver(self, output: StepOutput) -> None:
-        if output.load.steps != self._load.steps:
+        state = output.load.adapters
+        reading = state is not None and state.loading > 0 and not output.load.running
+        if output.load.steps != self._load.steps or reading:
             self._progress_at = self._clock()
         if output.load.generation_tokens > self._load.generation_tokens:
             self._token_at = self._clock()
@@ -214,11 +302,24 @@ def error_of(delta: Delta) -> ApiError:
         return Draining()
     if message.startswith(NOT_REGISTERED):
         return EngineLost()
+    if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
+        return adapter_error(message)
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
     return ServerError(message)
+
+
+def adapter_error(message: str) -> ApiError:
+    """What went wrong with an adapter, as an error of the one who asked for it."""
+    if message.startswith(ADAPTER_UNKNOWN):
+        return NotFound(f"{_sentence(message)}.", param="model", code="model_not_found")
+    return InvalidRequest(f"{_sentence(message)}.", param="model", code="adapter_failed")
+
+
+def _sentence(message: str) -> str:
+    return message[:1].upper() + message[1:].rstrip(".")
 
 
 monotonic: Clock = time.monotonic

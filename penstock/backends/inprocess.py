@@ -16,13 +16,15 @@ from typing import Protocol
 from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
+from penstock.protocol.adapters import AdapterHost, operate
 from penstock.protocol.errors import EngineLost
+from penstock.protocol.messages import AdapterOperation
 from penstock.text.vocabulary import grammars_of
 
 log = logging.getLogger("penstock.backends.inprocess")
 
 
-class EngineLike(Protocol):
+class EngineLike(AdapterHost, Protocol):
     """What this backend needs of an engine."""
 
     info: EngineInfo
@@ -54,7 +56,7 @@ class InProcessBackend(EngineClient):
         super().__init__(name, max_in_flight=max_in_flight, max_waiters=max_in_flight, clock=clock)
         self._engine = engine
         self._heartbeat_s = heartbeat_s
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | str | AdapterOperation | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -85,12 +87,15 @@ class InProcessBackend(EngineClient):
     def _send_abort(self, request_id: str) -> None:
         self._inbox.put(request_id)
 
+    def _send_operation(self, operation: AdapterOperation) -> None:
+        self._inbox.put(operation)
+
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         def tell(callback: Callable[..., None], *args: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(callback, *args)
 
-        engine = self._engine
+        engine, revision = self._engine, -1
         try:
             while True:
                 try:
@@ -100,13 +105,18 @@ class InProcessBackend(EngineClient):
                             return
                         if isinstance(message, Request):
                             engine.submit(message)
-                        else:
+                        elif isinstance(message, str):
                             engine.abort(message)
+                        else:
+                            operate(engine, message, lambda result: tell(self._finish_operation, result))
                         message = self._inbox.get_nowait()
                 except queue.Empty:
                     pass
                 output = engine.step() or StepOutput([], engine.load_snapshot())
                 tell(self._deliver, output)
+                if engine.adapters is not None and engine.adapters.revision != revision:
+                    revision = engine.adapters.revision
+                    tell(self._tell_adapters, engine.adapters.statuses())
         except Exception:
             log.exception("engine failed", extra={"engine": self.name})
             tell(self._went_down, EngineLost("The engine failed; see the server's log."))

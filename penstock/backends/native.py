@@ -25,6 +25,9 @@ from penstock.protocol.messages import (
     HELLO_S,
     PROTOCOL_VERSION,
     Abort,
+    AdapterOperation,
+    AdapterResult,
+    Adapters,
     FromEngine,
     Goodbye,
     Hello,
@@ -112,6 +115,10 @@ class NativeBackend(EngineClient):
         if not self._try_send(Abort(request_id)):
             log.warning("abort not sent", extra={"engine": self.name, "engine_request_id": request_id})
 
+    def _send_operation(self, operation: AdapterOperation) -> None:
+        if not self._try_send(operation):
+            raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
+
     def _try_send(self, message: ToEngine) -> bool:
         """False when there is no connection, or its buffer is full. Never blocks."""
         assert self._socket is not None and self._loop is not None
@@ -156,6 +163,10 @@ class NativeBackend(EngineClient):
                 self._lost("it has restarted")
                 self._came_up(info)
                 log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
+            case Adapters(statuses):
+                self._tell_adapters(statuses)
+            case AdapterResult():
+                self._finish_operation(message)
             case Stopped(reason):
                 self._lost(reason)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.bench.cli import app as bench
+from penstock.cli.adapters import app as adapters
 from penstock.cli.chat import chat
 from penstock.cli.config import config
 from penstock.cli.doctor import doctor
@@ -64,4 +65,5 @@ app.command(help=config.__doc__)(config)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)
+app.add_typer(adapters, name="adapters")
 app.add_typer(bench, name="bench")

@@ -46,6 +46,9 @@ class ServerConfig:
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )
+    admin_key: str = setting(
+        "", doc="Bearer token that /admin asks for; when empty, /admin answers only clients on this machine."
+    )
     keep_alive_s: float = setting(
         15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
     )

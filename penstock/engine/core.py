@@ -104,6 +104,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         waiting = self.scheduler.has_work or self._constraints.opening > 0
+        waiting = waiting or (self.adapters is not None and self.adapters.busy)
         return waiting or bool(self._in_flight) or bool(self._deltas)
 
     def submit(self, request: Request) -> None:

@@ -99,6 +99,8 @@ def _assemble(
                 runner.adapted_graphs.capture_all()
     with phases("warm up"):
         _warm_up(engine)
+    if engine.adapters is not None:
+        engine.adapters.preload()
     return engine
 
 

@@ -9,6 +9,14 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from penstock.gateway.api.admin import (
+    AdapterLoadRequest,
+    AdapterPinRequest,
+    list_adapters,
+    load_adapter,
+    pin_adapter,
+    unload_adapter,
+)
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.completions import completions
 from penstock.gateway.api.health import live, ready
@@ -73,6 +81,14 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/detokenize", detokenize, "Text of token ids.", "Tokens", DetokenizeRequest, serves_tokens=True
     ),
+    Endpoint("GET", "/admin/adapters", list_adapters, "Every LoRA adapter and its state.", "Admin"),
+    Endpoint(
+        "POST", "/admin/adapters", load_adapter, "Load an adapter, or load it again.", "Admin", AdapterLoadRequest
+    ),
+    Endpoint(
+        "PATCH", "/admin/adapters/{name:path}", pin_adapter, "Pin or unpin an adapter.", "Admin", AdapterPinRequest
+    ),
+    Endpoint("DELETE", "/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin"),
     Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", logged=False),
     Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", logged=False),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", hot=True, logged=False),

@@ -59,7 +59,7 @@ class Generation:
         self.first_token_at: float | None = None
         self._requests: list[Request] = []
         self._metrics = metrics
-        self._observed = metrics.request(model.name, model.backend.name)
+        self._observed = metrics.request(model.base_name, model.backend.name)
         self._started_at = started_at
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
         self._unfinished = 0
@@ -73,6 +73,7 @@ class Generation:
                     priority=priority,
                     timeout_s=time_limit_s,
                     speculation=speculation,
+                    adapter=model.adapter,
                 )
                 self._requests.append(request)
                 self.choices.append(
@@ -212,4 +213,4 @@ class Generation:
             observed.decode.observe(decode_s)
             if tokens > 1:
                 observed.per_token.observe(decode_s / (tokens - 1))
-        self._metrics.finished(self.model.name, self.model.backend.name, choice.outcome or "unknown")
+        self._metrics.finished(self.model.base_name, self.model.backend.name, choice.outcome or "unknown")

@@ -63,6 +63,7 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
         text=load_text(resolve(model.source)),
         backend=NativeBackend(endpoint, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight),
         aliases=model.aliases,
+        adapters=model.adapters,
         input_price=model.input_price,
         output_price=model.output_price,
         tool_format=model.tool_format,

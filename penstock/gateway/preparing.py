@@ -17,7 +17,8 @@ async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[S
 def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:
     route = service.registry.route(name)
     model = route.model
-    exchange.record.model_version = model.name
+    exchange.record.model_version = model.base_name
+    exchange.record.adapter_id = model.adapter or None
     exchange.extra_headers += [
         (b"x-penstock-model", model.name.encode("latin-1", "replace")),
         (b"x-penstock-route", route.why.encode()),

@@ -15,6 +15,8 @@ class ModelSettings:
     name: str
     source: str
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """Names of its configured LoRA adapters."""
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
@@ -44,6 +46,8 @@ class GatewaySettings:
     max_tokens: int | None = None
     time_limit_s: float | None = 30.0
     max_choices: int = 16
+    admin_key: str = ""
+    """What the admin API asks for; empty: it answers this machine only."""
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -56,6 +60,7 @@ class GatewaySettings:
                     name=model.name,
                     source=model.source,
                     aliases=model.aliases,
+                    adapters=tuple(spec.name for spec in model.adapters),
                     silence_s=model.watchdog_s + 15.0,
                     input_price=model.input_price,
                     output_price=model.output_price,
@@ -74,6 +79,7 @@ class GatewaySettings:
             max_tokens=generation.max_tokens,
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
+            admin_key=server.admin_key,
             log_format=config.logging.format,
             log_level=config.logging.level,
         )

@@ -9,6 +9,9 @@ of its own):
     Submit, Abort    ──────────────────►
                      ◄──────────────────  Step      one per engine step that concerns this gateway;
                                                     empty (a heartbeat) every HEARTBEAT_S otherwise
+    LoadAdapter, UnloadAdapter, PinAdapter ─────►
+                     ◄──────────────────  AdapterResult   one per operation, when it is done
+                     ◄──────────────────  Adapters  after `Ready` and when they change
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
@@ -24,6 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import EngineInfo, Request, StepOutput
 
 PROTOCOL_VERSION = 1
@@ -68,8 +72,31 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now; what runs is lost."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read an adapter and serve it under its name; one that has the name already is replaced."""
+
+    operation: str
+    spec: AdapterSpec
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter; requests that run with it finish."""
+
+    operation: str
+    name: str
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
+    """Whether an adapter may be evicted."""
+
+    operation: str
+    name: str
+    pinned: bool
+
+
+AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
-ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown
+ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown | AdapterOperation
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -91,4 +118,18 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-FromEngine: TypeAlias = Ready | Step | Stopped
+class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
+    """Every adapter of the engine."""
+
+    statuses: list[AdapterStatus]
+
+
+class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
+    """How an operation went: the adapter as it is now (none when it was unloaded), or what went wrong."""
+
+    operation: str
+    status: AdapterStatus | None = None
+    error: str = ""
+
+
+FromEngine: TypeAlias = Ready | Step | Stopped | Adapters | AdapterResult

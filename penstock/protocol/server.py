@@ -13,8 +13,10 @@ from typing import Protocol
 
 import zmq
 
+from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
 from penstock.errors import ReplicaLost
+from penstock.protocol.adapters import AdapterHost, operate
 from penstock.protocol.codec import ProtocolError, decode_to_engine
 from penstock.protocol.messages import (
     DRAINING,
@@ -22,15 +24,20 @@ from penstock.protocol.messages import (
     NOT_REGISTERED,
     PROTOCOL_VERSION,
     Abort,
+    AdapterResult,
+    Adapters,
     Drain,
     Goodbye,
     Hello,
+    LoadAdapter,
+    PinAdapter,
     Ready,
     Shutdown,
     Step,
     Stopped,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from penstock.protocol.peers import BACKLOG_LIMIT, Peers
 from penstock.protocol.transport import Listener
@@ -50,7 +57,7 @@ SPIN_S = 0.0005
 log = logging.getLogger("penstock.engine")
 
 
-class EngineLike(Protocol):
+class EngineLike(AdapterHost, Protocol):
     """What the server needs of an engine."""
 
     info: EngineInfo
@@ -90,6 +97,7 @@ class EngineServer:
         self._failures = 0
         self._fruitless = 0
         self._steps = 0
+        self._adapters_told: tuple[int, float, list[AdapterStatus]] = (-1, float("-inf"), [])
         self._complained_at = float("-inf")
 
     def stop(self, reason: str = "shut down") -> None:
@@ -152,6 +160,8 @@ class EngineServer:
             case Abort(request_id):
                 if peer is not None and request_id in peer.requests:
                     self._engine.abort(request_id)
+            case LoadAdapter() | UnloadAdapter() | PinAdapter():
+                operate(self._engine, message, lambda result: self._answer(identity, result))
             case Hello(gateway, version):
                 if peer is None:
                     self._register(identity, gateway, version)
@@ -171,7 +181,10 @@ class EngineServer:
             self._peers.reply(identity, ready)
             return
         log.info("gateway %s connected", gateway)
-        self._peers.send(self._peers.register(identity, gateway), ready, time.monotonic())
+        peer = self._peers.register(identity, gateway)
+        self._peers.send(peer, ready, time.monotonic())
+        if self._engine.adapters is not None:
+            self._peers.send(peer, Adapters(self._engine.adapters.statuses()), time.monotonic())
 
     def _submit(self, identity: bytes, request: Request) -> None:
         peer = self._peers.get(identity)
@@ -208,9 +221,11 @@ class EngineServer:
         if output is not None:
             self._peers.deliver(output.deltas, output.load, time.monotonic())
         # A step without deltas may still have advanced a long prefill; its counter tells.
-        steps = output.load.steps if output is not None else self._engine.load_snapshot().steps
-        if output is not None or steps != self._steps:
-            self._steps = steps
+        load = output.load if output is not None else self._engine.load_snapshot()
+        # Nothing runs because adapters are still being read, which may take minutes: that is not being stuck.
+        reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
+        if output is not None or load.steps != self._steps or reading:
+            self._steps = load.steps
             self._fruitless = 0
             self._alive()
         else:
@@ -238,6 +253,7 @@ class EngineServer:
     def _after_step(self) -> None:
         now = time.monotonic()
         self._peers.heartbeat(self._engine.load_snapshot, now, self._heartbeat_s)
+        self._tell_adapters(now)
         if self._peers.lost:
             for request_id in self._peers.lost:
                 self._engine.abort(request_id)
@@ -247,6 +263,23 @@ class EngineServer:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
+
+    def _tell_adapters(self, now: float) -> None:
+        """At once when one came, went or changed; now and then when only their use did."""
+        adapters = self._engine.adapters
+        if adapters is None:
+            return
+        revision, at, statuses = self._adapters_told
+        if adapters.revision != revision or now - at >= self._heartbeat_s:
+            found = adapters.statuses()
+            self._adapters_told = (adapters.revision, now, found)
+            if found != statuses:
+                self._peers.tell_all(Adapters(found), now)
+
+    def _answer(self, identity: bytes, result: AdapterResult) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._peers.send(peer, result, time.monotonic())
 
     def _fail(self, request_ids: list[str], why: str) -> None:
         deltas = [Delta(request_id, finish_reason="error", error=why) for request_id in request_ids]

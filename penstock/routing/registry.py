@@ -5,6 +5,7 @@ Today a model has one backend; replica choice will live between `ServedModel` an
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,27 @@ class ServedModel:
     output_price: float = 0.0
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template says."""
+    adapters: tuple[str, ...] = ()
+    """Configured LoRA adapters; once its engine has told of its own, those count."""
+    adapter: str = ""
+    """Set on a model that is another one with this adapter."""
+    base: str = ""
+    """The name of that other one."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def base_name(self) -> str:
+        """What the engine's metrics call it: adapters count as their base."""
+        return self.base or self.name
+
+    @property
+    def adapter_names(self) -> list[str]:
+        told = self.backend.adapters
+        return list(self.adapters if told is None else told)
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """The same model, tokenizer and engine, with an adapter."""
+        return dataclasses.replace(self, name=name, adapter=name, base=self.name, aliases=(), adapters=())
 
     @property
     def context_window(self) -> int | None:
@@ -70,10 +91,17 @@ class Registry:
         return iter(self._models.values())
 
     def route(self, name: str) -> Route:
-        try:
-            return self._routes[name]
-        except KeyError:
-            raise ModelNotFound(name[:256], list(self._routes)) from None
+        route = self._routes.get(name)
+        if route is not None:
+            return route
+        for model in self._models.values():
+            if name in model.adapter_names:
+                return Route(model.with_adapter(name), "adapter")
+        raise ModelNotFound(name[:256], [*self._routes, *(name for model in self for name in model.adapter_names)])
+
+    def named(self, name: str) -> bool:
+        """Whether a model or alias, not an adapter, is called this."""
+        return name in self._routes
 
     def _claim(self, name: str, route: Route) -> None:
         if name in self._routes:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+_MOST_RENDERED = 1024
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -162,6 +163,8 @@ class Sampled(Family):
         for values, value in self._read():
             prefix = self._rendered.get(values)
             if prefix is None:
+                if len(self._rendered) >= _MOST_RENDERED:
+                    self._rendered.clear()  # labels that keep changing must not pile up
                 prefix = self._rendered[values] = f"{self.name}{render_labels(self.labels, values)} "
             yield f"{prefix}{number(value)}\n"
 

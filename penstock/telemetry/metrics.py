@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.engine.request import EngineInfo, Load
+from penstock.telemetry.adapter_metrics import add_adapter_samples
 from penstock.telemetry.exposition import Buckets, Registry, Value
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -153,6 +154,7 @@ class Metrics:
         add("counter", "vllm:num_preemptions_total", "Sequences preempted.", lambda load: load.preemptions)
         for name, help, value in _SPECULATION:
             add("counter", f"vllm:spec_decode_num_{name}_total", help, value)
+        add_adapter_samples(registry, ENGINE_LABELS, lambda: self._engines())
         add("gauge", "penstock_kv_blocks_used", "KV blocks held by sequences.", lambda load: load.used_blocks)
         add(
             "gauge",

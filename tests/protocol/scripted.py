@@ -26,6 +26,11 @@ class ScriptedEngine:
         self.thread = threading.get_ident()
         self.running[request.request_id] = (request, 0)
 
+    adapters = None
+
+    def unload_adapter(self, name: str) -> None:
+        raise AssertionError("there are no adapters")
+
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
             self.aborted.append(request_id)

@@ -50,7 +50,7 @@ class LoraConfig:
     @classmethod
     def read(cls, folder: Path, max_rank: int) -> LoraConfig:
         raw = read_json(folder / CONFIG)
-        where = folder / CONFIG
+        where = CONFIG
         kind = raw.get("peft_type", "LORA")
         if kind != "LORA":
             raise CheckpointError(f"{where}: peft_type {kind!r} is not supported; only LORA is")
@@ -93,7 +93,7 @@ def read_adapter(
         with safe_open(file, framework="pt") as tensors:
             ranks = _Packer(file, layout, config, data).pack(tensors)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged or incomplete ({error}): fetch it again") from error
+        raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     return LoadedAdapter(name, config.rank, _digest(data), data, ranks.pin_memory() if pin else ranks)
 
 
@@ -118,17 +118,17 @@ class _Packer:
             match = _TENSOR.fullmatch(key)
             if match is None or match[2] not in self._places:
                 modules = ", ".join(sorted(module.rpartition(".")[2] for module in self._places))
-                raise CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}")
+                raise CheckpointError(f"{self.file.name}: cannot apply {key!r}; adapters may change {modules}")
             if int(match[1]) >= self.layout.layers:
-                raise CheckpointError(f"{self.file}: {key!r} is beyond the model's {self.layout.layers} layers")
+                raise CheckpointError(f"{self.file.name}: {key!r} is beyond the model's {self.layout.layers} layers")
             found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
         if not found:
-            raise CheckpointError(f"{self.file} holds no LoRA matrices")
+            raise CheckpointError(f"{self.file.name} holds no LoRA matrices")
         ranks = torch.zeros(len(self.layout.sites), dtype=torch.int32)
         for (layer, module), pair in found.items():
             if len(pair) != 2:
                 missing = "B" if "A" in pair else "A"
-                raise CheckpointError(f"{self.file}: layer {layer} {module} has no lora_{missing}")
+                raise CheckpointError(f"{self.file.name}: layer {layer} {module} has no lora_{missing}")
             self._put(layer, module, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
             ranks[self._places[module][0]] = self.config.rank
         return ranks
@@ -141,11 +141,11 @@ class _Packer:
         for side, tensor, shape in (("A", a, (rank, site.inputs)), ("B", b, (outputs, rank))):
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{self.file}: lora_{side} of layer {layer} {module} is {tuple(tensor.shape)}; "
+                    f"{self.file.name}: lora_{side} of layer {layer} {module} is {tuple(tensor.shape)}; "
                     f"rank {rank} on this model needs {shape}"
                 )
         if not bool(a.isfinite().all() and b.isfinite().all()):
-            raise CheckpointError(f"{self.file}: {key!r} or its partner holds values that are not finite")
+            raise CheckpointError(f"{self.file.name}: {key!r} or its partner holds values that are not finite")
         begin, middle = rank * placed.start, rank * (placed.start + len(site.sizes) * site.inputs)
         down = self.data[begin:middle].view(len(site.sizes), rank, site.inputs)
         up = self.data[middle : middle + rank * site.outputs].view(rank, site.outputs)

@@ -42,8 +42,12 @@ class AdapterPool:
         self._entries: dict[Sequence, Entry] = {}
         """What every sequence that has its adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
+        self._lost: list[Sequence] = []
         self._since: dict[Sequence, float] = {}
         """When each parked sequence first found no slot; the first entry has waited longest."""
+
+    def preload(self) -> None:
+        """Have the pinned ones read before anybody asks."""
         for entry in self.registry:
             if entry.pinned:
                 self.registry.want(entry)
@@ -56,7 +60,7 @@ class AdapterPool:
         if entry is None:
             return f"{ADAPTER_UNKNOWN} {name!r}"
         if entry.state == "failed" and now - entry.failed_at < RETRY_S:
-            return f"{ADAPTER_FAILED}: {entry.error}"
+            return f"{ADAPTER_FAILED}: {entry.error.replace(entry.source, name)}"
         return None
 
     def load(self, spec: AdapterSpec, done: Done) -> None:
@@ -86,6 +90,11 @@ class AdapterPool:
             self.registry.want(entry)
         return self.status(entry)
 
+    @property
+    def revision(self) -> int:
+        """Changes when an adapter came, went, became ready or failed."""
+        return self.registry.revision
+
     def statuses(self) -> list[AdapterStatus]:
         return [self.status(entry) for entry in self.registry]
 
@@ -99,7 +108,9 @@ class AdapterPool:
         if seq.adapter is not None:
             return True
         entry = self.registry.get(seq.request.adapter)
-        assert entry is not None, "the engine refuses unknown adapters"
+        if entry is None:  # unloaded after the request was accepted
+            self._lost.append(seq)
+            return False
         if entry.adapter is None:
             entry.waiting[seq] = None
             self.registry.want(entry)
@@ -188,7 +199,15 @@ class AdapterPool:
             ready.extend(waiting)
         if outcome.ready or outcome.failed:
             self.registry.start_loads()
-        return ready, [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
+        failed = [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
+        failed += [(seq, f"{ADAPTER_UNKNOWN} {seq.request.adapter!r} any more") for seq in self._lost]
+        self._lost.clear()
+        return ready, failed
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are loads to take."""
+        return self.registry.loading > 0
 
     def wait(self) -> None:
         """Nothing can run: give the loader a moment."""

@@ -168,7 +168,8 @@ class Registry:
             if loaded.adapter is None:
                 self.failures += 1
                 entry.state, entry.error, entry.failed_at = "failed", loaded.error, now
-                outcome.failed += [(seq, loaded.error) for seq in entry.waiting]
+                # Where it lies is for operators, not for clients.
+                outcome.failed += [(seq, loaded.error.replace(entry.source, entry.name)) for seq in entry.waiting]
                 entry.waiting = {}
             else:
                 self.loads += 1

@@ -10,7 +10,9 @@ from penstock.routing.registry import ServedModel
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
-    await exchange.reply_json({"object": "list", "data": [describe(service, model) for model in service.registry]})
+    adapted = (model.with_adapter(name) for model in service.registry for name in model.adapter_names)
+    data = [describe(service, model) for model in (*service.registry, *adapted)]
+    await exchange.reply_json({"object": "list", "data": data})
 
 
 async def get_model(service: Service, exchange: Exchange) -> None:
@@ -26,8 +28,8 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "penstock",
-        "root": model.name,
-        "parent": None,
+        "root": model.base_name,
+        "parent": model.base or None,
         "aliases": list(model.aliases),
         "context_window": window,
         "max_model_len": window,

@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.loading.checkpoint import GGUFCheckpoint
+
 MODULES = {
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
@@ -28,6 +30,9 @@ ALL = tuple(MODULES)
 
 @cache
 def shapes(base: Path) -> dict[str, list[int]]:
+    if base.is_file():
+        gguf = GGUFCheckpoint(base)
+        return {name: list(gguf.raw(name).shape) for name in gguf.names()}
     with safe_open(base / "model.safetensors", framework="pt") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 

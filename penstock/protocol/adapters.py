@@ -1,0 +1,62 @@
+"""What an operator asks of an engine's adapters, carried out on the engine's thread: over ZeroMQ or in this process.
+
+Invariant: every operation is answered exactly once; a load is answered when the adapter is ready or has failed, which
+may be many steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.engine.adapters.spec import NO_ADAPTERS, AdapterSpec, AdapterStatus
+from penstock.errors import PenstockError
+from penstock.protocol.messages import AdapterOperation, AdapterResult, LoadAdapter, PinAdapter, UnloadAdapter
+
+
+class AdapterControl(Protocol):
+    """What this needs of an engine's adapters."""
+
+    @property
+    def revision(self) -> int:
+        """Changes when `statuses` has something new that others should hear of soon."""
+        ...
+
+    def statuses(self) -> list[AdapterStatus]: ...
+
+    def load(self, spec: AdapterSpec, done: Callable[[AdapterStatus], None]) -> None: ...
+
+    def pin(self, name: str, pinned: bool) -> AdapterStatus: ...
+
+
+class AdapterHost(Protocol):
+    """An engine that may have adapters."""
+
+    @property
+    def adapters(self) -> AdapterControl | None: ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
+
+def operate(host: AdapterHost, operation: AdapterOperation, reply: Callable[[AdapterResult], None]) -> None:
+    """Carry out one operation."""
+    id = operation.operation
+
+    def loaded(status: AdapterStatus) -> None:
+        reply(AdapterResult(id, status, status.error))
+
+    adapters = host.adapters
+    if adapters is None:
+        reply(AdapterResult(id, error=NO_ADAPTERS))
+        return
+    try:
+        match operation:
+            case LoadAdapter(_, spec):
+                adapters.load(spec, loaded)
+            case UnloadAdapter(_, name):
+                host.unload_adapter(name)
+                reply(AdapterResult(id))
+            case PinAdapter(_, name, pinned):
+                reply(AdapterResult(id, adapters.pin(name, pinned)))
+    except PenstockError as error:
+        reply(AdapterResult(id, error=str(error)))

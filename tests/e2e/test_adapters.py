@@ -1,0 +1,61 @@
+"""Adapters on a real server with the official client: load through the admin API, list, use, unload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
+from tests.e2e.conftest import MODEL, Server
+from tests.engine.adapters.files import write_adapter
+
+
+def say(client: openai.OpenAI, model: str) -> str:
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Name three colours."}], max_tokens=12, temperature=0
+    )
+    assert answer.model == model
+    return answer.choices[0].message.content or ""
+
+
+def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Path) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    folder = write_adapter(tmp_path / "style", default_model, rank=8, size=0.12)
+    plain = say(client, MODEL)
+    with pytest.raises(openai.NotFoundError):
+        say(client, "style")
+
+    loaded = httpx.post(f"{server.url}/admin/adapters", json={"name": "style", "source": str(folder)}, timeout=60)
+    assert loaded.status_code == 200 and loaded.json()["state"] == "ready", loaded.text
+    models = {model.id: model for model in client.models.list()}
+    assert models["style"].model_extra is not None and models["style"].model_extra["parent"] == MODEL
+    styled = say(client, "style")
+    assert styled != plain and say(client, MODEL) == plain and say(client, "style") == styled
+    assert server.metric("penstock_adapter_on_device") == 1
+
+    assert httpx.delete(f"{server.url}/admin/adapters/style").status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        say(client, "style")
+    assert "style" not in {model.id for model in client.models.list()}
+
+
+def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "cli", default_model, rank=4, targets=("q_proj", "v_proj"))
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["adapters", *arguments, "--url", server.url])
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.output
+
+    assert "cli: ready, rank 4" in run("load", "cli", str(folder))
+    assert "cli: pinned" in run("pin", "cli")
+    assert "cli: not pinned" in run("pin", "cli", "--off")
+    assert "cli" in run("list") and "ready" in run("list")
+    assert "cli: unloaded" in run("unload", "cli")
+    assert "cli" not in run("list").replace(str(folder), "")
+    refused = CliRunner().invoke(app, ["adapters", "unload", "cli", "--url", server.url])
+    assert refused.exit_code != 0 and "No adapter is called" in str(refused.exception)
