@@ -16,6 +16,7 @@ from penstock.cli.gateway import gateway
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
+from penstock.cli.structure import structure
 
 HELP = """
 Serve large language models: an OpenAI-compatible server with its own inference engine.
@@ -66,4 +67,5 @@ app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
+bench.command(help=structure.__doc__)(structure)
 app.add_typer(bench, name="bench")

@@ -75,7 +75,9 @@ def literal(text: str) -> str:
 def check(grammar: Grammar) -> str:
     """The source of a grammar that engines can compile; raises `GrammarError` with the reason otherwise."""
     try:
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
+
+        from penstock.engine.grammar.guidance import limits
     except ImportError as error:
         raise GrammarError("this server lacks the package llguidance, which grammars need") from error
     try:
@@ -84,7 +86,7 @@ def check(grammar: Grammar) -> str:
         raise GrammarError("it is nested too deeply") from None
     if len(source) > MAX_SOURCE:
         raise GrammarError(f"it has {len(source)} characters; at most {MAX_SOURCE} are accepted")
-    failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=LLParserLimits(verbose_errors=False))
+    failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=limits())
     if failed:
         raise GrammarError(messages[0].strip())
     return source

@@ -18,7 +18,7 @@ _SPECIAL = b"\xff"
 
 
 def limits() -> LLParserLimits:
-    """Bounds on what one grammar may cost: about 20 ms to build and 15 ms per mask at the very worst."""
+    """Bounds on what one grammar may cost. The library's own: a mask takes about 15 ms at the very worst."""
     return LLParserLimits(verbose_errors=False)
 
 

@@ -41,8 +41,8 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
             "completions": True,
             "streaming": True,
             "logprobs": True,
-            "tools": False,
-            "structured_output": False,
+            "tools": model.text.has_chat_template,
+            "structured_output": True,
         },
         "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
     }

@@ -17,38 +17,18 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler, without
 from penstock.engine.grammar.guidance import GuidanceCompiler, GuidanceMatcher
-from penstock.engine.grammar.interface import TokenMatcher, Vocabulary, words_for
-from penstock.engine.kernels.masks import mask_logits
+from penstock.engine.grammar.interface import TokenMatcher, words_for
+from penstock.engine.kernels import cpu
+from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import GRAMMAR_REFUSED, Delta, Request, SamplingParams
+from tests.engine.grammar.tokens import END, VOCAB, VOCABULARY, compiler, encode, text_of
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy
 from tests.engine.tiny import Reference, write_checkpoint
-
-VOCAB = 199
-END = 198
-WORDS = [b"ab", b"abc", b"10", b"the ", b'{"', b'":', b"\xc3", b"\xa9"]
-TOKENS = [bytes([i]) for i in range(128)] + WORDS
-SPECIAL = frozenset(range(190, VOCAB))
-
-
-def encode(text: str) -> list[int]:
-    return [TOKENS.index(bytes([byte])) for byte in text.encode()]
-
-
-NAMES = [*TOKENS, *[b""] * (190 - len(TOKENS)), *(b"<%d>" % i for i in range(190, VOCAB))]
-VOCABULARY = Vocabulary(NAMES, SPECIAL, (END,), encode)
-
-
-def text_of(tokens: list[int]) -> str:
-    return b"".join(NAMES[token] for token in tokens if token not in SPECIAL).decode()
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("grammar"))
-
-
-def compiler(size: int) -> GuidanceCompiler:
-    return GuidanceCompiler(VOCABULARY, size)
 
 
 def load(checkpoint: Path, make: MakeCompiler | None = compiler, **settings: Any) -> Engine:
@@ -247,17 +227,22 @@ def test_a_grammar_being_compiled_delays_nobody(checkpoint: Path) -> None:
     assert re.fullmatch("[0-9]{3}", text_of(collect(done)["slow"]))
 
 
-def test_masks_on_logits() -> None:
-    vocab = 77
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("vocab", [5, 32, 77, 3001])
+def test_masks_on_logits(name: str, vocab: int) -> None:
+    found = cpu.load(1) if name == "cpu" else ReferenceOps()
+    if found is None:
+        pytest.skip("no C++ compiler")
     rng = np.random.default_rng(0)
     bits = rng.integers(-(2**31), 2**31, (3, words_for(vocab)), dtype=np.int64).astype(np.int32)
+    bits[1, 0], bits[0, -1] = 0, -1
     logits = torch.randn(5, vocab)
     before = logits.clone()
-    mask_logits(logits, torch.tensor([4, 0, 2]), torch.from_numpy(bits))
+    found.mask_logits(logits, torch.tensor([4, 0, 2]), torch.from_numpy(bits))
     for row, at in enumerate([4, 0, 2]):
-        for token in range(vocab):
-            allowed = (int(bits[row, token // 32]) >> (token % 32)) & 1
-            assert logits[at, token] == (before[at, token] if allowed else float("-inf"))
+        allowed = [(int(bits[row, token // 32]) >> (token % 32)) & 1 for token in range(vocab)]
+        want = torch.where(torch.tensor(allowed) == 1, before[at], float("-inf"))
+        assert torch.equal(logits[at], want)
     assert torch.equal(logits[[1, 3]], before[[1, 3]])
 
 

@@ -92,6 +92,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
     "pk_run": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "pk_lora": (None, (c_void_p, POINTER(LoraArgs))),
+    "pk_mask_logits": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels import filters, masks
+from penstock.engine.kernels import filters
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KVScales
 from penstock.errors import PenstockError
@@ -269,7 +269,14 @@ class CpuOps:
         return view
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
-        masks.mask_logits(logits, at, bits)
+        _need(logits, "logits", torch.float32)
+        _need(at, "at", torch.int64)
+        _need(bits, "bits", torch.int32)
+        if bits.shape != (at.shape[0], -(-logits.shape[1] // 32)):
+            raise LayoutError(f"bits of shape {tuple(bits.shape)} do not fit logits of shape {tuple(logits.shape)}")
+        self._lib.pk_mask_logits(
+            self._ctx, logits.data_ptr(), at.data_ptr(), bits.data_ptr(), at.shape[0], logits.shape[1]
+        )
 
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the largest entry of each float32 row (the first of equals)."""

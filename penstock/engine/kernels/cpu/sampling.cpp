@@ -1,9 +1,12 @@
-// Choosing a token from a row of float32 logits without leaving the row: greedy, log-sum-exp, Gumbel-max.
+// Choosing a token from a row of float32 logits without leaving the row: masks, greedy, log-sum-exp, Gumbel-max.
 //
 // Gumbel-max draws from softmax(logit / temperature) as argmax(logit / temperature + g), where the noise of
 // entry i is a function of (row key, i) alone: g = -log(-log(u)), u = (k | 1) / 2^24, k the top 24 bits of
 // splitmix64's output function applied to key + i * 0x9E3779B97F4A7C15. Because -log(u) >= 1 - u, entry i can
 // only win when 1 - u < exp(value_i - best); that test needs no logarithm and rejects nearly every entry.
+
+#include <algorithm>
+#include <limits>
 
 #include "context.h"
 #include "simd.h"
@@ -85,7 +88,32 @@ int64_t gumbel_row(const float* x, int64_t n, float temperature, uint64_t key) {
     return best;
 }
 
+// Bit t % 32 of word t / 32 says whether token t is allowed. Most words are all zeros or all ones.
+void mask_row(float* logits, const uint32_t* bits, int64_t n) {
+    const float nothing = -std::numeric_limits<float>::infinity();
+    for (int64_t begin = 0; begin < n; begin += 32) {
+        const uint32_t word = bits[begin / 32];
+        if (word == UINT32_MAX) continue;
+        const int64_t count = std::min<int64_t>(32, n - begin);
+        float* part = logits + begin;
+        if (word == 0) {
+            std::fill_n(part, count, nothing);
+        } else {
+            for (int64_t t = 0; t < count; ++t) part[t] = (word >> t) & 1 ? part[t] : nothing;
+        }
+    }
+}
+
 }  // namespace
+
+PK_API void pk_mask_logits(Context* ctx, float* logits, const int64_t* at, const uint32_t* bits, int64_t count,
+                           int64_t n) {
+    Guard hold(ctx->busy);
+    const int64_t words = (n + 31) / 32;
+    ctx->pool.rows(count, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) mask_row(logits + at[i] * n, bits + i * words, n);
+    });
+}
 
 PK_API void pk_argmax(Context* ctx, const float* logits, int64_t* out, int64_t rows, int64_t n) {
     Guard hold(ctx->busy);
