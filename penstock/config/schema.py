@@ -91,7 +91,7 @@ class ModelConfig:
         None, doc="Exact number of KV blocks; overrides kv_memory.", least=1, example="4096"
     )
     kv_dtype: KVDType = setting(  # noqa: RUF009
-        "auto", doc="Type of the KV cache: auto (that of dtype) or fp8 (half of bfloat16, on CUDA)."
+        "auto", doc="KV cache: auto (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8."
     )
     tensor_parallel: int = setting(
         1, doc="Devices that share the work of every layer; memory settings are per device.", least=1

@@ -9,7 +9,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 
 WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 ActivationForm = Literal["auto", "int8", "int16"]
-KVDType = Literal["auto", "fp8"]
+KVDType = Literal["auto", "fp8", "int8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
 
@@ -46,7 +46,8 @@ class EngineConfig:
     num_blocks: int | None = None
     """Exact number of KV blocks; overrides `kv_memory`."""
     kv_dtype: KVDType = "auto"
-    """`auto`: the cache holds numbers of `dtype`. `fp8`: half the bytes of bfloat16, on CUDA."""
+    """`auto`: the cache holds numbers of `dtype`. `int8`: one byte, with a scale per token and head. `fp8`: one byte,
+    with a scale per head from the checkpoint, or none."""
     prefix_cache: bool = True
     speculation: SpeculationForm = "off"
     """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the

@@ -8,7 +8,7 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.interface import FP8, ActivationOps, Ops, torch_dtype
+from penstock.engine.kernels.interface import FP8, INT8, ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.quantized import QuantizedCheckpoint
@@ -51,13 +51,9 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def pick_kv_dtype(config: EngineConfig, device: torch.device, dtype: torch.dtype, ops: Ops) -> torch.dtype:
+def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """Type of the KV cache."""
-    if config.kv_dtype == "auto":
-        return dtype
-    if device.type != "cuda" or ops.name != "triton":
-        raise ConfigError("kv_dtype: fp8 needs a CUDA device with triton; use kv_dtype: auto")
-    return FP8
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
 
 
 def pick_ops(device: torch.device, threads: int) -> Ops:

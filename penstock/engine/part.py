@@ -101,7 +101,7 @@ def load_part(
     with phases("kernels"):
         ops = ops or pick_ops(device, threads)
         plan = plan_weights(config, ops, device, dtype, weights)
-        kv_dtype = pick_kv_dtype(config, device, dtype, ops)
+        kv_dtype = pick_kv_dtype(config, dtype)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(

@@ -6,12 +6,14 @@ decodes are padded to the longest context and done in one call.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.kernels import filters, masks
-from penstock.engine.kernels.interface import FP8_MAX, AttentionBatch, HeadLayout, KVScales
+from penstock.engine.kernels.interface import FP8, FP8_MAX, INT8, INT8_MAX, AttentionBatch, HeadLayout, KVScales
 from penstock.engine.kernels.noise import gumbel
 
 
@@ -69,8 +71,8 @@ class ReferenceOps:
         q, k = (_rotate(x, cos, sin) for x in (q, k))
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
-        k_cache[block, :, offset] = _stored(k, k_cache.dtype, kv_scales and kv_scales[0])
-        v_cache[block, :, offset] = _stored(v, v_cache.dtype, kv_scales and kv_scales[1])
+        _store(k, k_cache, kv_scales and kv_scales[0], block, offset)
+        _store(v, v_cache, kv_scales and kv_scales[1], block, offset)
         return q
 
     def attention(
@@ -82,18 +84,17 @@ class ReferenceOps:
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
     ) -> Tensor:
-        if kv_scales is not None:  # the definition, not a fast path: widen the whole cache
-            k_cache = (k_cache.float() * kv_scales[0][:, None, None]).to(q.dtype)
-            v_cache = (v_cache.float() * kv_scales[1][:, None, None]).to(q.dtype)
         out = torch.empty_like(q)
+        k_scales, v_scales = kv_scales or (None, None)
+        keys, values = _Cached(k_cache, k_scales, q.dtype), _Cached(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
-            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, k_cache, v_cache)
+            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i in range(decodes, len(contexts)):
             begin, end = starts[i], starts[i + 1]
             table = batch.block_tables[batch.rows[i]]
-            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, k_cache, v_cache)
+            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values)
         return out.view(q.shape[0], -1)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
@@ -118,11 +119,39 @@ class ReferenceOps:
         return scaled.add_(noise).argmax(-1)
 
 
-def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """`x` [T, kv_heads, head_dim] as the cache keeps it."""
-    if scale is not None:
-        x = (x.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX)
-    return x.to(dtype)
+def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
+    """Write `x` [T, kv_heads, head_dim] into the cache, as the cache keeps it."""
+    if cache.dtype == INT8:
+        assert scales is not None
+        scale = (x.float().abs().amax(-1) / INT8_MAX).to(scales.dtype)
+        scales[block, :, offset] = scale
+        divisor = torch.where(scale > 0, scale.float(), 1.0).unsqueeze(-1)
+        x = (x.float() / divisor).round()
+    elif scales is not None:
+        x = (x.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
+    stored = x.to(cache.dtype)
+    if cache.dtype == FP8:  # indexing knows bytes on every device, FP8 not
+        cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+    cache[block, :, offset] = stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """Keys or values of a layer, read as numbers of `dtype`."""
+
+    cache: Tensor
+    scales: Tensor | None
+    dtype: torch.dtype
+
+    def gather(self, table: Tensor) -> Tensor:
+        """Blocks [..., n] as [..., kv_heads, n * block_size, head_dim]."""
+        table = table.long()
+        raw = self.cache.view(torch.uint8)[table].view(FP8) if self.cache.dtype == FP8 else self.cache[table]
+        if self.scales is not None:
+            scales = self.scales[table] if self.scales.dim() == 3 else self.scales.unsqueeze(1)
+            raw = raw.float() * scales.float().unsqueeze(-1)
+        blocks = raw.to(self.dtype).transpose(-4, -3)
+        return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -130,34 +159,32 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def _dense(cache: Tensor, table: Tensor) -> Tensor:
-    """Gather blocks [..., n] of a cache into [..., kv_heads, n * block_size, head_dim]."""
-    blocks = cache[table.long()].transpose(-4, -3)
-    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
-
-
-def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    count, block_size = q.shape[0], k_cache.shape[2]
+def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: _Cached, values: _Cached) -> Tensor:
+    count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
     tables = batch.block_tables[batch.rows[:count].long(), :width]
-    k, v = _dense(k_cache, tables), _dense(v_cache, tables)
-    key_at = torch.arange(k.shape[2], device=q.device)
+    key_at = torch.arange(width * block_size, device=q.device)
     last = batch.context_lens[:count].unsqueeze(1) - 1
     visible = key_at <= last
     if layout.window is not None:
         visible &= key_at > last - layout.window
+    # What is invisible holds anything: entries of the table too, and a weight of zero does not silence a NaN.
+    tables = tables * visible.view(count, width, block_size).any(-1)
+    k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    out = _softmax_attention(grouped, k.to(q.dtype), v.to(q.dtype), visible[:, None, None], layout)
+    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout)
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
-def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    block_size = k_cache.shape[2]
-    table = table[: -(-context // block_size)]
-    k, v = _dense(k_cache, table)[:, :context], _dense(v_cache, table)[:, :context]
+def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: _Cached, values: _Cached) -> Tensor:
+    block_size = keys.cache.shape[2]
+    behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size
+    table = table[behind : -(-context // block_size)]
+    first = behind * block_size
+    k, v = keys.gather(table)[:, : context - first], values.gather(table)[:, : context - first]
     group = layout.heads // layout.kv_heads
-    k, v = k.repeat_interleave(group, 0).to(q.dtype), v.repeat_interleave(group, 0).to(q.dtype)
-    key_at = torch.arange(context, device=q.device)
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    key_at = torch.arange(first, context, device=q.device)
     query_at = torch.arange(context - q.shape[0], context, device=q.device).unsqueeze(1)
     visible = key_at <= query_at
     if layout.window is not None:

@@ -79,7 +79,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     const size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
 
-    dispatch(a.cache_dtype, [&](auto* c) {
+    dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
         ctx->pool.run(n, [&](int i, int thread) {
             const Task& task = tasks[i];

@@ -3,12 +3,12 @@
 #pragma once
 
 #include "context.h"
-#include "simd.h"
+#include "kv_formats.h"
 
 struct AttentionArgs {
     const void* q;
     void* out;
-    const void *k_cache, *v_cache;
+    const void *k_cache, *v_cache, *k_scales, *v_scales;
     const int32_t *query_starts, *context_lens, *rows, *block_tables;
     int64_t q_stride;  // elements between packed tokens of q
     int64_t table_stride;
@@ -28,6 +28,9 @@ struct Task {
     int32_t group;       // decode with several parts: index of its merge group, else -1
     int32_t part;
 };
+
+inline Scales key_scales(const AttentionArgs& a) { return {a.k_scales, a.kv_heads, a.block_size}; }
+inline Scales value_scales(const AttentionArgs& a) { return {a.v_scales, a.kv_heads, a.block_size}; }
 
 inline int padded(int n) { return (n + VL - 1) / VL * VL; }
 

@@ -136,6 +136,12 @@ PK_INLINE void by_group(int left, F&& f) {
     }
 }
 
+PK_INLINE void multiply_row(float* x, const float* factors, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) store(x + i, load(x + i) * load(factors + i));
+    for (; i < n; ++i) x[i] *= factors[i];
+}
+
 // Partial result of one decode task: per head of the group, `width` sums, then maximum and total.
 template <class C>
 void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float* partial) {
@@ -146,6 +152,7 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
     load_queries(a, a.query_starts[task.sequence], task.kv_head * group, group, q, width);
 
     const int keys = task.end - task.begin;
+    float key_factors[kPart], value_factors[kPart];  // of a cache with scales
     int nspans = 0, at = 0;
     for (int key = task.begin; key < task.end;) {
         const int offset = key % a.block_size, run = std::min(a.block_size - offset, task.end - key);
@@ -162,16 +169,23 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
             by_group(group - g, [&](auto n) {
                 score_keys<decltype(n)::value>(q + g * width, width, k, ahead, v, dim, run, scores + g * kPart + at);
             });
+        if constexpr (kScaled<C>)
+            for (int j = 0; j < run; ++j) {
+                key_factors[at + j] = cached_scale<C>(key_scales(a), block, task.kv_head, offset + j);
+                value_factors[at + j] = cached_scale<C>(value_scales(a), block, task.kv_head, offset + j);
+            }
         spans[nspans++] = {v, run};
         at += run;
         key += run;
     }
     for (int g = 0; g < group; ++g) {
         float* row = scores + g * kPart;
+        if constexpr (kScaled<C>) multiply_row(row, key_factors, keys);
         if (a.softcap > 0) cap_row(row, keys, a.softcap);
         const float max = max_row(row, keys);
         partial[g * stride + width] = max;
         partial[g * stride + width + 1] = exp_row(row, keys, max);
+        if constexpr (kScaled<C>) multiply_row(row, value_factors, keys);
     }
     for (int g = 0; g < group; g += kMaxGroup)
         by_group(group - g, [&](auto n) {

@@ -62,6 +62,11 @@ inline void product(const float* a, int as, const float* b, int bs, float* c, in
     for (; i < rows; ++i) product_rows<1>(a + i * as, as, b, bs, c + i * cs, cs, columns, depth, add);
 }
 
+template <class C>
+PK_INLINE vf scaled(vf x, vf factor) {
+    return kScaled<C> ? x * factor : x;
+}
+
 // Keys [begin, end) as columns of `keys` [dim][kPanel] and values as rows of `values` [kPanel][width].
 template <class C>
 void fill_panels(const AttentionArgs& a, const int32_t* table, int kv_head, int begin, int end, float* keys,
@@ -77,16 +82,21 @@ void fill_panels(const AttentionArgs& a, const int32_t* table, int kv_head, int 
         const C* v = static_cast<const C*>(a.v_cache) + block * a.v_block_stride + kv_head * a.v_head_stride +
                      int64_t(offset) * dim;
         for (int j = 0; j < run; ++j, k += dim, v += dim) {
+            vf key_factor = splat(1), value_factor = splat(1);
+            if constexpr (kScaled<C>) {
+                key_factor = splat(cached_scale<C>(key_scales(a), block, kv_head, offset + j));
+                value_factor = splat(cached_scale<C>(value_scales(a), block, kv_head, offset + j));
+            }
             int d = 0;
             for (; d + VL <= dim; d += VL) {
-                store(line, load(k + d));
+                store(line, scaled<C>(load(k + d), key_factor));
                 for (int i = 0; i < VL; ++i) keys[(d + i) * kPanel + at + j] = line[i];
-                store(values + (at + j) * width + d, load(v + d));
+                store(values + (at + j) * width + d, scaled<C>(load(v + d), value_factor));
             }
             if (int rest = dim - d) {
-                store(line, load_part(k + d, rest));
+                store(line, scaled<C>(load_part(k + d, rest), key_factor));
                 for (int i = 0; i < rest; ++i) keys[(d + i) * kPanel + at + j] = line[i];
-                store(values + (at + j) * width + d, load_part(v + d, rest));
+                store(values + (at + j) * width + d, scaled<C>(load_part(v + d, rest), value_factor));
             }
         }
         at += run;

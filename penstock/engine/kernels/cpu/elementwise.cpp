@@ -2,7 +2,7 @@
 // Invariant: each row is read once and written once; the arithmetic is float32 whatever the storage.
 
 #include "context.h"
-#include "simd.h"
+#include "kv_formats.h"
 #include "tape.h"
 
 using namespace pk;
@@ -127,7 +127,7 @@ struct RopeArgs {
     void* qkv;
     const float* cos_sin;
     const int64_t *positions, *slots;
-    void *k_cache, *v_cache;
+    void *k_cache, *v_cache, *k_scales, *v_scales;
     const void *q_norm, *k_norm;
     int64_t tokens, max_positions, num_slots;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
@@ -157,6 +157,7 @@ template <class T, class C>
 void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, int64_t begin, int64_t end) {
     const int dim = a.head_dim, half = dim / 2;
     const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
+    const Scales key_scales{a.k_scales, a.kv_heads, a.block_size}, value_scales{a.v_scales, a.kv_heads, a.block_size};
     for (int64_t t = begin; t < end; ++t) {
         T* row = static_cast<T*>(a.qkv) + t * width;
         const float *cos = a.cos_sin + a.positions[t] * dim, *sin = cos + half;
@@ -170,12 +171,21 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, in
             } else {
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
-                rotate(head, key, cos, sin, half);
+                if constexpr (kScaled<C>) {
+                    rotate(head, head, cos, sin, half);
+                    store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
+                } else {
+                    rotate(head, key, cos, sin, half);
+                }
             }
         }
         for (int h = 0; h < a.kv_heads; ++h) {
             C* value = static_cast<C*>(a.v_cache) + block * a.v_block_stride + h * a.v_head_stride + offset * dim;
-            convert(row + (a.heads + a.kv_heads + h) * dim, value, dim);
+            const T* head = row + (a.heads + a.kv_heads + h) * dim;
+            if constexpr (kScaled<C>)
+                store_scaled(head, value, dim, value_scales, block, h, offset);
+            else
+                convert(head, value, dim);
         }
     }
 }
@@ -242,7 +252,7 @@ PK_API int pk_rope_and_cache(Context* ctx, const RopeArgs* args) {
     const float* k_norm = as_floats(ctx->tasks, a.k_norm, a.head_dim, a.norm_dtype);
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
-        dispatch(a.cache_dtype, [&](auto* c) {
+        dispatch_cache(a.cache_dtype, [&](auto* c) {
             using C = elem<decltype(c)>;
             ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int) {
                 rope_tokens<T, C>(a, q_norm, k_norm, begin, end);

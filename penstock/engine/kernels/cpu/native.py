@@ -25,7 +25,10 @@ class RopeArgs(ctypes.Structure):
     """Mirror of `RopeArgs` in elementwise.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "cos_sin", "positions", "slots", "k_cache", "v_cache")),
+        *(
+            (name, c_void_p)
+            for name in ("qkv", "cos_sin", "positions", "slots", "k_cache", "v_cache", "k_scales", "v_scales")
+        ),
         *((name, c_void_p) for name in ("q_norm", "k_norm")),
         *((name, c_int64) for name in ("tokens", "max_positions", "num_slots")),
         *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
@@ -39,7 +42,7 @@ class AttentionArgs(ctypes.Structure):
     """Mirror of `AttentionArgs` in attention.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "out", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scales", "v_scales")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "rows", "block_tables")),
         *((name, c_int64) for name in ("q_stride", "table_stride")),
         *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),

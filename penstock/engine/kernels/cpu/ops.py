@@ -1,8 +1,8 @@
 """`Ops` on the native CPU library, plus the sampling primitives over logits.
 
-Activations and cache may each be float32, float16 or bfloat16; arithmetic is float32. Inputs must be contiguous:
-a wrong layout is refused, never copied silently. `rope_and_cache` rotates the queries inside `qkv` and returns a
-view of them, which `attention` reads with its row stride.
+Activations and cache may each be float32, float16 or bfloat16, the cache also int8 or FP8; arithmetic is float32.
+Inputs must be contiguous: a wrong layout is refused, never copied silently. `rope_and_cache` rotates the queries inside
+`qkv` and returns a view of them, which `attention` reads with its row stride.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from penstock.engine.kernels import filters
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KVScales
+from penstock.engine.kernels.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, HeadLayout, KVScales
 from penstock.errors import PenstockError
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CACHE_CODES = {**DTYPE_CODES, INT8: 3, FP8: 4}
 
 
 _BATCH_DTYPES = {
@@ -94,20 +95,23 @@ class _CacheView:
 
     __slots__ = ("attention", "rope", "v_stride")
 
-    def __init__(self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout) -> None:
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None) -> None:
         expected = (k_cache.shape[0], layout.kv_heads, k_cache.shape[2], layout.head_dim)
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             if cache.shape != expected or cache.dtype is not k_cache.dtype:
                 raise LayoutError(f"{name} must be {list(expected)}, both of one dtype, got {tuple(cache.shape)}")
             if cache.stride(3) != 1 or cache.stride(2) != layout.head_dim or cache.is_cuda:
                 raise LayoutError(f"{name}: the tokens of a block must be dense on the CPU, strides {cache.stride()}")
+        if k_cache.dtype not in _CACHE_CODES:
+            raise LayoutError(f"the CPU kernels read no cache of {k_cache.dtype}")
+        k_scales, v_scales = _checked_scales(k_cache, layout, kv_scales)
         self.v_stride = v_cache.stride()
         common = {
-            "k_cache": k_cache.data_ptr(), "v_cache": v_cache.data_ptr(),
+            "k_cache": k_cache.data_ptr(), "v_cache": v_cache.data_ptr(), "k_scales": k_scales, "v_scales": v_scales,
             "k_block_stride": k_cache.stride(0), "k_head_stride": k_cache.stride(1),
             "v_block_stride": v_cache.stride(0), "v_head_stride": v_cache.stride(1),
             "heads": layout.heads, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim,
-            "block_size": k_cache.shape[2], "cache_dtype": dtype_code(k_cache, "k_cache"),
+            "block_size": k_cache.shape[2], "cache_dtype": _CACHE_CODES[k_cache.dtype],
         }  # fmt: skip
         self.rope = RopeArgs(num_slots=k_cache.shape[0] * k_cache.shape[2], **common)
         self.attention = AttentionArgs(
@@ -126,9 +130,18 @@ def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim
     args.norm_dtype = dtype_code(norms[0], "q_norm")
 
 
-def _refuse_scales(kv_scales: KVScales | None) -> None:
-    if kv_scales is not None:
-        raise LayoutError("the CPU kernels have no FP8 cache; use kv_dtype: auto")
+def _checked_scales(k_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None) -> tuple[int | None, int | None]:
+    """Addresses of the scales; they must be there exactly when the cache needs them."""
+    if (kv_scales is not None) != (k_cache.dtype in (INT8, FP8)):
+        raise LayoutError(f"a cache of {k_cache.dtype} {'needs' if kv_scales is None else 'has no'} scales")
+    if kv_scales is None:
+        return None, None
+    dtype, shape = (torch.float32, (layout.kv_heads,)) if k_cache.dtype == FP8 else (SCALE_DTYPE, k_cache.shape[:3])
+    for name, scales in zip(("key scales", "value scales"), kv_scales, strict=True):
+        _need(scales, name, dtype)
+        if scales.shape != shape:
+            raise LayoutError(f"{name} must be {list(shape)}, got {tuple(scales.shape)}")
+    return kv_scales[0].data_ptr(), kv_scales[1].data_ptr()
 
 
 class CpuOps:
@@ -202,7 +215,6 @@ class CpuOps:
         eps: float,
         kv_scales: KVScales | None = None,
     ) -> Tensor:
-        _refuse_scales(kv_scales)
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         tokens, width = qkv.shape
         need_contiguous(qkv, "qkv")
@@ -212,7 +224,7 @@ class CpuOps:
         if view.tokens != tokens:
             raise LayoutError(f"{tokens} tokens, but positions and slots for {view.tokens}")
         _need(cos_sin, "cos_sin", torch.float32)
-        args = RopeArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout).rope)
+        args = RopeArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).rope)
         args.qkv, args.dtype, args.tokens = qkv.data_ptr(), dtype_code(qkv, "qkv"), tokens
         args.cos_sin, args.max_positions = cos_sin.data_ptr(), cos_sin.shape[0]
         args.positions, args.slots = view.positions, view.slots
@@ -237,13 +249,12 @@ class CpuOps:
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
     ) -> Tensor:
-        _refuse_scales(kv_scales)
         heads, dim = layout.heads, layout.head_dim
         step, head_step, one = q.stride()
         if q.shape[1:] != (heads, dim) or one != 1 or head_step != dim:
             raise LayoutError(f"q must be [T, {heads}, {dim}] with dense rows, got {tuple(q.shape)} {q.stride()}")
         view = self._batch_view(batch)
-        args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout).attention)
+        args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
         args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
         args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
@@ -258,14 +269,17 @@ class CpuOps:
             view = self._last_batch = _BatchView(batch)
         return view
 
-    def _cache_view(self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout) -> _CacheView:
+    def _cache_view(
+        self, k_cache: Tensor, v_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None
+    ) -> _CacheView:
         """Checked once per layer and cache."""
-        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, k_cache.stride(), k_cache.dtype, layout)
+        scales = None if kv_scales is None else (kv_scales[0].data_ptr(), kv_scales[1].data_ptr())
+        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, k_cache.stride(), k_cache.dtype, layout, scales)
         view = self._caches.get(key)
         if view is None or v_cache.stride() != view.v_stride or v_cache.dtype is not k_cache.dtype:
             if len(self._caches) >= _MAX_CACHES:
                 self._caches.clear()
-            view = self._caches[key] = _CacheView(k_cache, v_cache, layout)
+            view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:

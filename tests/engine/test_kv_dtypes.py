@@ -1,0 +1,64 @@
+"""An engine with one byte per cached number: room for more, log-probabilities close to those of the full cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.kv.cache import KVShape
+from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama"), spread=0.3)
+
+
+PROMPT = [(7 * i * i + 3 * i) % 199 for i in range(900)]
+
+
+def prompt_logprobs(folder: Path, **settings: object) -> torch.Tensor:
+    engine = make_engine(folder, token_budget=256, **settings)
+    engine.submit(greedy("a", PROMPT, 1, prompt_logprobs=0))
+    scored = next(delta.prompt_logprobs for delta in drain(engine) if delta.prompt_logprobs is not None)
+    assert_idle(engine)
+    return torch.tensor([entry.logprob for entry in scored if entry is not None])
+
+
+@pytest.mark.parametrize(("kv_dtype", "limit"), [("int8", 0.01), ("fp8", 0.05)])
+def test_logprobs_stay_close_at_long_context(folder: Path, kv_dtype: str, limit: float) -> None:
+    exact = prompt_logprobs(folder)
+    close = prompt_logprobs(folder, kv_dtype=kv_dtype)
+    assert not torch.equal(exact, close), "the cache was not kept in few bits"
+    assert float((exact - close).abs().mean()) < limit
+    assert float((exact[-100:] - close[-100:]).abs().mean()) < limit, "the error grows with the context"
+
+
+def test_one_byte_per_number_doubles_the_blocks(folder: Path) -> None:
+    blocks = {
+        kv_dtype: make_engine(folder, kv_dtype=kv_dtype, kv_memory=1 << 20).info.num_blocks
+        for kv_dtype in ("auto", "int8", "fp8")
+    }
+    assert blocks["fp8"] == pytest.approx(4 * blocks["auto"], abs=4)  # a quarter of float32
+    # Heads of 16 numbers: a scale of two bytes costs an eighth.
+    assert blocks["int8"] == pytest.approx(4 * 16 / 18 * blocks["auto"], abs=4)
+    wide = KVShape(32, 8, 128, 16, torch.bfloat16).block_bytes
+    assert wide / KVShape(32, 8, 128, 16, torch.float8_e4m3fn).block_bytes == 2
+    assert wide / KVShape(32, 8, 128, 16, torch.int8).block_bytes > 1.96
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_batching_prefix_reuse_and_preemption_change_nothing(folder: Path, kv_dtype: str) -> None:
+    prompts = {f"r{i}": PROMPT[: 40 + 9 * i] for i in range(5)}
+    alone = {
+        name: generate(make_engine(folder, kv_dtype=kv_dtype), greedy(name, prompt, 24))[name]
+        for name, prompt in prompts.items()
+    }
+    crowded = make_engine(folder, kv_dtype=kv_dtype, num_blocks=14, token_budget=32)
+    together = generate(crowded, *(greedy(name, prompt, 24) for name, prompt in prompts.items()))
+    assert together == alone
+    assert crowded.load_snapshot().preemptions > 0 and crowded.load_snapshot().prefix_hit_tokens > 0
+    assert_idle(crowded)
