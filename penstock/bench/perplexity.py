@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, get_args
 
 from penstock.bench import report
 from penstock.bench.engine import BenchError
-from penstock.engine.config import ActivationForm, EngineConfig, WeightForm
+from penstock.engine.config import ActivationForm, EngineConfig, KVDType, WeightForm
 from penstock.engine.request import Request, SamplingParams, TokenLogprob
 from penstock.errors import ConfigError
 
@@ -115,23 +115,28 @@ def _divergence(mine: TokenLogprob, theirs: TokenLogprob) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Weights, and activations where they are chosen too: `int4`, `int8/int16`."""
+    """Weights, with activations and KV cache where they are chosen too: `int4`, `int8/int16`, `dense:int8`."""
 
     weights: WeightForm
     activations: ActivationForm = "auto"
+    kv_dtype: KVDType = "auto"
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        weights, _, activations = text.partition("/")
-        if weights not in get_args(WeightForm) or (activations or "auto") not in get_args(ActivationForm):
+        matrices, _, kv_dtype = text.partition(":")
+        weights, _, activations = matrices.partition("/")
+        chosen = (weights, activations or "auto", kv_dtype or "auto")
+        kinds = (WeightForm, ActivationForm, KVDType)
+        if any(name not in get_args(kind) for name, kind in zip(chosen, kinds, strict=True)):
             raise ConfigError(
-                f"form {text!r} is not WEIGHTS or WEIGHTS/ACTIVATIONS with weights of "
-                f"{', '.join(get_args(WeightForm))} and activations of {', '.join(get_args(ActivationForm))}"
+                f"form {text!r} is not WEIGHTS[/ACTIVATIONS][:KV] with weights of {', '.join(get_args(WeightForm))}; "
+                f"activations of {', '.join(get_args(ActivationForm))}; KV cache of {', '.join(get_args(KVDType))}"
             )
-        return cls(weights, activations or "auto")  # type: ignore[arg-type]
+        return cls(*chosen)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return self.weights if self.activations == "auto" else f"{self.weights}/{self.activations}"
+        matrices = self.weights if self.activations == "auto" else f"{self.weights}/{self.activations}"
+        return matrices if self.kv_dtype == "auto" else f"{matrices}:{self.kv_dtype}"
 
 
 def main(
@@ -146,7 +151,9 @@ def main(
 
     def scores_of(form: Form) -> Scores:
         with console.status(f"{form}: scoring {sum(map(len, pieces)):,} tokens"):
-            chosen = dataclasses.replace(config, weights=form.weights, activations=form.activations)
+            chosen = dataclasses.replace(
+                config, weights=form.weights, activations=form.activations, kv_dtype=form.kv_dtype
+            )
             return score(Engine.load(chosen), pieces)
 
     reference = scores_of(Form("dense"))

@@ -12,7 +12,7 @@ def perplexity(
     model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
     form: Annotated[
         list[str] | None,
-        typer.Option("--form", "-f", help="WEIGHTS or WEIGHTS/ACTIVATIONS; repeat for several. Default: auto."),
+        typer.Option("--form", "-f", help="WEIGHTS[/ACTIVATIONS][:KV]; repeat for several. Default: auto."),
     ] = None,
     text_file: Annotated[
         Path | None, typer.Option("--text", exists=True, dir_okay=False, help="Score this file instead.")
@@ -31,6 +31,8 @@ def perplexity(
         penstock bench perplexity
 
         penstock bench perplexity -f auto -f int8 -f int4/int8
+
+        penstock bench perplexity -f dense:int8 -f dense:fp8
 
         penstock bench perplexity -m hf:org/name --text notes.txt --json results.json
     """

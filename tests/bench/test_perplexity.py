@@ -54,6 +54,8 @@ def test_windows_cover_the_text_once() -> None:
 def test_forms_are_named_by_weights_and_activations() -> None:
     assert Form.parse("int4") == Form("int4", "auto")
     assert str(Form.parse("int8/int16")) == "int8/int16"
-    for wrong in ("int5", "int8/int4", ""):
+    assert Form.parse("dense:fp8") == Form("dense", "auto", "fp8")
+    assert str(Form.parse("int4/int8:int8")) == "int4/int8:int8"
+    for wrong in ("int5", "int8/int4", "dense:int4", ""):
         with pytest.raises(ConfigError, match="form"):
             Form.parse(wrong)
