@@ -32,6 +32,7 @@ from penstock.engine.kernels.triton.ops import TritonOps
 ops = TritonOps(DEVICE)
 BLOCK = 16
 FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
 
 
 @dataclass
@@ -64,6 +65,14 @@ def build(
     pool = list(range(1, sum(needed) + 3))
     rng.shuffle(pool)
     shape = (len(pool) + 1, layout.kv_heads, BLOCK, layout.head_dim)
+    scales = None
+    if kv_dtype == FP8:
+        scales = (rand(layout.kv_heads).abs() + 0.5, rand(layout.kv_heads).abs() + 0.5)
+    elif kv_dtype == INT8:
+        scales = (
+            poison_(torch.empty(shape[:3], dtype=torch.bfloat16, device=DEVICE)),
+            poison_(torch.empty(shape[:3], dtype=torch.bfloat16, device=DEVICE)),
+        )
     if MODE == "compile":
         caches = [torch.empty(shape, dtype=kv_dtype) for _ in range(2)]
     else:
@@ -81,9 +90,17 @@ def build(
             positions.append(position)
             slots.append(mine[position // BLOCK] * BLOCK + position % BLOCK)
         if MODE != "compile":
-            for cache in caches:
+            for index, cache in enumerate(caches):
                 size = (blocks, layout.kv_heads, BLOCK, layout.head_dim)
-                dense = rand(*size, dtype=dtype).to(kv_dtype)
+                if kv_dtype == INT8:
+                    dense = rand(*size, scale=40.0).clamp(-127, 127).to(INT8)
+                    assert scales is not None
+                    steps = rand(*size[:3], scale=0.025).abs().to(torch.bfloat16)
+                    if context % BLOCK:
+                        poison_(steps[-1, :, context % BLOCK :])
+                    scales[index][mine] = steps
+                else:
+                    dense = rand(*size, dtype=dtype).to(kv_dtype)
                 if context % BLOCK:
                     poison_(dense[-1, :, context % BLOCK :])
                 cache.view(torch.uint8)[mine] = dense.view(torch.uint8)
@@ -98,17 +115,19 @@ def build(
         max_query=max(queries),
         max_context=max_context or max(contexts),
     )
-    scales = None
-    if kv_dtype == FP8:
-        scales = (rand(layout.kv_heads).abs() + 0.5, rand(layout.kv_heads).abs() + 0.5)
     q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
     return Case(batch, layout, caches[0], caches[1], q, scales, queries, contexts)
 
 
 def dense64(cache: Tensor, scale: Tensor | None, table: Tensor, context: int) -> Tensor:
-    blocks = cache.float()[table.long()].double().transpose(0, 1)
-    out = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :context]
-    return out if scale is None else out * scale.double()[:, None, None]
+    return widened(cache, scale)[table.long()].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :context]
+
+
+def widened(cache: Tensor, scale: Tensor | None) -> Tensor:
+    wide = cache.float().double()
+    if scale is None:
+        return wide
+    return wide * (scale[:, None, None] if scale.dim() == 1 else scale[..., None]).double()
 
 
 def attention64(case: Case) -> Tensor:
@@ -258,6 +277,35 @@ def test_fp8_cache() -> None:
             run_case(f"fp8 cache {shape}", case, 1e-2)
 
 
+def test_int8_cache() -> None:
+    for queries in ([1, 1, 1], [1, 1, 20, 5]):
+        contexts = [n + rng.randrange(100) for n in queries]
+        for shape in SHAPES[:2]:
+            for window in (None, 30):
+                for dtype in (torch.bfloat16, torch.float32):
+                    case = build(queries, contexts, layout(*shape, window), dtype, INT8)
+                    run_case(f"int8 cache {shape} window {window} {dtype}", case)
+
+
+def test_behind_the_window_anything_may_lie() -> None:
+    """Blocks behind a sliding window are given away while the sequence runs; its table still names them."""
+    for kv_dtype in (torch.bfloat16, INT8, FP8):
+        for queries in ([1, 1, 1], [20, 5]):
+            contexts = [150 + n for n in queries]
+            case = build(queries, contexts, layout(*SHAPES[0], 40), torch.bfloat16, kv_dtype)
+            want = attention64(case) if MODE != "compile" else case.q.flatten(1)
+            for row in case.batch.rows.tolist() if MODE != "compile" else ():
+                given_away = case.batch.block_tables[row][: (150 - 40 + 1) // BLOCK].long()
+                for cache in (case.k_cache, case.v_cache):
+                    cache.view(torch.uint8)[given_away] = poison_(cache[given_away]).view(torch.uint8)
+                for scale in case.scales or ():
+                    if scale.dim() == 3:
+                        scale[given_away] = float("nan")
+            with poisoned_outputs():
+                got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales)
+            check(f"poison behind the window, {kv_dtype}", got, want, 1e-2)
+
+
 def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> list[Tensor]:
     layout = case.layout
     rows = qkv.double().view(qkv.shape[0], -1, layout.head_dim)
@@ -283,6 +331,7 @@ def test_rope_and_cache() -> None:
             (torch.float16, torch.float16),
             (torch.float32, torch.float32),
             (torch.bfloat16, FP8),
+            (torch.bfloat16, INT8),
         ):
             for normed in (False, True):
                 case = build([1, 1, 5, 9], [30, 1, 20, 9], layout(heads, kv_heads, dim), dtype, kv_dtype)
@@ -309,7 +358,7 @@ def test_rope_and_cache() -> None:
                 name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
                 check(f"{name} q", q, want_q)
                 block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
-                limit = 6.5e-2 if kv_dtype == FP8 else TOLERANCE[dtype]
+                limit = {FP8: 6.5e-2, INT8: 1.5e-2}.get(kv_dtype, TOLERANCE[dtype])
                 for kind, cache, want, scale in zip(
                     "kv",
                     (case.k_cache, case.v_cache),
@@ -317,9 +366,7 @@ def test_rope_and_cache() -> None:
                     case.scales or (None, None),
                     strict=True,
                 ):
-                    got = cache.float()[block, :, offset].double()
-                    if scale is not None:
-                        got = got * scale.double()[None, :, None]
+                    got = widened(cache, scale)[block, :, offset]
                     check(f"{name} {kind}", got, want, limit)
                 untouched = torch.ones(before.shape[0] * BLOCK, dtype=torch.bool, device=DEVICE)
                 untouched[case.batch.slots] = False

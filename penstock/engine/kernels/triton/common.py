@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FP8_MAX = tl.constexpr(448.0)
 """Largest finite float8_e4m3fn."""
+INT8_MAX = tl.constexpr(127.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Running in Triton's interpreter, which knows no machine instructions."""

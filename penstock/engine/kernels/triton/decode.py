@@ -123,6 +123,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
+    INT8: tl.constexpr,
     PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -157,7 +158,7 @@ def _decode_kernel(
         # cheaply but 16-bit words can: values are loaded two to a word, and multiplied as even and odd columns.
         q = q.to(tl.float16)
     scores = scale * LOG2E
-    if SCALED:
+    if SCALED and not INT8:
         scores *= tl.load(k_scale_ptr + kv_head)
 
     peak = tl.full([TILE_M], NEGATIVE, tl.float32)
@@ -169,31 +170,37 @@ def _decode_kernel(
     last = tl.minimum((split + 1) * share, tiles)
     for tile in range(split * share, last):
         n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_context = n < context
-        block = tl.load(table + n // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
+        # The rest of the first and of the last tile: their table entries and slots hold anything, NaN included, so
+        # values must be loaded as zero there. Keys need not: their scores are replaced.
+        visible = n < context
+        if WINDOW > 0:
+            visible = visible & (n >= context - WINDOW)
+        block = tl.load(table + n // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
         at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
         k_at = k_cache_ptr + at[:, None] + d[None, :]
         if DIM == DIM_BLOCK:
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=in_dim[None, :], other=0.0)
-        # Slots past the context hold anything, NaN included: values there must be loaded as zero.
         if PAIRED:
             v_at = v_cache_ptr + (at // 2)[:, None] + d_pair[None, :]
-            v = tl.load(v_at, mask=in_context[:, None] & (d_pair < DIM // 2)[None, :], other=0)
+            v = tl.load(v_at, mask=visible[:, None] & (d_pair < DIM // 2)[None, :], other=0)
         else:
             v_at = v_cache_ptr + at[:, None] + d[None, :]
-            v = tl.load(v_at, mask=in_context[:, None] & in_dim[None, :], other=0.0)
-        qk = soft_cap(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores, SOFTCAP)
-        visible = in_context
-        if WINDOW > 0:
-            visible = visible & (n >= context - WINDOW)
+            v = tl.load(v_at, mask=visible[:, None] & in_dim[None, :], other=0.0)
+        qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores
+        if INT8:
+            scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE
+            qk *= tl.load(k_scale_ptr + scale_at, mask=visible, other=0.0).to(tl.float32)[None, :]
+        qk = soft_cap(qk, SOFTCAP)
         qk = tl.where(visible[None, :], qk, NEGATIVE)
         new_peak = tl.maximum(peak, tl.max(qk, axis=1))
         decay = tl.exp2(peak - new_peak)
         p = tl.exp2(qk - new_peak[:, None])
         total = total * decay + tl.sum(p, axis=1)
         acc = acc * decay[:, None]
+        if INT8:
+            p *= tl.load(v_scale_ptr + scale_at, mask=visible, other=0.0).to(tl.float32)[None, :]
         if PAIRED:
             even, odd = split_fp8(v)
             acc = tl.dot(p.to(q.dtype), even, acc)
@@ -203,7 +210,7 @@ def _decode_kernel(
         peak = new_peak
     if PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), [TILE_M, DIM_BLOCK])
-    if SCALED:
+    if SCALED and not INT8:
         acc *= tl.load(v_scale_ptr + kv_head)
 
     out_row = (seq * KV_HEADS + kv_head) * GROUP * DIM
@@ -314,6 +321,7 @@ def decode_attention(
         WINDOW=layout.window or 0,
         SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
+        INT8=k_cache.dtype == torch.int8,
         PAIRED=paired,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,

@@ -15,7 +15,7 @@ from penstock.engine.kernels.triton import activation, decode, filters, masks, n
 
 
 class TritonOps:
-    """See `Ops`. With an fp8 KV cache, pass `kv_scales`: float32 [kv_heads] for keys and for values."""
+    """See `Ops`."""
 
     name = "triton"
 

@@ -47,6 +47,8 @@ def _attend(
     total: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     table: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
@@ -60,15 +62,21 @@ def _attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Fold keys `begin..end` into the running softmax; unmasked tiles must be visible to every row."""
     d = tl.arange(0, DIM_BLOCK)
     in_dim = d < DIM
+    if WINDOW > 0:
+        behind = tl.min(position, axis=0) - WINDOW
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         if MASKED:
+            # Before the first row's window and past the context, tables and slots hold anything, NaN included.
             in_context = n < end
+            if WINDOW > 0:
+                in_context = in_context & (n > behind)
             block = tl.load(table + n // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
         else:
             block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
@@ -80,13 +88,21 @@ def _attend(
         else:
             k = tl.load(k_at, mask=in_dim[None, :], other=0.0)
         if MASKED:
-            # Slots past the context hold anything, NaN included.
             v = tl.load(v_at, mask=in_context[:, None] & in_dim[None, :], other=0.0)
         elif DIM == DIM_BLOCK:
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=in_dim[None, :], other=0.0)
         qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if INT8:
+            scale_at = block * (BLOCK_STRIDE // DIM) + n % BLOCK_SIZE
+            if MASKED:
+                k_scale = tl.load(k_scale_ptr + scale_at, mask=in_context, other=0.0)
+                v_scale = tl.load(v_scale_ptr + scale_at, mask=in_context, other=0.0)
+            else:
+                k_scale = tl.load(k_scale_ptr + scale_at)
+                v_scale = tl.load(v_scale_ptr + scale_at)
+            qk *= k_scale.to(tl.float32)[None, :]
         if SOFTCAP > 0.0:
             qk = soft_cap(qk * scores, SOFTCAP)
             factor = 1.0
@@ -107,6 +123,8 @@ def _attend(
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(p, axis=1)
         acc = acc * decay[:, None]
+        if INT8:
+            p *= v_scale.to(tl.float32)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
@@ -141,6 +159,7 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -182,7 +201,7 @@ def _prefill_kernel(
         # fp8 keys and values widen to float16 in one instruction, exactly.
         q = q.to(tl.float16)
     scores = scale * LOG2E
-    if SCALED:
+    if SCALED and not INT8:
         scores *= tl.load(k_scale_ptr + kv_head)
 
     past = context - length
@@ -191,6 +210,8 @@ def _prefill_kernel(
     end = tl.minimum(lowest + BLOCK_Q, context)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * BLOCK_SIZE * DIM
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * BLOCK_SIZE * DIM
+    k_scales = k_scale_ptr + kv_head * BLOCK_SIZE
+    v_scales = v_scale_ptr + kv_head * BLOCK_SIZE
     BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM
     peak = tl.full([BLOCK_M], NEGATIVE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -206,6 +227,8 @@ def _prefill_kernel(
             total,
             k_ptr,
             v_ptr,
+            k_scales,
+            v_scales,
             table,
             0,
             masked_from,
@@ -219,6 +242,7 @@ def _prefill_kernel(
             WINDOW,
             SOFTCAP,
             False,
+            INT8,
             PRECISION,
         )
     acc, peak, total = _attend(
@@ -228,6 +252,8 @@ def _prefill_kernel(
         total,
         k_ptr,
         v_ptr,
+        k_scales,
+        v_scales,
         table,
         masked_from,
         end,
@@ -241,9 +267,10 @@ def _prefill_kernel(
         WINDOW,
         SOFTCAP,
         True,
+        INT8,
         PRECISION,
     )
-    if SCALED:
+    if SCALED and not INT8:
         acc *= tl.load(v_scale_ptr + kv_head)
     acc = acc / total[:, None]
     out = out_ptr + (q_at * (KV_HEADS * GROUP * DIM))[:, None] + lane
@@ -311,6 +338,7 @@ def prefill_attention(
         SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         HALF=k_cache.dtype == torch.float8_e4m3fn,
+        INT8=k_cache.dtype == torch.int8,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -14,23 +14,13 @@ from torch import Tensor
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
+    INT8_MAX,
     ceil_div,
     launch,
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
 )
-
-
-@triton.jit
-def _cache_value(
-    x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, mask: tl.tensor, cache_ptr: tl.tensor, SCALED: tl.constexpr
-) -> tl.tensor:
-    """`x` as the cache stores it: divided by its head's scale and clamped to the fp8 range when scaled."""
-    if SCALED:
-        x = x / tl.load(scale_ptr + head, mask=mask, other=1.0)[:, None]
-        x = tl.clamp(x, -FP8_MAX, FP8_MAX)
-    return x.to(cache_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -57,6 +47,7 @@ def _rope_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    INT8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -107,15 +98,33 @@ def _rope_kernel(
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     k_head = head - HEADS
-    k_mask = is_k[:, None] & in_half[None, :]
-    k_out = k_cache_ptr + ((block * KV_HEADS + k_head) * BLOCK_SIZE + offset)[:, None] * DIM + cols[None, :]
-    tl.store(k_out, _cache_value(new_low, k_scale_ptr, k_head, is_k, k_cache_ptr, SCALED), mask=k_mask)
-    tl.store(k_out + HALF, _cache_value(new_high, k_scale_ptr, k_head, is_k, k_cache_ptr, SCALED), mask=k_mask)
     v_head = k_head - KV_HEADS
+    k_at = (block * KV_HEADS + k_head) * BLOCK_SIZE + offset
+    v_at = (block * KV_HEADS + v_head) * BLOCK_SIZE + offset
+    # As the cache stores it: a lane is a key or a value, and takes the scale of its kind.
+    if INT8:
+        peak = tl.maximum(tl.max(tl.abs(new_low), axis=1), tl.max(tl.abs(new_high), axis=1))
+        scale = (peak / INT8_MAX).to(k_scale_ptr.dtype.element_ty)
+        tl.store(k_scale_ptr + k_at, scale, mask=is_k)
+        tl.store(v_scale_ptr + v_at, scale, mask=is_v)
+        divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)[:, None]
+        new_low = tl.floor(new_low / divisor + 0.5)
+        new_high = tl.floor(new_high / divisor + 0.5)
+    elif SCALED:
+        k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
+        v_scale = tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0)
+        new_low = tl.clamp(new_low / (k_scale * v_scale)[:, None], -FP8_MAX, FP8_MAX)
+        new_high = tl.clamp(new_high / (k_scale * v_scale)[:, None], -FP8_MAX, FP8_MAX)
+    low_stored = new_low.to(k_cache_ptr.dtype.element_ty)
+    high_stored = new_high.to(k_cache_ptr.dtype.element_ty)
+    k_mask = is_k[:, None] & in_half[None, :]
+    k_out = k_cache_ptr + k_at[:, None] * DIM + cols[None, :]
+    tl.store(k_out, low_stored, mask=k_mask)
+    tl.store(k_out + HALF, high_stored, mask=k_mask)
     v_mask = is_v[:, None] & in_half[None, :]
-    v_out = v_cache_ptr + ((block * KV_HEADS + v_head) * BLOCK_SIZE + offset)[:, None] * DIM + cols[None, :]
-    tl.store(v_out, _cache_value(new_low, v_scale_ptr, v_head, is_v, v_cache_ptr, SCALED), mask=v_mask)
-    tl.store(v_out + HALF, _cache_value(new_high, v_scale_ptr, v_head, is_v, v_cache_ptr, SCALED), mask=v_mask)
+    v_out = v_cache_ptr + v_at[:, None] * DIM + cols[None, :]
+    tl.store(v_out, low_stored, mask=v_mask)
+    tl.store(v_out + HALF, high_stored, mask=v_mask)
 
 
 def rope_and_cache(
@@ -132,7 +141,7 @@ def rope_and_cache(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`. `kv_scales`: float32 [kv_heads] for keys and for values, for an fp8 cache."""
+    """See `Ops.rope_and_cache`."""
     tokens, dim = qkv.shape[0], layout.head_dim
     q = torch.empty((tokens, layout.heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
@@ -166,6 +175,7 @@ def rope_and_cache(
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         SCALED=kv_scales is not None,
+        INT8=k_cache.dtype == torch.int8,
         num_warps=2,
         pdl=pdl,
     )
