@@ -99,6 +99,13 @@ class ModelConfig:
     pipeline_parallel: int = setting(
         1, doc="Groups of devices that have some of the layers each; times tensor_parallel in all.", least=1
     )
+    host_memory: int = setting(
+        0, doc="Host memory for KV blocks that leave the cache and may come back; 0 for none.",
+        least=0, size=True, example="16GiB",
+    )  # fmt: skip
+    host_idle_s: float = setting(
+        30.0, doc="Seconds after which an unused KV block is copied to host_memory ahead of its eviction.", least=0
+    )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
     speculation: SpeculationForm = setting(  # noqa: RUF009
         "off", doc="Guess tokens ahead where it pays: ngram (from the text itself) or draft (needs draft_model)."

@@ -48,6 +48,10 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     """`auto`: the cache holds numbers of `dtype`. `int8`: one byte, with a scale per token and head. `fp8`: one byte,
     with a scale per head from the checkpoint, or none."""
+    host_memory: int = 0
+    """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
+    host_idle_s: float = 30.0
+    """Blocks that nobody used for this long are copied to the host before their place is needed."""
     prefix_cache: bool = True
     speculation: SpeculationForm = "off"
     """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the

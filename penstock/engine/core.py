@@ -179,6 +179,11 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
+            host_blocks=pool.host.used if pool.host else 0,
+            total_host_blocks=pool.host.capacity if pool.host else 0,
+            offloaded_blocks=pool.host.offloaded if pool.host else 0,
+            restored_blocks=pool.host.restored if pool.host else 0,
+            host_hit_tokens=scheduler.host_hit_tokens,
             drafts=self.speculation.drafts if self.speculation else 0,
             draft_tokens=self.speculation.draft_tokens if self.speculation else 0,
             accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
@@ -188,7 +193,7 @@ class Engine:
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._prompt_tokens = self._generation_tokens = 0
-        self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = 0
+        self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
         self.scheduler.allocator.pool.forget_all()
         if self.speculation is not None:
             self.speculation.reset_counters()

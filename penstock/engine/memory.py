@@ -8,6 +8,7 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kv.allocator import SlidingWindow, held_at_once
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
@@ -56,6 +57,31 @@ def count_blocks(
             "raise kv_memory or free memory"
         )
     return int(blocks) + 1
+
+
+def count_host_blocks(config: EngineConfig, shape: KVShape) -> int:
+    """KV blocks that `host_memory` holds."""
+    if not config.prefix_cache:
+        raise ConfigError(
+            "host_memory keeps blocks for later prompts, which prefix_cache: false forbids; set one of them"
+        )
+    slots = config.host_memory // shape.block_bytes
+    if slots < 1:
+        raise ConfigError(f"host_memory is {config.host_memory} bytes, one KV block needs {shape.block_bytes}")
+    return slots
+
+
+def sliding_window(model: ModelConfig, step_tokens: int) -> SlidingWindow | None:
+    """What bounds a sequence's blocks, where every layer forgets; one layer that sees everything needs them all."""
+    windows = [window for window in model.windows if window is not None]
+    return SlidingWindow(max(windows), step_tokens) if len(windows) == len(model.windows) else None
+
+
+def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: SlidingWindow | None) -> int:
+    """`wanted` tokens, or what one sequence that has the whole cache can hold. Block 0 belongs to nobody."""
+    if held_at_once(wanted, block_size, window) < num_blocks:
+        return wanted
+    return min(wanted, (num_blocks - 1) * block_size)
 
 
 def _available(device: torch.device) -> int:

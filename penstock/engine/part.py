@@ -20,7 +20,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
 from penstock.engine.kernels.interface import FP8, Ops
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.memory import count_blocks, kv_shape
+from penstock.engine.memory import count_blocks, kv_shape, longest_sequence, sliding_window
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
@@ -132,8 +132,7 @@ def load_part(
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
         kv = KVCache(kv_shape(local, config.block_size, kv_dtype), num_blocks, device)
-    # Block 0 belongs to nobody.
-    max_model_len = min(wanted_len, (num_blocks - 1) * config.block_size)
+    max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)
 
 

@@ -124,6 +124,14 @@ class Load:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    host_blocks: int = 0
+    """Blocks in host memory, and how many fit."""
+    total_host_blocks: int = 0
+    offloaded_blocks: int = 0
+    """Blocks copied to the host, and back."""
+    restored_blocks: int = 0
+    host_hit_tokens: int = 0
+    """Prompt tokens that came back from the host; they count in `prefix_hit_tokens` too."""
     drafts: int = 0
     """Times that guesses of a sequence were verified (speculation)."""
     draft_tokens: int = 0

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import PendingMasks
-from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.allocator import BlockAllocator, Found
+from penstock.engine.kv.host import Transfers
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 
@@ -60,6 +61,8 @@ class Batch:
     num_tokens: int
     masks: PendingMasks | None = None
     """For its sequences with a grammar; set when the step is launched."""
+    transfers: Transfers | None = None
+    """Blocks to copy to and from the host before the step."""
 
     @property
     def speculative(self) -> bool:
@@ -90,6 +93,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self.host_hit_tokens = 0
         self._live: dict[str, Sequence] = {}
         self._waiting: list[tuple[tuple[float, int], Sequence]] = []
         self._waiting_count = 0
@@ -161,6 +165,7 @@ class Scheduler:
 
         `drafts`: guesses to verify, for sequences without pending tokens.
         """
+        self.allocator.tick(now)
         if self._suspects:
             return self._schedule_suspect(now)
         if self.adapters is not None:
@@ -262,19 +267,20 @@ class Scheduler:
         heapq.heappop(self._waiting)
         return self._start(seq, cached, budget, now)
 
-    def _start(self, seq: Sequence, cached: list[int], budget: int, now: float) -> Chunk:
+    def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk:
         self._waiting_count -= 1
         seq.row = self._rows.pop()
         seq.epoch += 1
         self.running[seq] = None
         if self.adapters is not None:
             self.adapters.start(seq)
-        self.allocator.attach(seq, cached)
+        restored = self.allocator.attach(seq, cached)
         if seq.first_scheduled is None:
             seq.first_scheduled = now
             seq.cached_tokens = seq.computed
             self.prefix_query_tokens += seq.length
             self.prefix_hit_tokens += seq.computed
+            self.host_hit_tokens += restored * self.allocator.block_size
         length = min(seq.length - seq.computed, budget)
         grown = self.allocator.grow(seq, seq.computed + length)
         assert grown, "admission promised these blocks"
@@ -334,4 +340,5 @@ class Scheduler:
             chunks,
             num_decodes=sum(chunk.length for chunk in chunks if chunk.decodes),
             num_tokens=sum(chunk.length for chunk in chunks),
+            transfers=self.allocator.take_transfers(),
         )

@@ -37,6 +37,7 @@ class Sequence:
         "pending",
         "prompt_len",
         "prompt_logprobs",
+        "released",
         "request",
         "root",
         "row",
@@ -62,6 +63,8 @@ class Sequence:
         self.block_names: list[bytes] = []
         self.named = 0
         """How many leading blocks are already known to the prefix cache."""
+        self.released = 0
+        """How many leading blocks were let go because a sliding window has passed them."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None

@@ -10,13 +10,18 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.host import HostTier
+from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.memory import count_host_blocks, sliding_window
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.part import Part, Phases, Progress, load_part
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
@@ -28,6 +33,8 @@ def load_engine(
     """See `Engine.load`."""
     if config.ranks == 1:
         return _assemble(config, checkpoint, grammars, Phases(progress), None)
+    if config.host_memory:
+        raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
     from penstock.engine.parallel.launch import Ranks
 
     ranks = Ranks(config, checkpoint)
@@ -54,9 +61,11 @@ def _assemble(
         ops=None if draft is None else draft.decoder.ops,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
     )
-    pool = BlockPool(part.kv.num_blocks)
+    host, mover = _host_tier(config, part.kv, phases)
+    pool = BlockPool(part.kv.num_blocks, host)
+    window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
-        BlockAllocator(pool, config.block_size, config.prefix_cache),
+        BlockAllocator(pool, config.block_size, config.prefix_cache, window),
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
@@ -71,6 +80,7 @@ def _assemble(
         max_verified=config.max_verified(part.max_running),
         adapters=part.adapters,
         several_ranks=ranks is not None,
+        mover=mover,
     )
     info = EngineInfo(
         model=config.name or Path(config.model).name,
@@ -108,6 +118,15 @@ def _lead(part: Part, ranks: Ranks) -> Decoder:
     from penstock.engine.parallel.decoder import lead
 
     return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+
+
+def _host_tier(config: EngineConfig, kv: KVCache, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
+    """The second tier of the KV cache, when there shall be one."""
+    if config.host_memory == 0:
+        return None, None
+    slots = count_host_blocks(config, kv.shape)
+    with phases("host memory"):
+        return HostTier(slots, config.host_idle_s), BlockMover(kv, slots)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -163,6 +163,28 @@ class Metrics:
             lambda load: load.cached_blocks,
         )
         add("gauge", "penstock_kv_blocks", "KV blocks in all.", lambda load: load.total_blocks)
+        add("gauge", "penstock_kv_host_blocks_used", "KV blocks in host memory.", lambda load: load.host_blocks)
+        add(
+            "gauge", "penstock_kv_host_blocks", "KV blocks that host memory holds.", lambda load: load.total_host_blocks
+        )
+        add(
+            "counter",
+            "penstock_kv_blocks_offloaded_total",
+            "KV blocks copied to host memory.",
+            lambda load: load.offloaded_blocks,
+        )
+        add(
+            "counter",
+            "penstock_kv_blocks_restored_total",
+            "KV blocks copied back from host memory.",
+            lambda load: load.restored_blocks,
+        )
+        add(
+            "counter",
+            "penstock_kv_host_hit_tokens_total",
+            "Prompt tokens found in host memory.",
+            lambda load: load.host_hit_tokens,
+        )
         add("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps)
         registry.sampled(
             "gauge",

@@ -1,55 +1,102 @@
-"""Blocks of sequences: growing tables, sharing prefixes, giving everything back.
+"""Blocks of sequences: growing tables, sharing prefixes, letting go of what a window has passed, giving all back.
 
 A full block is named (made shareable) when the step that computes it is scheduled, not when it has finished: steps
 run in order on one stream and a layer writes all keys before it reads any, so whoever finds the block later, even in
 the same step, reads what was written. If a step fails, all names are dropped.
+
+Where every layer has a sliding window, a block that has left the largest of them is released while its sequence runs:
+the list of blocks then begins with `NULL_BLOCK`, and kernels read nothing there. Such a sequence holds a bounded number
+of blocks however long it gets, and takes up a prefix whose beginning is gone if the last window of it is there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.engine.kv.hashing import block_name
-from penstock.engine.kv.pool import BlockPool
+from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.pool import NULL_BLOCK, BlockPool
 from penstock.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """A bound on what running sequences need."""
+
+    size: int
+    """The largest window of any layer."""
+    step_tokens: int
+    """Most tokens of one sequence in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A block of a prefix that need not be computed."""
+
+    name: bytes
+    block: int | None
+    """On the device; `NULL_BLOCK` when nobody will read it; None when it is on the host."""
 
 
 class BlockAllocator:
     """Gives sequences the blocks they need and finds the prefixes they share."""
 
-    def __init__(self, pool: BlockPool, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, prefix_cache: bool = True, window: SlidingWindow | None = None
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.window = window
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, seq: Sequence) -> list[int]:
-        """Blocks that already hold the beginning of `seq`; the last token is always left to compute."""
+    def held_at_once(self, tokens: int) -> int:
+        """Most blocks that a sequence of `tokens` holds at the same time."""
+        return held_at_once(tokens, self.block_size, self.window)
+
+    def match(self, seq: Sequence) -> list[Found]:
+        """The blocks that already hold the beginning of `seq`; the last token is always left to compute."""
         if not self.prefix_cache or seq.prompt_logprobs is not None:
             return []
-        found: list[int] = []
-        for index in range((len(seq.tokens) - 1) // self.block_size):
-            block = self.pool.find(self._name(seq, index))
-            if block is None:
+        limit = (len(seq.tokens) - 1) // self.block_size
+        if self.window is not None:
+            return self._match_window(seq, limit)
+        found: list[Found] = []
+        for index in range(limit):
+            hit = self._find(seq, index)
+            if hit is None:
                 break
-            found.append(block)
+            found.append(hit)
         return found
 
-    def shortfall(self, cached: list[int], tokens: int) -> int:
-        """How many blocks are missing to hold `tokens` when `cached` are shared; zero or less: it fits."""
-        revived = sum(not self.pool.is_held(block) for block in cached)
-        return self.blocks_for(tokens) - len(cached) + revived - self.pool.free
+    def shortfall(self, cached: list[Found], tokens: int) -> int:
+        """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits."""
+        here = [found.block for found in cached if found.block is not None]
+        returning = len(cached) - len(here)
+        revived = sum(block != NULL_BLOCK and not self.pool.is_held(block) for block in here)
+        needed = self.blocks_for(tokens) - len(cached) + returning + revived
+        return min(needed, self.held_at_once(tokens)) - self.pool.free
 
-    def attach(self, seq: Sequence, cached: list[int]) -> None:
-        """Start `seq` on shared blocks."""
-        for block in cached:
-            self.pool.share(block)
-        seq.blocks = list(cached)
+    def attach(self, seq: Sequence, cached: list[Found]) -> int:
+        """Start `seq` on a prefix that was found; how many of its blocks come from the host."""
+        for found in cached:  # all of them, before a block is taken that could push one of them out
+            if found.block is None:
+                assert self.pool.host is not None
+                self.pool.host.hold(found.name)
+            elif found.block != NULL_BLOCK:
+                self.pool.share(found.block)
+        seq.blocks = [self._restore(found.name) if found.block is None else found.block for found in cached]
+        seq.released = sum(found.block == NULL_BLOCK for found in cached)
         seq.named = len(cached)
         seq.computed = len(cached) * self.block_size
+        return sum(found.block is None for found in cached)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make room for the first `tokens` tokens of `seq`. False, and nothing taken, when it does not fit."""
+        if self.window is not None:
+            self._release_behind(seq)
         missing = self.blocks_for(tokens) - len(seq.blocks)
         if missing > self.pool.free:
             return False
@@ -62,17 +109,67 @@ class BlockAllocator:
         if not self.prefix_cache:
             return
         full = min(seq.computed, len(seq.tokens)) // self.block_size
-        for index in range(seq.named, full):
+        for index in range(max(seq.named, seq.released), full):
             self.pool.name(seq.blocks[index], self._name(seq, index))
         seq.named = max(seq.named, full)
 
     def free(self, seq: Sequence) -> None:
         """Give back every block; ends first, so that shared beginnings are evicted last."""
-        for block in reversed(seq.blocks):
+        for block in reversed(seq.blocks[seq.released :]):
             self.pool.release(block)
         seq.blocks = []
         seq.named = 0
+        seq.released = 0
         seq.computed = 0
+
+    def tick(self, now: float) -> None:
+        """A step is about to be scheduled."""
+        if self.pool.host is not None:
+            self.pool.host.now = now
+            self.pool.host.copy_idle()
+
+    def take_transfers(self) -> Transfers | None:
+        """Copies between device and host that the step scheduled last depends on."""
+        return None if self.pool.host is None else self.pool.host.take()
+
+    def _find(self, seq: Sequence, index: int) -> Found | None:
+        name = self._name(seq, index)
+        block = self.pool.find(name)
+        if block is None and (self.pool.host is None or name not in self.pool.host):
+            return None
+        return Found(name, block)
+
+    def _match_window(self, seq: Sequence, limit: int) -> list[Found]:
+        """The longest prefix whose last window is there."""
+        hits = [self._find(seq, index) for index in range(limit)]
+        best = run = 0
+        for end, hit in enumerate(hits, start=1):
+            run = run + 1 if hit is not None else 0
+            if run >= end - self._first_visible(end * self.block_size):
+                best = end
+        first = self._first_visible(best * self.block_size)
+        unread = [Found(self._name(seq, index), NULL_BLOCK) for index in range(first)]
+        return unread + [hit for hit in hits[first:best] if hit is not None]
+
+    def _first_visible(self, position: int) -> int:
+        """The first block that a token at `position`, or any after it, can see."""
+        assert self.window is not None
+        return max(0, position - self.window.size + 1) // self.block_size
+
+    def _release_behind(self, seq: Sequence) -> None:
+        """Let go of blocks that no token still to be computed can see. Guessed tokens may be computed again."""
+        first = self._first_visible(min(seq.computed, len(seq.tokens)))
+        for index in range(seq.released, first):
+            self.pool.release(seq.blocks[index])
+            seq.blocks[index] = NULL_BLOCK
+        seq.released = max(seq.released, first)
+
+    def _restore(self, name: bytes) -> int:
+        assert self.pool.host is not None
+        block = self.pool.allocate()
+        self.pool.name(block, name)
+        self.pool.host.restore(name, block)
+        return block
 
     def _name(self, seq: Sequence, index: int) -> bytes:
         names, size = seq.block_names, self.block_size
@@ -81,3 +178,11 @@ class BlockAllocator:
             parent = names[-1] if names else seq.root
             names.append(block_name(parent, seq.tokens[at * size : (at + 1) * size]))
         return names[index]
+
+
+def held_at_once(tokens: int, block_size: int, window: SlidingWindow | None) -> int:
+    """See `BlockAllocator.held_at_once`. Both ends of what is held may lie inside a block."""
+    blocks = -(-tokens // block_size)
+    if window is None:
+        return blocks
+    return min(blocks, -(-(window.size + window.step_tokens) // block_size) + 2)

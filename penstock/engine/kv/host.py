@@ -2,9 +2,9 @@
 
 The device pool says which block it is about to give away, and which have lain unused for a while; the tier gives each a
 slot on the host under the same name, least recently used out first. Nothing is copied here: what is to be copied is
-collected until the next step takes it (`take`). Invariant: within one step no slot is both source and target twice, and
-a slot that is the source or target of a copy not yet taken is not given to another name. Copies out run before copies
-back, so a block may be copied out and then filled from the host in the same step.
+collected until the next step takes it (`take`). Invariant: a slot that is the source or target of a copy not yet taken
+is not given to another name. Copies out run before copies back, so a block may be copied out and then filled from the
+host in the same step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Transfers:
 
     out: list[tuple[int, int]] = field(default_factory=list)
     """(block, slot)"""
-    back: list[tuple[int, int]] = field(default_factory=list)
-    """(slot, block)"""
+    back: dict[int, int] = field(default_factory=dict)
+    """Block: slot. A block given away and filled again before the step ran needs only the last."""
 
 
 class HostTier:
@@ -73,8 +73,8 @@ class HostTier:
             self._moving[name] = self._resting.pop(name)
 
     def restore(self, name: bytes, block: int) -> None:
-        """Copy a held name's content into a device block. The host keeps it, so that it need not be copied out again."""
-        self._transfers.back.append((self._moving[name], block))
+        """Copy a held name's content into a device block. The host keeps it: it need not be copied out again."""
+        self._transfers.back[block] = self._moving[name]
         self.restored += 1
 
     def cool(self, block: int, name: bytes) -> None:
@@ -123,6 +123,4 @@ class HostTier:
         moving = set(self._moving.values())
         written = [slot for _, slot in self._transfers.out]
         assert len(written) == len(set(written)) and moving.issuperset(written), "a slot is written twice in a step"
-        assert moving.issuperset(slot for slot, _ in self._transfers.back), "a slot may change before it is read"
-        filled = [block for _, block in self._transfers.back]
-        assert len(filled) == len(set(filled)), "a block is filled twice in a step"
+        assert moving.issuperset(self._transfers.back.values()), "a slot may change before it is read"

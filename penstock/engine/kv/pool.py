@@ -2,12 +2,15 @@
 
 Invariant: a block is either held (`references > 0`), free and empty, or free and cached (its content has a name and
 can be taken up again). Cached blocks count as free: they are given away, least recently used first, when no empty
-block is left. Block 0 is never handed out; padding writes land there.
+block is left. Block 0 is never handed out; padding writes land there. With a host tier behind the pool, a cached block
+that is given away is first copied there.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+
+from penstock.engine.kv.host import HostTier
 
 NULL_BLOCK = 0
 
@@ -15,10 +18,11 @@ NULL_BLOCK = 0
 class BlockPool:
     """Reference-counted blocks with an LRU of reusable ones. Every operation is O(1)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, host: HostTier | None = None) -> None:
         if num_blocks < 2:
             raise ValueError("a pool needs at least one block besides the null block")
         self.num_blocks = num_blocks
+        self.host = host
         self._references = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -50,7 +54,11 @@ class BlockPool:
             block = self._empty.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._name_of.pop(block)]
+            name = self._name_of.pop(block)
+            del self._block_of[name]
+            if self.host is not None:
+                self.host.warm(block)
+                self.host.keep(block, name)
         else:
             raise MemoryError("no free KV block")
         self._references[block] = 1
@@ -64,6 +72,8 @@ class BlockPool:
         """Hold a block found by name, together with whoever else holds it."""
         if self._references[block] == 0:
             del self._cached[block]
+            if self.host is not None:
+                self.host.warm(block)
         self._references[block] += 1
 
     def is_held(self, block: int) -> bool:
@@ -78,6 +88,8 @@ class BlockPool:
         if count == 1:
             if block in self._name_of:
                 self._cached[block] = None
+                if self.host is not None:
+                    self.host.cool(block, self._name_of[block])
             else:
                 self._empty.append(block)
 
@@ -95,6 +107,8 @@ class BlockPool:
         self._name_of.clear()
         self._empty.extend(self._cached)
         self._cached.clear()
+        if self.host is not None:
+            self.host.forget_all()
 
     def check(self) -> None:
         """Assert the invariant; used by tests and by the idle-time integrity check."""
@@ -106,4 +120,6 @@ class BlockPool:
         assert cached <= set(self._name_of), "a cached block has no name"
         assert not empty & set(self._name_of), "an empty block has a name"
         assert {self._block_of[n] for n in self._block_of} == set(self._name_of), "names out of step"
+        if self.host is not None:
+            self.host.check()
         assert all(r >= 0 for r in self._references) and self._references[NULL_BLOCK] == 0

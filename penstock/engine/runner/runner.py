@@ -17,6 +17,7 @@ from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.cpu.tape import Tape, record
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
@@ -96,8 +97,10 @@ class Runner:
         adapters: AdapterRuntime | None = None,
         followed: int = ~0,
         several_ranks: bool = False,
+        mover: BlockMover | None = None,
     ) -> None:
-        """`max_verified`: most decoded tokens in a step that verifies guesses. `followed`: see `Rows`."""
+        """`max_verified`: most decoded tokens in a step that verifies guesses. `followed`: see `Rows`. `mover`: makes
+        the copies to and from the host."""
         self.decoder = decoder
         self.adapters = adapters
         self.max_verified = max_verified
@@ -107,6 +110,7 @@ class Runner:
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks)
         self.graphs: DecodeGraphs | None = None
         self.tape: Tape | None = None
+        self.mover = mover
         self.adapted_graphs: DecodeGraphs | None = None
         """For steps in which some sequence uses an adapter."""
         # The other ranks are told of every step and launch it themselves: they have no graphs.
@@ -118,6 +122,9 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
+        if batch.transfers is not None:
+            assert self.mover is not None
+            self.mover.run(batch.transfers)
         if self.adapters is not None:
             self.adapters.settle()
         graphs = self._graphs_for(batch)

@@ -71,6 +71,14 @@ def soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     return scores
 
 
+@triton.jit
+def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """Cached numbers as operands beside `like`: int8 takes the way through float32, which every backend has."""
+    if x.dtype == tl.int8:
+        x = x.to(tl.float32)
+    return x.to(like.dtype)
+
+
 _MOST_OVERLAPPED = 2048
 """Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
 _building: ContextVar[bool] = ContextVar("building", default=False)

@@ -28,6 +28,7 @@ from penstock.engine.kernels.triton.common import (
     soft_cap,
     split_fp8,
     wait_for_inputs,
+    widen,
 )
 
 NEGATIVE = tl.constexpr(-1.0e30)
@@ -188,7 +189,7 @@ def _decode_kernel(
         else:
             v_at = v_cache_ptr + at[:, None] + d[None, :]
             v = tl.load(v_at, mask=visible[:, None] & in_dim[None, :], other=0.0)
-        qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scores
+        qk = tl.dot(q, tl.trans(widen(k, q)), input_precision=PRECISION) * scores
         if INT8:
             scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE
             qk *= tl.load(k_scale_ptr + scale_at, mask=visible, other=0.0).to(tl.float32)[None, :]
@@ -206,7 +207,7 @@ def _decode_kernel(
             acc = tl.dot(p.to(q.dtype), even, acc)
             acc_odd = tl.dot(p.to(q.dtype), odd, acc_odd * decay[:, None])
         else:
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), widen(v, q), acc, input_precision=PRECISION)
         peak = new_peak
     if PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), [TILE_M, DIM_BLOCK])

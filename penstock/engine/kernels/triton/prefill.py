@@ -24,6 +24,7 @@ from penstock.engine.kernels.triton.common import (
     next_power_of_2,
     soft_cap,
     wait_for_inputs,
+    widen,
 )
 
 NEGATIVE = tl.constexpr(-1.0e30)
@@ -93,7 +94,7 @@ def _attend(
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=in_dim[None, :], other=0.0)
-        qk = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(widen(k, q)), input_precision=PRECISION)
         if INT8:
             scale_at = block * (BLOCK_STRIDE // DIM) + n % BLOCK_SIZE
             if MASKED:
@@ -125,7 +126,7 @@ def _attend(
         acc = acc * decay[:, None]
         if INT8:
             p *= v_scale.to(tl.float32)[None, :]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), widen(v, q), acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
 

@@ -108,8 +108,8 @@ def _rope_kernel(
         tl.store(k_scale_ptr + k_at, scale, mask=is_k)
         tl.store(v_scale_ptr + v_at, scale, mask=is_v)
         divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)[:, None]
-        new_low = tl.floor(new_low / divisor + 0.5)
-        new_high = tl.floor(new_high / divisor + 0.5)
+        new_low = tl.clamp(tl.floor(new_low / divisor + 0.5), -INT8_MAX, INT8_MAX)
+        new_high = tl.clamp(tl.floor(new_high / divisor + 0.5), -INT8_MAX, INT8_MAX)
     elif SCALED:
         k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
         v_scale = tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0)
