@@ -172,11 +172,12 @@ def summarize(trace: Trace, cost: Cost, read_gbps: float, matmul_tflops: float) 
     decode = [step for step in trace.steps if step.decode_only]
     mixed = [step for step in trace.steps if not step.decode_only]
     decode_s = sum(step.seconds for step in decode)
-    decode_bytes = sum(cost.weights + cost.context(step.context) for step in decode)
+    decode_bytes = sum(cost.weights(step.sampled) + cost.context(step.context) for step in decode)
     mixed_sampled = sum(step.sampled for step in mixed)
-    mixed_flops = cost.flops(trace.prompt_tokens + mixed_sampled - len(trace.ttft), mixed_sampled)
+    mixed_tokens = trace.prompt_tokens + mixed_sampled - len(trace.ttft)
+    mixed_flops = cost.flops(mixed_tokens, mixed_sampled)
     flops = mixed_flops + sum(cost.flops(step.sampled, step.sampled) for step in decode)
-    reading = len(mixed) * cost.weights / (read_gbps * 1e9)
+    reading = len(mixed) * cost.weights(mixed_tokens // max(1, len(mixed))) / (read_gbps * 1e9)
     computing = mixed_flops / (matmul_tflops * 1e12)
     least_s = decode_bytes / (read_gbps * 1e9) + max(reading, computing)
     gbps = decode_bytes / decode_s / 1e9 if decode else None

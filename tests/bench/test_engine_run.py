@@ -71,7 +71,7 @@ def test_figures_follow_from_the_trace(engine: Engine) -> None:
     metrics = summarize(trace, cost, read_gbps=10.0, matmul_tflops=0.1)
     assert metrics.output_tps == pytest.approx(trace.output_tokens / trace.seconds)
     decode = [step for step in trace.steps if step.decode_only]
-    moved = sum(cost.weights + step.context * cost.kv_elements * 4 for step in decode)
+    moved = sum(cost.weights(step.sampled) + step.context * cost.kv_elements * 4 for step in decode)
     assert metrics.gbps == pytest.approx(moved / sum(step.seconds for step in decode) / 1e9)
     assert metrics.memory_share == pytest.approx(metrics.gbps / 10.0)
     assert 0 < metrics.bound_share < 1

@@ -8,12 +8,22 @@ from penstock.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-8b", 7.505), ("qwen3-0.6b", 0.596), ("smollm2-135m", 0.1345), ("llama-70b", 69.50)],
+    [("llama-8b", 7.505), ("qwen3-0.6b", 0.596), ("smollm2-135m", 0.1345), ("llama-70b", 69.50), ("gemma2-2b", 2.614)],
 )
 def test_parameters_read_per_step(name: str, billions: float) -> None:
     cost = shapes.cost(shapes.named(name), weight_bytes=2, kv_bytes=2)
     assert (cost.linear_params + cost.head_params) / 1e9 == pytest.approx(billions, rel=1e-3)
-    assert cost.weights == 2 * (cost.linear_params + cost.head_params)
+    assert cost.weights(1) == cost.weights(64) == 2 * (cost.linear_params + cost.head_params)
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("mixtral-8x7b", 46.57, 12.75), ("qwen3-30b-a3b", 30.22, 3.04)])
+def test_a_token_passes_few_experts_and_a_large_batch_reads_all(name: str, total: float, active: float) -> None:
+    config = shapes.named(name)
+    cost = shapes.cost(config, weight_bytes=2, kv_bytes=2)
+    assert sum(shapes.parameters(config)) / 1e9 == pytest.approx(total, rel=1e-3)
+    assert cost.flops(1, 1) / 2e9 == pytest.approx(active, rel=1e-2)
+    assert cost.weights(1) == cost.flops(1, 1), "two bytes and two operations for each weight of one token"
+    assert cost.weights(10_000) == 2 * sum(shapes.parameters(config))
 
 
 def test_kv_bytes_per_token_of_llama_8b() -> None:

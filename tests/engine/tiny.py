@@ -58,6 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("Qwen3MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),

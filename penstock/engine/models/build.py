@@ -111,6 +111,8 @@ def build_decoder(
     hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_shift
     ends = head_rows != 0
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if ends else read.zeros(1, hidden)
+    if config.embedding_scale != 1.0:
+        embedding = embedding * config.embedding_scale
     ropes = {rope: cos_sin_table(rope, config.head_dim, max_positions, device) for rope in config.ropes}
     layers: list[DecoderLayer] = []
     for index in range(config.num_layers):

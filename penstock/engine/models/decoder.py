@@ -90,8 +90,7 @@ class Decoder:
         return self.ops.rms_norm(residual, self.final_norm, eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        x, scale = F.embedding(token_ids, self.embedding), self.config.embedding_scale
-        return x if scale == 1.0 else x.mul_(scale)
+        return F.embedding(token_ids, self.embedding)
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: LayerCache) -> Tensor:
         scales = kv.scales or layer.kv_scales

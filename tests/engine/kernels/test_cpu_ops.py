@@ -48,15 +48,23 @@ def test_norms_and_gate_match_the_reference(ops: CpuOps, dtype: torch.dtype) -> 
             expected = reference.add_rms_norm(x, theirs, weight, 1e-5)
             assert torch.equal(ours, theirs), "the residual is the exact rounded sum"
             close(actual, expected, dtype)
+            x_weight = torch.randn(width).to(weight_dtype)
+            actual = ops.add_rms_norm(x.clone(), ours, weight, 1e-5, x_weight)
+            expected = reference.add_rms_norm(x.float(), (wide := theirs.float()), weight, 1e-5, x_weight)
+            close(ours, wide, dtype)
+            close(actual, expected, dtype)
         gate_up = 4 * torch.randn(rows, 2 * width).to(dtype)
         wide = gate_up.float()
         close(ops.silu_mul(gate_up), reference.silu_mul(wide).to(dtype), dtype)
+        close(ops.gelu_mul(gate_up), reference.gelu_mul(wide).to(dtype), dtype)
 
 
 def test_gate_survives_extreme_values(ops: CpuOps) -> None:
     gate = torch.tensor([[-1e4, -200.0, -88.5, 0.0, 88.5, 200.0, 1e4, 1.0]])
     out = ops.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
     torch.testing.assert_close(out, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
+    out = ops.gelu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(out, torch.nn.functional.gelu(gate, approximate="tanh"), rtol=1e-6, atol=1e-30)
 
 
 def make_batch(
@@ -131,8 +139,10 @@ def exact_attention(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cach
             first = 0 if layout.window is None else max(0, last - layout.window + 1)
             for head in range(layout.heads):
                 keys, values = k[first : last + 1, head // group], v[first : last + 1, head // group]
-                weights = torch.softmax(keys @ q[token, head].double() * layout.scale, dim=0)
-                out[token, head] = weights @ values
+                scores = keys @ q[token, head].double() * layout.scale
+                if layout.softcap is not None:
+                    scores = layout.softcap * torch.tanh(scores / layout.softcap)
+                out[token, head] = torch.softmax(scores, dim=0) @ values
     return out.view(q.shape[0], -1)
 
 
@@ -163,6 +173,29 @@ def test_attention_matches_float64(ops: CpuOps, dtype: torch.dtype, case: tuple)
             k_cache[unowned] = v_cache[unowned] = float("nan")
         actual = ops.attention(q, layout, batch, k_cache, v_cache)
         close(actual, exact_attention(q, layout, batch, k_cache, v_cache), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_soft_caps_match_float64(ops: CpuOps, window: int | None) -> None:
+    torch.manual_seed(11)
+    layout = HeadLayout(4, 2, 24, 0.5, window, softcap=3.0)
+    batch, num_blocks = make_batch([(1, 1), (200, 1), (33, 33), (90, 20)], 16, seed=11)
+    q = 3 * torch.randn(batch.positions.shape[0], 4, 24)
+    k_cache, v_cache = (torch.randn(num_blocks, 2, 16, 24) for _ in range(2))
+    exact = exact_attention(q, layout, batch, k_cache, v_cache)
+    close(ops.attention(q, layout, batch, k_cache, v_cache), exact, torch.float32)
+    batch.block_tables.clamp_(max=num_blocks - 1)  # the reference reads, and masks, what lies behind a context
+    close(ReferenceOps().attention(q, layout, batch, k_cache, v_cache), exact, torch.float32)
+
+
+def test_a_decode_over_131072_keys(ops: CpuOps) -> None:
+    torch.manual_seed(12)
+    layout, context = HeadLayout(4, 1, 16, 0.25), 131_072
+    batch, num_blocks = make_batch([(context, 1)], 16, seed=12)
+    q = 3 * torch.randn(1, 4, 16)
+    k_cache, v_cache = (torch.randn(num_blocks, 1, 16, 16) for _ in range(2))
+    close(ops.attention(q, layout, batch, k_cache, v_cache), exact_attention(q, layout, batch, k_cache, v_cache),
+          torch.float32)  # fmt: skip
 
 
 def test_attention_reads_queries_inside_qkv_and_interleaved_caches(ops: CpuOps) -> None:

@@ -31,7 +31,7 @@ def scored(engine: Engine) -> dict[str, list[float]]:
     return values
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen2-bias", "qwen3-qknorm"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen2-bias", "qwen3-qknorm", "gemma2", "phi3"])
 def test_a_tape_gives_the_bits_of_the_pass(family: str, tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint(family, tmp_path), weights="int8", token_budget=48, prefix_cache=False)
     assert engine.runner.tape is not None

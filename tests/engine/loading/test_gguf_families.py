@@ -1,0 +1,117 @@
+"""A model converted to GGUF, as converters do it, gives the tokens of the folder it came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.loading.gguf_files import write_gguf
+from tests.engine.loading.test_gguf_checkpoint import interleaved
+from tests.engine.tiny import write_checkpoint
+
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3-moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3-two-ropes": "gemma3",
+    "phi3-longrope": "phi3",
+}
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def convert(folder: Path, arch: str) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    names = NAMES | (GEMMA_NAMES if arch.startswith("gemma") else {})
+    tensors: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+        stem = name.removesuffix(".weight")
+        if arch.startswith("gemma") and stem.endswith("norm"):
+            tensor = tensor + 1
+        if stem in top:
+            tensors[f"{top[stem]}.weight"] = tensor
+            continue
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
+        assert match is not None
+        layer, part = match[1], match[2]
+        expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
+        if expert is not None:
+            stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
+            continue
+        if arch == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            tensor = interleaved(tensor, heads if part.endswith("q_proj") else kv_heads)
+        tensors[f"blk.{layer}.{names[part]}.weight"] = tensor
+    tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
+    rope = config["rope_parameters"]
+    keys: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+    }
+    if config.get("head_dim"):
+        keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    if config.get("sliding_window"):
+        keys["attention.sliding_window"] = config["sliding_window"]
+    if stacks:
+        keys |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if arch == "gemma2":
+        keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
+    if rope.get("rope_type") == "longrope":
+        keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        for length in ("short", "long"):
+            tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
+    metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
+    return write_gguf(folder / "model.gguf", metadata, tensors)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engine import tiny
+
+    # What the format does not say, converters leave to the reader: the usual scale and pattern of windows.
+    name, overrides = tiny.FAMILIES[family]
+    usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}
+    usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
+    monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
+    folder = write_checkpoint(family, tmp_path)
+    prompt = [23 * i % 199 for i in range(150)]
+    expected = generate(make_engine(folder), greedy("a", prompt, 16))
+    assert generate(make_engine(convert(folder, ARCHITECTURES[family])), greedy("a", prompt, 16)) == expected
