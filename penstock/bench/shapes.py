@@ -183,9 +183,9 @@ class Cost:
             visited = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
         return round((self.linear_params + visited * self.expert_params + self.head_params) * self.weight_bytes)
 
-    def context(self, tokens: int) -> float:
+    def context(self, tokens: int) -> int:
         """Bytes of keys and values read to attend over this many tokens of context."""
-        return tokens * self.kv_elements * self.kv_bytes
+        return round(tokens * self.kv_elements * self.kv_bytes)
 
     def flops(self, tokens: int, sampled: int) -> int:
         """Multiply-adds of the matrices, counted as two operations. Attention scores are left out, so the
