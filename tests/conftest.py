@@ -1,12 +1,27 @@
-"""What every test may use: the real default model, fetched once into the user's model cache."""
+"""What every test may use: the real default model, fetched once into the user's model cache, and real servers."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.loading.sources import resolve
+from tests.services import postgres_url
+
+__all__ = ["postgres_url"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state() -> Iterator[None]:
+    """Keys and accounts of the tests, never the user's own."""
+    with tempfile.TemporaryDirectory(prefix="penstock-state-") as folder:
+        os.environ["PENSTOCK_STATE"] = folder
+        yield
+        del os.environ["PENSTOCK_STATE"]
 
 
 @pytest.fixture(scope="session")

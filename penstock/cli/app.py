@@ -13,6 +13,7 @@ from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
+from penstock.cli.keys import keys, tenants
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
@@ -69,3 +70,5 @@ bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
 bench.command(help=structure.__doc__)(structure)
 app.add_typer(bench, name="bench")
+app.add_typer(keys)
+app.add_typer(tenants)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 
 from rich.console import Console
@@ -113,9 +112,6 @@ class ConsoleReporter(Reporter):
         curl = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
         self._console.print(curl, markup=False, soft_wrap=True)  # one line, so that it can be copied
         self._console.print()
-        if not _is_loopback(server.host):
-            warning = f"Listening on {server.host} without API keys: whoever can reach this address can use it."
-            self._console.print(Text(warning, style="yellow"))
 
     def _note(self, text: str) -> None:
         if self._json:
@@ -126,10 +122,3 @@ class ConsoleReporter(Reporter):
     def _event(self, message: str, **fields: object) -> None:
         entry = {"level": "info", "logger": "penstock.supervisor", "message": message, **fields}
         self._console.print(json.dumps(entry), markup=False, soft_wrap=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

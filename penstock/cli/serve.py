@@ -46,6 +46,7 @@ def serve(
     from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.reporting import ConsoleReporter
     from penstock.config import load
+    from penstock.identity.doors import check_doors
     from penstock.supervisor.health import check_port
     from penstock.supervisor.launch import resolved, units
     from penstock.supervisor.runtime import RuntimeFolder
@@ -67,6 +68,7 @@ def serve(
     )
     server = config.server
     check_port(server.host, server.port)
+    asyncio.run(check_doors(server.host, config.store.url))
     console = stderr()
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
 

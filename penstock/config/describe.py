@@ -23,14 +23,16 @@ class Key:
     default: str
     doc: str
     example: str
+    listed: bool
+    """The section is a list; the key is one of each item's."""
 
     @property
     def path(self) -> str:
-        return f"{self.section}[N].{self.name}" if self.section == "models" else f"{self.section}.{self.name}"
+        return f"{self.section}[N].{self.name}" if self.listed else f"{self.section}.{self.name}"
 
     @property
     def variable(self) -> str:
-        index = "0__" if self.section == "models" else ""
+        index = "0__" if self.listed else ""
         return f"{ENV_PREFIX}{self.section}__{index}{self.name}".upper()
 
 
@@ -48,6 +50,7 @@ def keys() -> Iterator[Key]:
                 default=default,
                 doc=field.metadata["doc"],
                 example=field.metadata["example"] or default,
+                listed=get_origin(kind) is tuple,
             )
 
 
@@ -60,17 +63,33 @@ def example() -> str:
     parts = [
         "# Penstock configuration. Every key is optional; what is shown is the default or, commented out, an example."
     ]
+    defaults = Config()
     for section, members in sections.items():
         is_list = get_origin(hints[section]) is tuple
         cls = get_args(hints[section])[0] if is_list else hints[section]
         lines = [f"# {cls.__doc__}", f"{section}:"]
-        for position, key in enumerate(members):
-            indent = "  - " if is_list and position == 0 else "    " if is_list else "  "
-            lines.append(f"{' ' * len(indent)}# {key.doc}")
-            hidden = "# " if key.default in ("null", "[]", '""') else ""
-            lines.append(f"{indent}{hidden}{key.name}: {key.example}")
+        items = getattr(defaults, section) if is_list else (getattr(defaults, section),)
+        for number, item in enumerate(items):
+            lines += _item(item, members, is_list, explained=number == 0)
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _item(item: Any, members: list[Key], is_list: bool, explained: bool) -> Iterator[str]:
+    """The keys of one section or of one item of a list; all of them with their meaning when `explained`."""
+    begun = False
+    for key in members:
+        field = next(field for field in dataclasses.fields(item) if field.name == key.name)
+        value = getattr(item, key.name)
+        hidden = value is None or value in ((), "")
+        if hidden and not explained:
+            continue
+        indent = "" if not is_list else "  " if begun else "- "
+        if explained:
+            yield f"  {' ' * len(indent)}# {key.doc}"
+        shown = key.example if value == field.default else _shown(value, field.metadata["size"])
+        yield f"  {indent}{'# ' if hidden else ''}{key.name}: {shown}"
+        begun = True
 
 
 def _shown(default: Any, size: bool) -> str:

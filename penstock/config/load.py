@@ -99,6 +99,13 @@ def _conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: speculation: draft needs a draft_model")
         if model.speculation != "draft" and model.draft_model is not None:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
+    tiers = [tier.name for tier in config.tiers]
+    problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
+    problems += [f'tiers: "{name}" is there twice' for name in sorted(set(tiers)) if name and tiers.count(name) > 1]
+    if config.auth.default_tier not in tiers:
+        problems.append(
+            f'auth.default_tier: there is no tier "{config.auth.default_tier}"; there are {", ".join(tiers)}'
+        )
     return problems
 
 

@@ -166,6 +166,60 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """What the tenants of a tier may do. A limit that is not set does not exist."""
+
+    name: str = setting("", doc="What tenants and prices call it.")
+    priority: int = setting(1, doc="Class of its requests: 0 goes first, 2 last.", least=0, most=2)
+    requests_per_minute: int | None = setting(
+        None, doc="Requests a tenant may begin in a minute.", least=1, example="600"
+    )
+    tokens_per_minute: int | None = setting(
+        None, doc="Prompt and completion tokens of a tenant in a minute.", least=1, example="200000"
+    )
+    concurrent_requests: int | None = setting(
+        None, doc="Requests of a tenant running at one time.", least=1, example="20"
+    )
+    context_tokens: int | None = setting(
+        None, doc="Longest prompt and completion together; the model's window when not set.", least=1, example="32768"
+    )
+    daily_budget: float | None = setting(None, doc="Money a tenant may spend in a day (UTC).", least=0, example="10")
+    monthly_budget: float | None = setting(
+        None, doc="Money a tenant may spend in a calendar month (UTC).", least=0, example="200"
+    )
+
+
+DEFAULT_TIERS = (
+    TierConfig(name="free", priority=1, requests_per_minute=60, tokens_per_minute=40_000, concurrent_requests=4,
+               context_tokens=32_768),
+    TierConfig(name="standard", priority=1, context_tokens=131_072),
+    TierConfig(name="enterprise", priority=0, context_tokens=131_072),
+    TierConfig(name="batch", priority=2),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where tenants, keys and accounts are kept."""
+
+    url: str = setting(
+        "", doc="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; a file of this user when empty."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AuthConfig:
+    """API keys. Without any, everybody on this machine is let in, and nobody else."""
+
+    default_tier: str = setting("standard", doc="Tier of tenants that name none, and of callers without keys.")
+    fresh_s: float = setting(5.0, doc="Seconds until a change to a key or tenant is seen by every gateway.", least=0.1)
+    grace_s: float = setting(3600.0, doc="Seconds that keys seen before keep working while the store is away.", least=0)
+    share_prefixes: bool = setting(
+        False, doc="Let tenants reuse each other's cached prompt prefixes; faster, and visible in response times."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LoggingConfig:
     """What is written to standard error."""
 
@@ -180,4 +234,7 @@ class Config:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(name=DEFAULT_MODEL),)
     generation: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
+    store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
+    auth: AuthConfig = dataclasses.field(default_factory=AuthConfig)
+    tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

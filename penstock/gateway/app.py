@@ -59,16 +59,22 @@ class App:
             if endpoint.serves_tokens:
                 service.enter()
                 try:
-                    await self._guarded(exchange, endpoint.handler(service, exchange))
+                    await self._guarded(exchange, self._handle(exchange, endpoint))
                 finally:
                     service.leave()
             else:
-                await self._guarded(exchange, endpoint.handler(service, exchange))
+                await self._guarded(exchange, self._handle(exchange, endpoint))
         except ApiError as error:  # draining
             await self._guarded(exchange, _fail(error))
         finally:
             in_flight.dec()
             self._finish(exchange, endpoint.logged)
+
+    async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        if endpoint.scope is not None:
+            caller = exchange.caller = await self.service.authenticate(exchange, endpoint.scope)
+            exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
+        await endpoint.handler(self.service, exchange)
 
     async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:
         """Run `work`; render what it raises. Nothing but cancellation comes out."""

@@ -20,12 +20,24 @@ from penstock.gateway.api.admin import (
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.completions import completions
 from penstock.gateway.api.health import live, ready
+from penstock.gateway.api.identity import (
+    KeyRequest,
+    TenantChange,
+    TenantRequest,
+    change_tenant,
+    create_key,
+    create_tenant,
+    list_keys,
+    list_tenants,
+    revoke_key,
+)
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.gateway.service import Service
+from penstock.identity import Scope
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
@@ -42,6 +54,8 @@ class Endpoint:
     """Answered without entering FastAPI."""
     serves_tokens: bool = False
     """Refused while draining, and waited for."""
+    scope: Scope | None = "inference"
+    """What a key must be allowed to do; None: no key is needed."""
     logged: bool = True
     documented: bool = True
 
@@ -81,17 +95,37 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/detokenize", detokenize, "Text of token ids.", "Tokens", DetokenizeRequest, serves_tokens=True
     ),
-    Endpoint("GET", "/admin/adapters", list_adapters, "Every LoRA adapter and its state.", "Admin"),
+    Endpoint("GET", "/admin/adapters", list_adapters, "Every LoRA adapter and its state.", "Admin", scope="admin"),
     Endpoint(
-        "POST", "/admin/adapters", load_adapter, "Load an adapter, or load it again.", "Admin", AdapterLoadRequest
+        "POST",
+        "/admin/adapters",
+        load_adapter,
+        "Load an adapter, or load it again.",
+        "Admin",
+        AdapterLoadRequest,
+        scope="admin",
     ),
     Endpoint(
-        "PATCH", "/admin/adapters/{name:path}", pin_adapter, "Pin or unpin an adapter.", "Admin", AdapterPinRequest
+        "PATCH",
+        "/admin/adapters/{name:path}",
+        pin_adapter,
+        "Pin or unpin an adapter.",
+        "Admin",
+        AdapterPinRequest,
+        scope="admin",
     ),
-    Endpoint("DELETE", "/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin"),
-    Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", logged=False),
-    Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", logged=False),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", hot=True, logged=False),
+    Endpoint("DELETE", "/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),
+    Endpoint("POST", "/v1/admin/tenants", create_tenant, "Make a tenant.", "Admin", TenantRequest, scope="admin"),
+    Endpoint(
+        "PATCH", "/v1/admin/tenants/{tenant}", change_tenant, "Change a tenant.", "Admin", TenantChange, scope="admin"
+    ),
+    Endpoint("GET", "/v1/admin/keys", list_keys, "The keys there are, without their secrets.", "Admin", scope="admin"),
+    Endpoint("POST", "/v1/admin/keys", create_key, "Make a key.", "Admin", KeyRequest, scope="admin"),
+    Endpoint("DELETE", "/v1/admin/keys/{key}", revoke_key, "Revoke a key.", "Admin", scope="admin"),
+    Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", hot=True, logged=False),
 )
 
 _ERROR_SCHEMA = {

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 
@@ -45,6 +46,7 @@ class Exchange:
         "_receive",
         "_send",
         "body_read",
+        "caller",
         "extra_headers",
         "method",
         "path",
@@ -68,6 +70,7 @@ class Exchange:
         self.request_id = self._choose_request_id()
         self.status: int | None = None
         self.body_read = False
+        self.caller: Caller = OPEN_CALLER
         self.stalled_reader_s = stalled_reader_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.record = RequestRecord(self.request_id, self.path, time.time())

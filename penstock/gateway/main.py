@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.app import App
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.identity.doors import check_doors
 from penstock.protocol.transport import CurveClient
 from penstock.routing.registry import Registry, ServedModel
 from penstock.telemetry import logging as telemetry_logging
@@ -51,6 +52,7 @@ def run(config: Config, endpoints: dict[str, str], curve: Mapping[str, CurveClie
 
 
 async def _run(settings: GatewaySettings, endpoints: dict[str, str], curve: Mapping[str, CurveClient]) -> None:
+    await check_doors(settings.host, settings.store_url or "")
     registry = Registry(_served(model, endpoints[model.name], curve.get(model.name)) for model in settings.models)
     stop = asyncio.Event()
     with _signals(stop):

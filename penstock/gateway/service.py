@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
+from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
-from penstock.protocol.errors import Draining, EngineLost, InvalidRequest
+from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
+from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.registry import Registry, ServedModel
+from penstock.storage import Database, open_database
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.text import ChatTemplateError
 
@@ -42,16 +46,53 @@ class Service:
         self._idle.set()
         self.grammars = GrammarDesk()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self.database: Database | None = None
+        self.identities: IdentityStore | None = None
+        self._keyring: KeyRing | None = None
+        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
     async def start(self) -> None:
+        if self.settings.store_url is not None:
+            self.database = await open_database(self.settings.store_url)
+            self.identities = IdentityStore(self.database)
+            await self.identities.prepare()
+            self._keyring = KeyRing(
+                self.identities,
+                default_tier=self.settings.default_tier,
+                fresh_s=self.settings.key_fresh_s,
+                grace_s=self.settings.key_grace_s,
+            )
         for backend in self._backends():
             await backend.start()
 
     async def close(self) -> None:
         for backend in self._backends():
             await backend.close()
+        if self.database is not None:
+            await self.database.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+
+    async def authenticate(self, exchange: Exchange, scope: Scope) -> Caller:
+        """Who sends this, allowed to do what `scope` covers; raises otherwise."""
+        if self._keyring is None:
+            return self._open_caller
+        sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
+        caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
+        if caller is OPEN_CALLER:
+            return self._open_caller
+        if scope not in caller.scopes:
+            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
+        return caller
+
+    def identities_changed(self) -> None:
+        """Tenants or keys were changed here: this process at least sees it at once."""
+        if self._keyring is not None:
+            self._keyring.refresh()
+
+    def cache_salt(self, caller: Caller) -> str:
+        """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
+        return "" if self.settings.share_prefixes or not caller.key else caller.tenant
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""

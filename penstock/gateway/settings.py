@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.schema import Config
+from penstock.config.schema import Config, TierConfig
 from penstock.telemetry.logging import LogFormat
 
 
@@ -48,6 +48,13 @@ class GatewaySettings:
     max_choices: int = 16
     admin_key: str = ""
     """What the admin API asks for; empty: it answers this machine only."""
+    store_url: str | None = None
+    """Where tenants and keys are; None: nowhere, and everybody is let in."""
+    default_tier: str = ""
+    key_fresh_s: float = 5.0
+    key_grace_s: float = 3600.0
+    share_prefixes: bool = False
+    tiers: tuple[TierConfig, ...] = ()
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -80,6 +87,12 @@ class GatewaySettings:
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
             admin_key=server.admin_key,
+            store_url=config.store.url,
+            default_tier=config.auth.default_tier,
+            key_fresh_s=config.auth.fresh_s,
+            key_grace_s=config.auth.grace_s,
+            share_prefixes=config.auth.share_prefixes,
+            tiers=config.tiers,
             log_format=config.logging.format,
             log_level=config.logging.level,
         )

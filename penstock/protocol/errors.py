@@ -252,6 +252,15 @@ class Draining(ServiceUnavailable):
         super().__init__(message, retry_after=1.0)
 
 
+class KeyStoreUnavailable(ServiceUnavailable):
+    """Keys cannot be checked at the moment; that says nothing about the key."""
+
+    code = "key_store_unavailable"
+
+    def __init__(self, message: str = "API keys cannot be checked at the moment; try again.") -> None:
+        super().__init__(message, retry_after=2.0)
+
+
 class EngineUnavailable(ServiceUnavailable):
     """No engine serves this model at the moment (starting, or restarting)."""
 

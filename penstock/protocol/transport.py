@@ -6,7 +6,6 @@ endpoint that other machines can reach is encrypted and admits only clients whos
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket as sockets
 import stat
@@ -19,6 +18,7 @@ import zmq
 import zmq.auth.thread
 
 from penstock.errors import ConfigError
+from penstock.protocol.address import is_loopback
 
 SEND_LIMIT = 1024
 """Messages queued in the socket for one gateway before sends report that it is full."""
@@ -142,18 +142,11 @@ def _check(endpoint: str, curve: CurveServer | None) -> None:
         raise ConfigError(f"{endpoint}: an endpoint is ipc://PATH, tcp://HOST:PORT or inproc://NAME")
     if scheme == "ipc":
         _release(Path(address))
-    if scheme == "tcp" and curve is None and not _is_loopback(address.rpartition(":")[0]):
+    if scheme == "tcp" and curve is None and not is_loopback(address.rpartition(":")[0]):
         raise ConfigError(
             f"{endpoint}: other machines can reach this address, so it needs CURVE keys; "
             "give the engine a secret key and the public keys of its gateways, or listen on 127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _release(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.cli.reporting import ConsoleReporter
-from penstock.config import Config, LoggingConfig, ModelConfig, ServerConfig, load_resolved
+from penstock.config import Config, LoggingConfig, ModelConfig, load_resolved
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.launch import resolved, units
 from penstock.supervisor.runtime import RuntimeFolder
@@ -46,10 +46,6 @@ def test_the_banner_says_everything_needed_to_use_the_server() -> None:
         assert expected in shown
     assert shown.count("engine small: weights") == 1
     assert "without API keys" not in shown
-
-
-def test_an_open_address_is_pointed_out() -> None:
-    assert "without API keys" in tell_everything(Config(server=ServerConfig(host="0.0.0.0")))
 
 
 def test_with_json_logs_every_line_of_ours_is_json() -> None:

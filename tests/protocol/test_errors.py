@@ -35,6 +35,7 @@ EVERY = [
     (errors.ServerError("oops"), 500, "server_error", "server_error"),
     (errors.Overloaded("full"), 503, "overloaded", "overloaded"),
     (errors.Draining(), 503, "overloaded", "draining"),
+    (errors.KeyStoreUnavailable(), 503, "server_error", "key_store_unavailable"),
     (errors.EngineUnavailable("starting"), 503, "server_error", "engine_unavailable"),
     (errors.EngineLost(), 503, "server_error", "engine_lost"),
 ]

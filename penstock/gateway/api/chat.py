@@ -36,7 +36,8 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    exchange.record.user_id = request.user or request.safety_identifier
+    # A key that belongs to a user says who it is; otherwise the request may.
+    exchange.record.user_id = exchange.caller.user or request.user or request.safety_identifier
     exchange.record.metadata = request.metadata
     _check(request)
     n = request.n or 1
@@ -63,6 +64,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         request_id=exchange.request_id,
         metrics=service.metrics,
         started_at=exchange.started_at,
+        cache_salt=service.cache_salt(exchange.caller),
         stops=stops,
         priority=PRIORITIES[request.service_tier or "auto"],
         speculation=request.speculation is not False,

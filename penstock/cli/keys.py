@@ -1,0 +1,234 @@
+"""`penstock keys` and `penstock tenants`: who may use the server. They work on the store, running server or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from penstock.cli.options import ConfigFile, Settings
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.identity import IdentityStore, Key
+
+T = TypeVar("T")
+
+keys = typer.Typer(
+    name="keys",
+    no_args_is_help=True,
+    help="""
+    API keys. As long as there is none, everybody on this machine may use the server, and nobody else.
+
+    Examples:
+
+        penstock keys create
+
+        penstock keys create --tenant acme --user ann --expires 30d
+
+        penstock keys create --scope admin --scope metrics
+
+        penstock keys list
+
+        penstock keys revoke psk_1a2B3c4D
+    """,
+)
+tenants = typer.Typer(
+    name="tenants",
+    no_args_is_help=True,
+    help="""
+    Tenants: who owns keys, limits, budgets and data.
+
+    Examples:
+
+        penstock tenants create acme --tier enterprise
+
+        penstock tenants update acme --tier free
+
+        penstock tenants list
+    """,
+)
+
+_UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@keys.command("create")
+def create_key(
+    tenant: Annotated[str, typer.Option(help="Tenant it belongs to; made when it does not exist.")] = "default",
+    user: Annotated[str, typer.Option(help="User inside the tenant; none: whoever the request names.")] = "",
+    name: Annotated[str, typer.Option(help="A note to recognize it by.")] = "",
+    scope: Annotated[
+        list[str] | None, typer.Option(help="inference, admin or metrics; may be repeated. Default: inference.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="How long it works: 12h, 30d, 8w; for ever by default.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Make a key and print it. It is shown this once; only its beginning and a hash are kept."""
+    expires_at = None if expires is None else time.time() + _seconds(expires)
+
+    async def work(config: Config, store: IdentityStore) -> str:
+        if not await store.tenants(tenant):
+            await store.create_tenant(tenant)
+        scopes: Any = tuple(scope or ("inference",))
+        _, minted = await store.create_key(tenant, user=user, name=name, scopes=scopes, expires_at=expires_at)
+        return minted.text
+
+    text = _with_store(config_file, settings, work)
+    typer.echo(text)
+    typer.echo("Keep it: it cannot be shown again. Clients send it as their API key.", err=True)
+
+
+@keys.command("list")
+def list_keys(
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Show the keys there are, without their secrets."""
+    from rich.console import Console
+    from rich.table import Table
+
+    async def work(config: Config, store: IdentityStore) -> list[Key]:
+        return await store.keys(tenant)
+
+    table = Table("key", "tenant", "user", "name", "scopes", "made", "state", box=None, pad_edge=False)
+    for key in _with_store(config_file, settings, work):
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
+        table.add_row(key.id, key.tenant, key.user, key.name, " ".join(key.scopes), made, _state(key))
+    Console().print(table)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key: Annotated[str, typer.Argument(help="The key's beginning, as `keys list` shows it.")],
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Make a key useless. Running gateways notice within seconds."""
+    from penstock.errors import PenstockError
+
+    async def work(config: Config, store: IdentityStore) -> bool:
+        return await store.revoke_key(key)
+
+    if not _with_store(config_file, settings, work):
+        raise PenstockError(f"there is no key {key} that still works; see `penstock keys list`")
+    typer.echo(f"{key} is revoked")
+
+
+@tenants.command("create")
+def create_tenant(
+    id: Annotated[str, typer.Argument(help="Short name, used in keys and accounts.")],
+    name: Annotated[str, typer.Option(help="Name for people.")] = "",
+    tier: Annotated[str, typer.Option(help="Tier of the configuration; its default when empty.")] = "",
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Make a tenant."""
+
+    async def work(config: Config, store: IdentityStore) -> None:
+        _check_tier(config, tier)
+        await store.create_tenant(id, name=name, tier=tier)
+
+    _with_store(config_file, settings, work)
+    typer.echo(f"tenant {id} made; its first key: penstock keys create --tenant {id}")
+
+
+@tenants.command("update")
+def update_tenant(
+    id: Annotated[str, typer.Argument(help="The tenant.")],
+    name: Annotated[str | None, typer.Option(help="Name for people.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Tier of the configuration.")] = None,
+    disable: Annotated[bool | None, typer.Option("--disable/--enable", help="Whether its keys stop working.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Change a tenant's name or tier, or switch it off."""
+
+    async def work(config: Config, store: IdentityStore) -> None:
+        _check_tier(config, tier)
+        await store.update_tenant(id, name=name, tier=tier, disabled=disable)
+
+    _with_store(config_file, settings, work)
+    typer.echo(f"tenant {id} changed")
+
+
+@tenants.command("list")
+def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> None:
+    """Show the tenants there are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    async def work(config: Config, store: IdentityStore) -> list[tuple[str, ...]]:
+        default = config.auth.default_tier
+        return [
+            (tenant.id, tenant.name, tenant.tier or default, "disabled" if tenant.disabled else "active")
+            for tenant in await store.tenants()
+        ]
+
+    table = Table("tenant", "name", "tier", "state", box=None, pad_edge=False)
+    for row in _with_store(config_file, settings, work):
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _with_store(
+    config_file: Path | None, settings: list[str] | None, work: Callable[[Config, IdentityStore], Awaitable[T]]
+) -> T:
+    """Run `work(config, store)` on the configured store."""
+    import asyncio
+
+    from penstock.cli.console import flags
+    from penstock.config import load
+
+    config = load(config_file, flags=flags(settings))
+
+    async def run() -> T:
+        async with _store(config) as store:
+            return await work(config, store)
+
+    return asyncio.run(run())
+
+
+@asynccontextmanager
+async def _store(config: Config) -> AsyncIterator[IdentityStore]:
+    from penstock.identity import IdentityStore
+    from penstock.storage import open_database
+
+    database = await open_database(config.store.url)
+    try:
+        store = IdentityStore(database)
+        await store.prepare()
+        yield store
+    finally:
+        await database.close()
+
+
+def _check_tier(config: Config, tier: str | None) -> None:
+    from penstock.errors import ConfigError
+
+    names = [entry.name for entry in config.tiers]
+    if tier and tier not in names:
+        raise ConfigError(f"there is no tier {tier!r}; the configuration has {', '.join(names)}")
+
+
+def _seconds(text: str) -> float:
+    from penstock.errors import ConfigError
+
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNITS or not number.isdigit():
+        raise ConfigError(f"--expires {text}: write a number and m, h, d or w, for example 30d")
+    return int(number) * _UNITS[unit]
+
+
+def _state(key: Key) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is None:
+        return "works"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.expires_at))
+    return f"until {when}" if key.usable(time.time()) else f"expired {when}"

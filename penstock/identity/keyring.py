@@ -1,0 +1,148 @@
+"""From what a client sends to who it is: the store's answers, remembered for a moment.
+
+A key is looked up again after `fresh_s`, so that a revocation or a change of tier is seen that soon. When the store is
+away, keys seen within `grace_s` keep working and anything else is `KeyStoreUnavailable` (503): an outage never looks
+like a wrong key. Both memories are bounded; made-up keys cannot push real ones out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.identity.model import OPEN_CALLER, Caller
+from penstock.identity.secrets import key_id, matches
+from penstock.identity.store import IdentityStore, StoredKey
+from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable
+from penstock.storage import DatabaseError
+
+log = logging.getLogger(__name__)
+
+KNOWN = 65536
+UNKNOWN = 4096
+
+
+@dataclass(slots=True)
+class _Entry:
+    stored: StoredKey | None
+    at: float
+
+
+class KeyRing:
+    """One per gateway process."""
+
+    def __init__(
+        self,
+        store: IdentityStore,
+        *,
+        default_tier: str = "",
+        fresh_s: float = 5.0,
+        grace_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._default_tier = default_tier
+        self._fresh_s = fresh_s
+        self._grace_s = grace_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._known: OrderedDict[str, _Entry] = OrderedDict()
+        self._unknown: OrderedDict[str, _Entry] = OrderedDict()
+        self._lookups: dict[str, asyncio.Future[StoredKey | None]] = {}
+        self._closed = False
+        self._asked_at = float("-inf")
+        self.store_up = True
+
+    async def caller(self, authorization: str | None) -> Caller:
+        """The caller behind an `Authorization` header (or an `x-api-key`); `AuthenticationError` if there is none."""
+        if await self._open():
+            return OPEN_CALLER
+        token = _token(authorization)
+        id = key_id(token)
+        if id is None:
+            raise AuthenticationError(
+                "No API key was sent; send it as `Authorization: Bearer ...`." if not token else _WRONG
+            )
+        stored = await self._find(id)
+        if stored is None or not matches(token, stored.digest):
+            raise AuthenticationError(_WRONG)
+        key, tenant = stored.key, stored.tenant
+        if not key.usable(self._wall_clock()):
+            raise AuthenticationError(f"The API key {key.id} is {'revoked' if key.revoked_at else 'expired'}.")
+        if tenant.disabled:
+            raise AuthenticationError(f"The tenant of API key {key.id} is disabled.")
+        return Caller(tenant.id, key.user, key.id, tenant.tier or self._default_tier, frozenset(key.scopes))
+
+    def refresh(self) -> None:
+        """Ask the store again about everything: something was changed through this process."""
+        self._asked_at = min(self._asked_at, self._clock() - self._fresh_s)
+        for entry in (*self._known.values(), *self._unknown.values()):
+            entry.at = min(entry.at, self._clock() - self._fresh_s)
+
+    async def _open(self) -> bool:
+        """Whether there are no keys at all. Once there is one, that is never asked again."""
+        if self._closed:
+            return False
+        now = self._clock()
+        if now - self._asked_at >= self._fresh_s:
+            try:
+                self._closed = await self._store.has_keys()
+                self._asked_at = now
+                self._seen(True)
+            except DatabaseError as error:
+                self._seen(False, error)
+                if self._asked_at == float("-inf"):
+                    raise KeyStoreUnavailable from error
+        return not self._closed
+
+    async def _find(self, id: str) -> StoredKey | None:
+        now = self._clock()
+        known, unknown = self._known.get(id), self._unknown.get(id)
+        if known is not None and now - known.at < self._fresh_s:
+            return known.stored
+        if unknown is not None and now - unknown.at < self._fresh_s:
+            return None
+        try:
+            stored = await self._look_up(id)
+        except DatabaseError as error:
+            self._seen(False, error)
+            if known is not None and now - known.at < self._grace_s:
+                return known.stored
+            raise KeyStoreUnavailable from error
+        self._seen(True)
+        memory, limit = (self._unknown, UNKNOWN) if stored is None else (self._known, KNOWN)
+        memory[id] = _Entry(stored, now)
+        memory.move_to_end(id)
+        if len(memory) > limit:
+            memory.popitem(last=False)
+        (self._known if stored is None else self._unknown).pop(id, None)
+        return stored
+
+    async def _look_up(self, id: str) -> StoredKey | None:
+        """One question to the store however many requests with the same key arrive together."""
+        waiting = self._lookups.get(id)
+        if waiting is None:
+            waiting = self._lookups[id] = asyncio.ensure_future(self._store.find(id))
+            waiting.add_done_callback(lambda _: self._lookups.pop(id, None))
+        return await asyncio.shield(waiting)
+
+    def _seen(self, up: bool, error: Exception | None = None) -> None:
+        if up != self.store_up:
+            self.store_up = up
+            if up:
+                log.info("the key store answers again")
+            else:
+                log.error("the key store is away (%s); keys seen lately keep working", error)
+
+
+_WRONG = "The API key is not valid here."
+
+
+def _token(authorization: str | None) -> str:
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else (authorization or "").strip()

