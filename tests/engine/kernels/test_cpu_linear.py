@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from penstock.engine.kernels import cpu
 from penstock.engine.kernels.cpu.linear import GgufKind, QuantLinear
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.kernels.cpu.ops import LayoutError
+from penstock.engine.kernels.cpu.tuning import Tuner
 
 BASELINES = [isa for isa in ("neon", "avx2") if isa in cpu.isa_choices()]
 ISAS = [("native", 1), ("native", 2), ("generic", 2)]
@@ -163,3 +167,54 @@ def test_two_digits_leave_next_to_no_rounding_of_activations(handle: Handle) -> 
         errors[digits] = float((layer(x).double() - exact).norm() / exact.norm())
     assert errors[1] > 1e-3, "one digit rounds visibly, or this test shows nothing"
     assert errors[2] < errors[1] / 100
+
+
+def half_or_skip(layer: QuantLinear) -> QuantLinear:
+    if not layer.has_half:
+        pytest.skip(f"no float16 vectors in {layer._handle.isa}")
+    layer.half_rows = 1
+    return layer
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float16_products_stay_near_the_exact_ones(handle: Handle, bits: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    for columns, depth in SHAPES:
+        weight, bias = torch.randn(columns, depth, generator=generator) * 0.1, torch.randn(columns, generator=generator)
+        exact = QuantLinear.from_float(handle, weight, bias, bits=bits)
+        half = half_or_skip(QuantLinear.from_float(handle, weight, bias, bits=bits))
+        for rows in ROWS:
+            sizes = 10.0 ** (torch.arange(rows) % 8 - 4).unsqueeze(1)  # each row has a range of its own
+            x = (torch.randn(rows, depth, generator=generator) * sizes).to(dtype)
+            size = x.float().abs() @ (weight.abs().T + 0.1) + bias.abs()
+            error = (half(x, torch.float32) - exact(x, torch.float32)).abs()
+            assert (error <= 3e-3 * size).all(), (columns, depth, rows, (error / size).max())
+
+
+def test_a_value_that_is_not_finite_spoils_its_own_row_only(handle: Handle) -> None:
+    layer = half_or_skip(QuantLinear.from_float(handle, torch.ones(40, 64)))
+    x = torch.ones(9, 64)
+    x[3, 5], x[8, 0] = float("inf"), float("nan")
+    spoiled = layer(x).isnan().all(dim=1)
+    assert spoiled.nonzero().flatten().tolist() == [3, 8]
+    assert torch.allclose(layer(x)[0], torch.full((40,), 64.0))
+
+
+def test_weights_beyond_the_range_of_float16_sums_do_not_use_them(handle: Handle) -> None:
+    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0)).has_half
+    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0), bits=4).has_half
+
+
+def test_the_number_of_rows_is_measured_once_and_kept(tmp_path: Path) -> None:
+    handle, path = Handle(1), tmp_path / "tuning.json"
+    layer = half_or_skip(QuantLinear.from_float(handle, torch.randn(64, 96)))
+    Tuner(handle, path).tune(layer)
+    known = json.loads(path.read_text())
+    assert list(known.values()) == [layer.half_rows]
+    path.write_text(json.dumps(dict.fromkeys(known, 7)))
+    Tuner(handle, path).tune(layer)
+    assert layer.half_rows == 7
+    path.write_text("{ damaged")
+    Tuner(handle, path).tune(layer)
+    assert json.loads(path.read_text()) == dict.fromkeys(known, layer.half_rows)

@@ -6,7 +6,8 @@
 // digits, what the first int8 leaves over becomes a second one with a scale 253 times smaller, and a row counts as
 // two: about 16 bits of activation for twice the arithmetic. Small models need that to keep their answers.
 //
-// On CPUs with matrix tiles, more than a few rows take that road instead (amx.h), and dense weights always do.
+// On CPUs with matrix tiles, more than a few rows take that road instead (amx.h), and dense weights always do; on those
+// with float16 vectors, more than a few rows take these (half.h). From how many on is measured at load.
 //
 // One to four rows read the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit
 // weights to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
@@ -14,6 +15,7 @@
 #include "amx.h"
 #include "context.h"
 #include "dot.h"
+#include "half.h"
 #include "tape.h"
 
 using namespace pk;
@@ -28,6 +30,7 @@ struct LinearArgs {
     int32_t digits;  // int8 digits per activation: 1 or 2
     int32_t matrix_rows;    // from this many rows on, matrix tiles (0: never)
     const uint8_t* matrix;  // the weights in bfloat16 tiles, or null: widen `weights` then
+    int64_t half_rows;      // from this many rows on, float16 vectors (0: never)
 };
 
 namespace {
@@ -315,6 +318,74 @@ void linear_by_matrix(Context* ctx, const LinearArgs& a) {
 
 #endif
 
+// ---- products in float16 ---------------------------------------------------------------------------------
+
+#if defined(PK_HALF)
+
+template <class O>
+void write_half(const LinearArgs& a, const float* y, const float* scales, int64_t row, int rows, int64_t column) {
+    const int width = int(std::min<int64_t>(kColumns, a.columns - column));
+    for (int m = 0; m < rows; ++m, y += kColumns) {
+        O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
+        const vf scale = splat(scales[m]);
+        for (int i = 0; i < width; i += VL) {
+            const int n = std::min(VL, width - i);
+            vf v = load(y + i) * scale;
+            if (a.bias) v += n == VL ? load(a.bias + column + i) : load_part(a.bias + column + i, n);
+            if (n == VL)
+                store(out + i, v);
+            else
+                store_part(out + i, v, n);
+        }
+    }
+}
+
+template <class O>
+void linear_half(const LinearArgs& a, const f16* x, const float* scales, int64_t begin, int64_t end, f16* wide) {
+    float y[kHalfRows * kColumns];
+    const int64_t blocks = a.depth / kDepth;
+    for (int64_t t = begin; t < end; ++t) {
+        const Tile tile = tile_at(a.weights, blocks, a.bits, t);
+        if (a.bits == 4)
+            widen_half4(tile.q, tile.scale, tile.minimum, blocks, wide);
+        else
+            widen_half8(tile.q, tile.scale, blocks, wide);
+        const int64_t bytes = tile_bytes(blocks, a.bits), share = round_up(bytes * kHalfRows / a.rows, 64);
+        for (int64_t row = 0; row < a.rows; row += kHalfRows) {
+            const int rows = int(std::min<int64_t>(kHalfRows, a.rows - row));
+            if (t + 1 < end) prefetch(tile.q + bytes + row / kHalfRows * share, share);
+            if (rows > 4)
+                half_rows<8>(wide, x + row * a.depth, a.depth, y);
+            else
+                half_rows<4>(wide, x + row * a.depth, a.depth, y);
+            write_half<O>(a, y, scales + row, row, rows, t * kColumns);
+        }
+    }
+}
+
+void linear_by_half(Context* ctx, const LinearArgs& a) {
+    const int64_t rows = round_up(a.rows, kHalfRows), groups = rows / kHalfRows;
+    f16* x = static_cast<f16*>(ctx->shared.reserve(size_t(rows) * (a.depth * sizeof(f16) + sizeof(float))));
+    float* scales = reinterpret_cast<float*>(x + rows * a.depth);
+    dispatch(a.dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(groups, std::max<int64_t>(1, 32768 / (a.depth * kHalfRows)), [&](int64_t begin, int64_t end, int) {
+            for (int64_t g = begin; g < end; ++g)
+                pack_half_rows(static_cast<const T*>(a.x) + g * kHalfRows * a.depth, a.rows - g * kHalfRows, a.depth,
+                               x + g * kHalfRows * a.depth, scales + g * kHalfRows);
+        });
+    });
+    for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].reserve(size_t(a.depth) * kColumns * sizeof(f16));
+    dispatch(a.out_dtype, [&](auto* o) {
+        using O = elem<decltype(o)>;
+        ctx->pool.rows(round_up(a.columns, kColumns) / kColumns, 1, [&](int64_t begin, int64_t end, int thread) {
+            linear_half<O>(a, x, scales, begin, end, static_cast<f16*>(ctx->scratch[thread].reserve(0)));
+        });
+    });
+}
+
+#endif
+
 // ---- packing ---------------------------------------------------------------------------------------------
 
 // To nearest even; what is not finite stays so.
@@ -414,6 +485,26 @@ PK_API int pk_linear_has_matrix() {
 #endif
 }
 
+// Whether products of these packed weights can be done in float16: the CPU has the vectors, the weights the range.
+PK_API int pk_linear_has_half(const uint8_t* weights, int64_t columns, int64_t depth, int bits) {
+#if defined(PK_HALF)
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    if (bits != 4 && bits != 8) return 0;
+    float largest = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const Tile tile = tile_at(weights, blocks, bits, t);
+        for (int64_t i = 0; i < blocks * kColumns; ++i) {
+            const float scale = std::fabs(to_float(tile.scale[i]));
+            largest = std::max(largest, bits == 4 ? 15 * scale + std::fabs(to_float(tile.minimum[i])) : 128 * scale);
+        }
+    }
+    return largest <= kHalfLimit;
+#else
+    (void)weights, (void)columns, (void)depth, (void)bits;
+    return 0;
+#endif
+}
+
 // Quantizes float32 rows (bits 16: rounds them to bfloat16). 0: done; 1: a weight is not finite or too large for a float16 scale.
 PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
                                  int bits) {
@@ -487,6 +578,9 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     if (a.rows == 0) return;
 #if defined(PK_AMX)
     if (by_matrix(a)) return linear_by_matrix(ctx, a);
+#endif
+#if defined(PK_HALF)
+    if (a.half_rows > 0 && a.rows >= a.half_rows) return linear_by_half(ctx, a);
 #endif
     const int64_t group = kRows / a.digits, blocks = a.depth / kDepth, groups = round_up(a.rows, group) / group;
     Record* records = static_cast<Record*>(ctx->shared.reserve(size_t(groups * blocks) * sizeof(Record)));

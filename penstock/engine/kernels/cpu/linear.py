@@ -1,13 +1,14 @@
 """Linear layers on quantized weights, for CPUs where bytes or integer arithmetic are cheaper than floats.
 
 Weights are blocks of 32 along the input: int8 with a scale, or 4 bits with a scale and a minimum. Activations are
-rounded to int8 per row and block when the layer is applied: that rounding (at most half of 1/127 of the block's
-largest value) is the only approximation beyond the weights' own. The packed layout suits this machine: never store it.
+rounded when the layer is applied: to one or two int8 digits per row and block, or, for many rows, to float16. That
+rounding is the only approximation beyond the weights' own. The packed layout suits this machine: never store it.
 """
 
 from __future__ import annotations
 
 from ctypes import byref
+from functools import cached_property
 from typing import Final, Literal
 
 import torch
@@ -39,6 +40,8 @@ class QuantLinear:
         self.matrix: Tensor | None = packed if bits == 16 else None
         """The weights as bfloat16 matrix tiles, where they are kept in that form too (see `keep_matrix`)."""
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
+        self.half_rows = 0
+        """From this many rows on, products in float16 vectors (see `has_half`); 0 means never."""
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.weight_bytes = packed.numel()
         self._handle = handle
@@ -51,6 +54,19 @@ class QuantLinear:
                 self._handle.pointer, self.packed.data_ptr(), self.matrix.data_ptr(),
                 self.out_features, self.in_features, self.bits,
             )  # fmt: skip
+
+    @cached_property
+    def has_half(self) -> bool:
+        """Whether products can be done in float16: the CPU has the vectors, and the weights stay in their range."""
+        shape = self.out_features, self.in_features
+        return bool(self._handle.lib.pk_linear_has_half(self.packed.data_ptr(), *shape, self.bits))
+
+    def narrowed(self, columns: int) -> QuantLinear:
+        """The first `columns` outputs, without their bias, on the same memory."""
+        shape = min(columns, self.out_features), self.in_features
+        part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
+        part.matrix, part.digits = self.matrix, self.digits
+        return part
 
     @staticmethod
     def supports(shape: tuple[int, ...]) -> bool:
@@ -104,6 +120,7 @@ class QuantLinear:
             out.data_ptr(), rows, self.out_features, self.in_features,
             self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
             self.matrix_rows, None if self.matrix is None else self.matrix.data_ptr(),
+            self.half_rows,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))
         return out

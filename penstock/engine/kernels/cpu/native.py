@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.kernels.cpu.build import BuildError, build
@@ -61,6 +62,7 @@ class LinearArgs(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "columns", "depth")),
         *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits", "matrix_rows")),
         ("matrix", c_void_p),
+        ("half_rows", c_int64),
     )
 
 
@@ -90,6 +92,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
+    "pk_linear_has_half": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
@@ -127,6 +130,8 @@ class Handle:
         self.isa = str(self.lib.pk_isa().decode())
         self.has_matrix = bool(self.lib.pk_linear_has_matrix())
         """Whether linears can run on matrix tiles (AMX)."""
+        self.library_name = Path(self.lib._name).stem
+        """Of the compiled file: stands for the instruction set, the processor and the sources."""
         self.threads = threads
         pointer = self.lib.pk_create(max(1, threads), _SPIN_US)
         if not pointer:
