@@ -1,8 +1,8 @@
 """From how many rows on a linear is faster in its form for many: measured on this machine, not guessed.
 
-A few rows are bound by reading weights, many by arithmetic; where the two cross depends on the processor, the shape and the
-number of threads. A measurement takes a few milliseconds and is kept under the name of the compiled library, which stands
-for the processor and the kernels; a file that cannot be read or written only costs measuring again.
+A few rows are bound by reading weights, many by arithmetic; where the two cross depends on the processor, the shape and
+the number of threads. A measurement takes a few milliseconds and is kept under the name of the compiled library, which
+stands for the processor and the kernels; a file that cannot be read or written only costs measuring again.
 """
 
 from __future__ import annotations
