@@ -1,0 +1,218 @@
+"""Penstock and its peers on this CPU, turn by turn: the same prompts, the same threads, medians and ratios.
+
+Installs nothing: it takes what it finds. `--python NAME=PATH` names another interpreter for a peer, since their
+dependencies rarely agree:
+
+    python bench/cpu_peers.py
+    python bench/cpu_peers.py --python llama.cpp=peers/bin/python -w c1 -w ttft128 --rounds 3 --json results.json
+    python bench/cpu_peers.py --folder SmolLM2-135M-Instruct        # safetensors, for peers that do not read GGUF
+
+Every engine is loaded once, in a process of its own, and they take turns (A B A B): whatever else happens on the
+machine happens to all. A ratio between 0.8 and 1.25 says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock.bench import report
+from penstock.engine.loading.checkpoint import open_checkpoint
+from penstock.engine.loading.sources import resolve
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+MODULES = {"llama.cpp": "xllamacpp", "vllm": "vllm", "openvino": "openvino_genai"}
+"""What a peer's interpreter must be able to import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A closed loop of equal requests. `unit` says what its figure is."""
+
+    requests: int
+    at_once: int
+    inputs: int
+    outputs: int
+    unit: str
+
+    def figure(self, seconds: float, firsts: Sequence[float]) -> float:
+        if self.unit == "ms to first token":
+            return 1e3 * statistics.median(firsts)
+        tokens = self.inputs if self.unit == "prompt tok/s" else self.outputs
+        return self.requests * tokens / seconds
+
+
+def workloads(per_slot: int) -> dict[str, Workload]:
+    loops = {f"c{n}": Workload(per_slot * n, n, 128, 128, "output tok/s") for n in (1, 16, 64)}
+    return loops | {
+        "p512": Workload(8, 8, 512, 1, "prompt tok/s"),
+        "ttft128": Workload(3, 1, 128, 1, "ms to first token"),
+    }
+
+
+@dataclass(slots=True)
+class Peer:
+    """An engine in its process."""
+
+    name: str
+    command: list[str]
+    ready_s: float = 0.0
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+
+    def start(self, settings: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        log = subprocess.DEVNULL if settings["quiet"] else None
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        self.ask(settings)
+        self.ready_s = time.perf_counter() - begin
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; --verbose shows what it said")
+        return dict(json.loads(answer))
+
+    def run(self, workload: Workload, vocabulary: int, seed: int) -> float:
+        rng = random.Random(seed)
+        prompts = [rng.choices(range(vocabulary), k=workload.inputs) for _ in range(workload.requests)]
+        job = {"prompts": prompts, "output": workload.outputs, "at_once": workload.at_once}
+        answer = self.ask(job)
+        return workload.figure(answer["seconds"], answer["firsts"])
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+def find(pythons: dict[str, str], folder: str | None) -> tuple[list[Peer], list[str]]:
+    """The engines that are here, ours first, and why others are not."""
+    peers, missing = [Peer("penstock", [sys.executable, str(WORKER), "penstock"])], []
+    for name, module in MODULES.items():
+        python = pythons.get(name, sys.executable)
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        if subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode:
+            missing.append(f"{name}: no {module} in {python}")
+        elif name == "vllm" and folder is None:
+            missing.append("vllm: needs --folder (it does not read this GGUF file)")
+        else:
+            peers.append(Peer(name, [python, str(WORKER), name]))
+    if not any(peer.name == "llama.cpp" for peer in peers):
+        if shutil.which("llama-server"):
+            peers.append(Peer("llama-server", [sys.executable, str(WORKER), "llama-server"]))
+        else:
+            missing.append("llama-server: not on the path")
+    return peers, missing
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def show(peers: list[Peer], chosen: dict[str, Workload], console: Console) -> dict[str, Any]:
+    ours = peers[0]
+    rows = report.table(
+        "Medians; ratio above 1: Penstock is better", "workload", *(peer.name for peer in peers), "ratio"
+    )
+    results: dict[str, Any] = {}
+    lines = [
+        (name, workload.unit, {p.name: p.figures.get(name, []) for p in peers}) for name, workload in chosen.items()
+    ]
+    lines.append(("start to ready", "s", {peer.name: [peer.ready_s] for peer in peers}))
+    for name, unit, figures in lines:
+        middle = {who: statistics.median(values) for who, values in figures.items() if values}
+        lower_is_better = unit in ("s", "ms to first token")
+        others = [value for who, value in middle.items() if who != ours.name]
+        best = (min if lower_is_better else max)(others) if others else None
+        mine = middle.get(ours.name)
+        ratio = None if best is None or mine is None else (best / mine if lower_is_better else mine / best)
+        cells = [report.number(middle.get(peer.name), 2 if unit == "s" else 1) for peer in peers]
+        rows.add_row(f"{name}, {unit}", *cells, "–" if ratio is None else f"{ratio:.2f}x")
+        results[name] = {"unit": unit, "runs": figures, "medians": middle, "ratio_to_best_peer": ratio}
+    console.print(rows)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", "-m", default="smollm2-135m", help="a GGUF model")
+    parser.add_argument("--folder", help="the same model as safetensors, for peers that need it")
+    parser.add_argument("--workload", "-w", action="append", help="c1, c16, c64, p512, ttft128; default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; medians are shown")
+    parser.add_argument("--requests-per-slot", type=int, default=4, help="length of the closed loops")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="interpreter of a peer")
+    parser.add_argument("--peer", action="append", help="only these peers")
+    parser.add_argument("--flash-attention", action="store_true", help="llama.cpp with it (off is faster on most CPUs)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--verbose", action="store_true", help="show what the engines print")
+    options = parser.parse_args()
+    console = Console()
+    chosen = workloads(options.requests_per_slot)
+    chosen = {name: chosen[name] for name in options.workload or chosen}
+    path = resolve(options.model)
+    vocabulary = int(open_checkpoint(path).config["vocab_size"])
+    peers, missing = find(dict(item.split("=", 1) for item in options.python), options.folder)
+    if options.peer:
+        peers = [peer for peer in peers if peer.name in ("penstock", *options.peer)]
+    settings = {
+        "model": str(path), "folder": options.folder, "threads": options.threads, "port": free_port(),
+        "slots": max(workload.at_once for workload in chosen.values()),
+        "context": max(workload.inputs + workload.outputs for workload in chosen.values()) + 16,
+        "flash_attention": options.flash_attention, "program": shutil.which("llama-server"),
+        "quiet": not options.verbose,
+    }  # fmt: skip
+    console.print(f"[bold]{options.model}[/bold], {options.threads} threads: {report.machine_line()}")
+    for reason in missing:
+        console.print(f"not here: {reason}", style="dim")
+    running: list[Peer] = []
+    try:
+        for peer in peers:
+            try:
+                peer.start(settings)
+                running.append(peer)
+            except RuntimeError as error:
+                console.print(f"left out: {error}", style="yellow")
+                peer.stop()
+        for name, workload in chosen.items():
+            for turn in range(options.rounds + 1):  # the first is a warm-up and not counted
+                for peer in running:
+                    with console.status(f"{name}, turn {turn} of {options.rounds}: {peer.name}"):
+                        figure = peer.run(workload, vocabulary, turn)
+                    if turn:
+                        peer.figures.setdefault(name, []).append(figure)
+    finally:
+        for peer in running:
+            peer.stop()
+    results = show(running, chosen, console)
+    if options.json is not None:
+        report.write_json(options.json, "cpu_peers", settings | {"rounds": options.rounds}, results)
+
+
+if __name__ == "__main__":
+    main()
