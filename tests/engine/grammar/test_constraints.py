@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.grammar.constraints import MakeCompiler, without
+from penstock.engine.grammar.constraints import Constraints, MakeCompiler, without
 from penstock.engine.grammar.guidance import GuidanceCompiler, GuidanceMatcher
 from penstock.engine.grammar.interface import TokenMatcher, words_for
 from penstock.engine.kernels import cpu
@@ -23,6 +23,7 @@ from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import GRAMMAR_REFUSED, Delta, Request, SamplingParams
 from tests.engine.grammar.tokens import END, VOCAB, VOCABULARY, compiler, encode, text_of
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy
+from tests.engine.speculative.forced import Oracle, eager_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 
@@ -112,6 +113,16 @@ def test_steps_launched_ahead_give_the_same_text(checkpoint: Path, engine: Engin
     ahead._depth = 1
     assert generate(ahead, *requests) == plain
     assert_idle(ahead)
+
+
+def test_those_without_a_grammar_go_on_being_guessed_ahead(checkpoint: Path, engine: Engine) -> None:
+    requests = [regex("a", DATE, seed=3), greedy("free", prompt(9), 25), regex("b", "[xyz]{5,9}", seed=4)]
+    plain = generate(engine, *requests)
+    guessing = eager_engine(checkpoint, lambda _: Oracle(plain, 0.3, VOCAB), num_blocks=64)
+    guessing._constraints = Constraints(compiler, VOCAB)
+    assert generate(guessing, *requests) == plain
+    assert guessing.load_snapshot().accepted_tokens > 0
+    assert_idle(guessing)
 
 
 def test_preemption_does_not_lose_the_place(checkpoint: Path, engine: Engine) -> None:
