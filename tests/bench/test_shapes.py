@@ -1,9 +1,14 @@
 """Named shapes and the bytes and operations counted from them."""
 
 import pytest
+import torch
 
 from penstock.bench import shapes
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.errors import ConfigError
+from tests.engine.harness import generate, greedy
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,22 @@ def test_the_head_is_computed_only_for_sampled_tokens() -> None:
 def test_an_unknown_shape_lists_the_others() -> None:
     with pytest.raises(ConfigError, match=r"unknown shape 'gpt'.*llama-8b"):
         shapes.named("gpt")
+
+
+REDUCED = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_every_shape_runs_with_random_weights(name: str) -> None:
+    """Reduced in size, not in kind."""
+    config = shapes.named(name) | REDUCED
+    config |= {key: 8 for key in ("num_experts", "num_local_experts") if key in config}
+    config |= {key: 32 for key in ("moe_intermediate_size",) if key in config}
+    checkpoint = RandomCheckpoint(config, dtype=torch.float32)
+    settings = EngineConfig(model=name, device="cpu", dtype="float32", threads=1, num_blocks=16, weights="dense")
+    engine = Engine.load(settings, checkpoint=checkpoint)
+    assert engine.runner.decoder.weight_bytes == 4 * sum(shapes.parameters(config))
+    assert len(generate(engine, greedy("a", list(range(40)), 5))["a"]) == 5

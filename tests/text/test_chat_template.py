@@ -45,6 +45,17 @@ TEMPLATES = {
     {%- for message in messages[::-1] %}{% set ns.count = ns.count + 1 %}{% endfor %}
     {{- ns.count }}{{ documents is none }}{{ messages is string }}
     """,
+    "gemma, system folded in": (
+        "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}"
+        "{% set first = messages[0].content + '\\n\\n' %}{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ first if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "phi": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{{ '<|assistant|>\\n' if add_generation_prompt else eos_token }}"
+    ),
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
 }
 
@@ -74,6 +85,18 @@ def test_a_refusal_of_the_template_is_a_chat_template_error() -> None:
     with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
         template.render(CHAT)
     assert issubclass(ChatTemplateError, PenstockError)
+
+
+def test_a_family_without_a_system_role_says_so() -> None:
+    body = (
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    )
+    template = ChatTemplate(body, {})
+    with pytest.raises(ChatTemplateError, match="System role not supported"):
+        template.render(CHAT)
+    assert template.render(CHAT[3:]) == "<start_of_turn>user\n日本?<end_of_turn>\n"
 
 
 @pytest.mark.parametrize("body", ["{{ messages[0]['content'] + 1 }}", "{{ messages[99].content.x }}", "{{ 1 // 0 }}"])
