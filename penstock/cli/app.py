@@ -17,6 +17,7 @@ from penstock.cli.keys import keys, tenants
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
+from penstock.cli.speculation import speculation
 from penstock.cli.structure import structure
 
 HELP = """
@@ -69,6 +70,7 @@ app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
 bench.command(help=structure.__doc__)(structure)
+bench.command(help=speculation.__doc__)(speculation)
 app.add_typer(bench, name="bench")
 app.add_typer(keys)
 app.add_typer(tenants)

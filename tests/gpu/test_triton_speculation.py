@@ -1,0 +1,121 @@
+"""Speculation on CUDA: verification in the decode graphs, drafts from a second model's graphs; the text stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.bench import shapes  # noqa: E402
+from penstock.bench.speculation import Scenario, measure  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
+from penstock.engine.core import Engine  # noqa: E402
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
+from penstock.engine.request import Request, SamplingParams  # noqa: E402
+from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
+from tests.engine.speculative.forced import Oracle, eager_engine  # noqa: E402
+from tests.engine.tiny import write_checkpoint  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
+CUDA = {"device": "cuda", "max_running": 8, "num_blocks": 200}
+
+
+def requests(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    settings = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
+        {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "frequency_penalty": 0.4, "logit_bias": {3: 4.0}},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    return [
+        Request(
+            f"r{index}",
+            [rng.randrange(199) for _ in range(rng.randrange(3, 120))],
+            SamplingParams(max_tokens=50, seed=index, **params),  # type: ignore[arg-type]
+        )
+        for index, params in enumerate(settings)
+    ]
+
+
+def test_right_and_wrong_guesses_give_the_text_of_the_plain_engine() -> None:
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        plain = make_engine(path, **CUDA)
+        texts = generate(plain, *requests(1))
+        for wrong, blocks in ((0.0, 200), (0.3, 200), (0.3, 16)):
+            engine = eager_engine(
+                path, lambda _, w=wrong: Oracle(texts, wrong=w, vocab_size=199), **{**CUDA, "num_blocks": blocks}
+            )
+            assert generate(engine, *requests(1)) == texts, (wrong, blocks)
+            load = engine.load_snapshot()
+            assert load.accepted_tokens > 40 and engine.steps < plain.steps
+            assert_idle(engine)
+
+
+def test_a_draft_model_that_is_the_target_is_always_right() -> None:
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        plain = make_engine(path, **CUDA)
+        few = requests(2)[:3]
+        texts = generate(plain, *few)
+        engine = eager_engine(path, speculation="draft", draft_model=str(path), **CUDA)
+        assert generate(engine, *few) == texts
+        load = engine.load_snapshot()
+        # Draft and target run in batches of different sizes, so a tie may fall either way now and then.
+        assert load.accepted_tokens > 0.97 * load.draft_tokens > 0, load
+        assert_idle(engine)
+
+
+def test_a_tight_engine_verifies_beyond_its_rows() -> None:
+    """One sequence, six guesses: graphs must exist for more tokens than rows."""
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        request = greedy("a", list(range(100)), 60)
+        texts = generate(make_engine(path, **CUDA), request)
+        engine = eager_engine(path, lambda _: Oracle(texts, wrong=0.0, vocab_size=199), **{**CUDA, "max_running": 1})
+        assert generate(engine, request) == texts and engine.steps < 40
+
+
+def bench_speculation() -> Iterator[tuple[str, float, str]]:
+    """An 8B shape: plain and speculating turns at a given acceptance."""
+    if not ON_DEVICE:
+        return
+    device = torch.device("cuda")
+    engine = Engine.load(
+        EngineConfig(
+            model="llama-8b", device="cuda", max_running=64, max_model_len=2048, speculation="ngram", num_blocks=4096
+        ),
+        checkpoint=RandomCheckpoint(shapes.named("llama-8b"), device=device, dtype=torch.bfloat16),
+    )
+    rng = random.Random(0)
+    for batch in (1, 4, 64):
+        prompts = [[rng.randrange(1000, 100_000) for _ in range(128)] for _ in range(batch)]
+        for acceptance in (0.9, 0.6, 0.0):
+            plain, guessed = measure(
+                engine,
+                Scenario(f"b{batch}", prompts, exact=False),
+                rounds=1,
+                output_len=128,
+                temperature=0.0,
+                acceptance=acceptance,
+            )
+            ratio = guessed[0].rate / plain[0].rate
+            us = 1e6 / guessed[0].rate
+            yield f"batch {batch}, acceptance {acceptance:.0%}", us, f"{guessed[0].rate:,.0f} tok/s, ratio {ratio:.2f}"
