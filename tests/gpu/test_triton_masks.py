@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check_equal, integers, rand, rng, time_us
 from torch import Tensor
 
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.kernels.masks import mask_logits
 from penstock.engine.kernels.triton.ops import TritonOps
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.request import Request, SamplingParams
 
 ops = TritonOps(DEVICE)
 VOCABS = [5, 3000] if QUICK else [5, 3000, 49152, 128256, rng.randrange(2, 200000)]
@@ -35,6 +41,105 @@ def test_masks_follow_their_definition() -> None:
                 continue
             mask_logits(want, at.cpu(), bits.cpu())
             check_equal(f"mask {vocab} {dtype}", logits, want)
+
+
+class Cycle:
+    """Allows every seventh token, others at every position; complete after `left` tokens."""
+
+    error: str | None = None
+
+    def __init__(self, left: int) -> None:
+        self.left, self.at = left, 0
+
+    @property
+    def complete(self) -> bool:
+        return self.left == 0
+
+    def accept(self, token: int) -> None:
+        assert token % 7 == self.at * 3 % 7, f"token {token} at {self.at}"
+        self.at += 1
+        self.left -= 1
+
+
+class CycleCompiler:
+    """Grammars without a library: their source is their length."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def compile(self, grammar: str) -> Cycle:
+        return Cycle(int(grammar))
+
+    def copy(self, matcher: TokenMatcher) -> Cycle:
+        assert isinstance(matcher, Cycle)
+        return Cycle(matcher.left)
+
+    def fill(self, matchers: Sequence[TokenMatcher], masks: np.ndarray) -> None:
+        for matcher, mask in zip(matchers, masks, strict=True):
+            assert isinstance(matcher, Cycle)
+            allowed = np.arange(32 * len(mask)) % 7 == matcher.at * 3 % 7
+            mask[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 3001,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def test_grammars_in_a_whole_engine_beside_others_that_overlap() -> None:
+    if MODE == "compile":
+        return
+    config = EngineConfig(
+        model="random", device=DEVICE.type, dtype="float32", max_running=8, num_blocks=200, max_model_len=256
+    )
+    engine = Engine.load(
+        config,
+        checkpoint=RandomCheckpoint(MODEL, device=DEVICE, dtype=torch.float32),
+        grammars=CycleCompiler,
+    )
+    prompts = [[rng.randrange(3001) for _ in range(5 + 30 * i)] for i in range(6)]
+    free = [
+        Request(f"free{i}", prompts[i], SamplingParams(max_tokens=24, temperature=i * 0.5, seed=i)) for i in range(3)
+    ]
+    bound = [
+        Request(
+            f"bound{i}",
+            prompts[i + 3],
+            SamplingParams(max_tokens=60, temperature=i * 0.6, top_p=1 - 0.1 * i, seed=i, grammar=str(9 + 6 * i)),
+        )
+        for i in range(3)
+    ]
+    alone = _run(engine, free)
+    mixed = _run(engine, free + bound)
+    assert {name: mixed[name] for name in alone} == alone
+    for i in range(3):
+        tokens, reason = mixed[f"bound{i}"]
+        assert reason == "complete" and len(tokens) == 9 + 6 * i
+        assert [token % 7 for token in tokens] == [at * 3 % 7 for at in range(len(tokens))]
+
+
+def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[list[int], str | None]]:
+    for request in requests:
+        engine.submit(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    reasons: dict[str, str | None] = {}
+    while engine.has_work:
+        output = engine.step()
+        for delta in output.deltas if output is not None else ():
+            tokens[delta.request_id] += delta.tokens
+            reasons[delta.request_id] = delta.finish_reason
+    return {name: (found, reasons[name]) for name, found in tokens.items()}
 
 
 def bench_masks() -> Iterator[Row]:
