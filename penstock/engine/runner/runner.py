@@ -112,6 +112,7 @@ class Runner:
         self.tape: Tape | None = None
         self.mover = mover
         self.adapted_graphs: DecodeGraphs | None = None
+        self.adapted_tape: Tape | None = None
         """For steps in which some sequence uses an adapter."""
         # The other ranks are told of every step and launch it themselves: they have no graphs.
         if kv.device.type == "cuda" and not several_ranks:
@@ -147,18 +148,23 @@ class Runner:
 
     def record(self, tokens: int) -> None:
         """On CPU: record the forward pass for steps of up to `tokens` tokens, where it can be."""
-        if isinstance(self.decoder.ops, CpuOps):
-            self.tape = record(
-                self.decoder.ops, self.decoder.forward, self.kv, self.rows.block_tables,
-                tokens=tokens, sequences=min(tokens, max(len(self.rows.block_tables), self.max_verified)),
-            )  # fmt: skip
+        self.tape = self._record(self.decoder, tokens)
+        if self.adapters is not None and self.tape is not None:
+            self.adapted_tape = self._record(self.adapters.decoder, tokens)
+
+    def _record(self, decoder: Decoder, tokens: int) -> Tape | None:
+        if not isinstance(decoder.ops, CpuOps):
+            return None
+        sequences = min(tokens, max(len(self.rows.block_tables), self.max_verified))
+        return record(decoder.ops, decoder.forward, self.kv, self.rows.block_tables, tokens=tokens, sequences=sequences)
 
     def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
+        decoder, tape = self.decoder, self.tape
         if self.adapters is not None and self.adapters.begin(batch):
-            return self.adapters.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
-        if self.tape is not None and self.tape.fits(inputs.token_ids, inputs.attention, self.kv):
-            return self.tape(inputs.token_ids, inputs.attention)
-        return self.decoder.forward(inputs.token_ids, inputs.attention, self.kv)
+            decoder, tape = self.adapters.decoder, self.adapted_tape
+        if tape is not None and tape.fits(inputs.token_ids, inputs.attention, self.kv):
+            return tape(inputs.token_ids, inputs.attention)
+        return decoder.forward(inputs.token_ids, inputs.attention, self.kv)
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
         """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""

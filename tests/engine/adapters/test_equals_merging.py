@@ -89,3 +89,5 @@ def test_adapters_work_on_quantized_weights(tmp_path: Path, weights: str) -> Non
     prompt = prompts(1)[0]
     got = generate(engine, ask("base", prompt), ask("zero", prompt, "zero"), ask("tuned", prompt, "tuned"))
     assert got["zero"] == got["base"] != got["tuned"]
+    assert engine.runner.adapted_tape is not None, "steps with adapters run from a tape too"
+    assert "pk_lora" in engine.runner.adapted_tape.names

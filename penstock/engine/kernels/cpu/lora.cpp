@@ -6,18 +6,25 @@
 
 #include "context.h"
 #include "simd.h"
+#include "tape.h"
 
 using namespace pk;
+
+// What differs between steps; it stays where it is, so that recorded calls find it.
+struct LoraStep {
+    const int32_t *order, *tile_slots, *tile_starts, *tile_counts;
+    int32_t entries, tiles, most_rank;
+};
 
 struct LoraArgs {
     const void* x;
     void* y;
+    const LoraStep* step;
     const void* const* slots;  // each slot's buffer
     const int32_t* ranks;      // [slots, sites]; 0: this site is not touched
-    const int32_t *order, *tile_slots, *tile_starts, *tile_counts;
-    const int64_t* sizes;  // outputs of each part
-    int64_t inputs, outputs, start, entries;
-    int32_t tiles, parts, site, sites, most_rank, dtype;
+    const int64_t* sizes;      // outputs of each part
+    int64_t tokens, inputs, outputs, start;
+    int32_t parts, site, sites, dtype;
 };
 
 namespace {
@@ -108,43 +115,44 @@ void in_groups(int count, F&& body) {
 
 template <class T>
 void apply(Context* ctx, const LoraArgs& a) {
-    const int width = a.parts * a.most_rank;
-    float* sums = ctx->shared.floats(size_t(a.entries) * width);
+    const LoraStep& step = *a.step;
+    const int width = a.parts * step.most_rank;
+    float* sums = ctx->shared.floats(size_t(step.entries) * width);
     const T* x = static_cast<const T*>(a.x);
     T* y = static_cast<T*>(a.y);
     const int groups = (width + kRowsPerTask - 1) / kRowsPerTask;
-    ctx->pool.run(a.tiles * groups, [&](int task, int) {
-        const int tile = task / groups, slot = a.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
+    ctx->pool.run(step.tiles * groups, [&](int task, int) {
+        const int tile = task / groups, slot = step.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
         const int first = task % groups * kRowsPerTask, rows = std::min(kRowsPerTask, a.parts * rank - first);
         if (rows <= 0) return;
         const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * a.start + first * a.inputs;
-        const int start = a.tile_starts[tile];
-        in_groups(a.tile_counts[tile], [&](int done, auto number) {
+        const int start = step.tile_starts[tile];
+        in_groups(step.tile_counts[tile], [&](int done, auto number) {
             const T* from[kTokens];
             float* to[kTokens];
             for (int m = 0; m < number; ++m) {
-                from[m] = x + a.order[start + done + m] * a.inputs;
+                from[m] = x + step.order[start + done + m] * a.inputs;
                 to[m] = sums + int64_t(start + done + m) * width;
             }
             shrink<T, decltype(number)::value>(from, matrix, a.inputs, rows, to, first);
         });
     });
     const int pieces = int((a.outputs + kColumnsPerTask - 1) / kColumnsPerTask);
-    ctx->pool.run(a.tiles * pieces, [&](int task, int) {
-        const int tile = task / pieces, slot = a.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
+    ctx->pool.run(step.tiles * pieces, [&](int task, int) {
+        const int tile = task / pieces, slot = step.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
         if (!rank) return;
         const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * (a.start + a.parts * a.inputs);
         const int64_t low = task % pieces * kColumnsPerTask, high = std::min(a.outputs, low + kColumnsPerTask);
-        const int start = a.tile_starts[tile];
+        const int start = step.tile_starts[tile];
         int64_t begin = 0;
         for (int part = 0; part < a.parts; begin += a.sizes[part++]) {
             const int64_t from = std::max(low, begin), end = std::min(high, begin + a.sizes[part]);
             if (from >= end) continue;
-            in_groups(a.tile_counts[tile], [&](int done, auto number) {
+            in_groups(step.tile_counts[tile], [&](int done, auto number) {
                 T* to[kTokens];
                 const float* by[kTokens];
                 for (int m = 0; m < number; ++m) {
-                    to[m] = y + a.order[start + done + m] * a.outputs;
+                    to[m] = y + step.order[start + done + m] * a.outputs;
                     by[m] = sums + int64_t(start + done + m) * width + part * rank;
                 }
                 expand<T, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
@@ -155,11 +163,17 @@ void apply(Context* ctx, const LoraArgs& a) {
 
 }  // namespace
 
-PK_API void pk_lora(Context* ctx, const LoraArgs* args) {
+// 1: a token of the tiles is not one of the step; nothing is written then.
+PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
     Guard hold(ctx->busy);
+    const LoraStep& step = *args->step;
+    for (int32_t i = 0; i < step.entries; ++i)
+        if (uint32_t(step.order[i]) >= uint64_t(args->tokens)) return 1;
     switch (args->dtype) {
-        case 0: return apply<float>(ctx, *args);
-        case 1: return apply<f16>(ctx, *args);
-        default: return apply<bf16>(ctx, *args);
+        case 0: apply<float>(ctx, *args); break;
+        case 1: apply<f16>(ctx, *args); break;
+        default: apply<bf16>(ctx, *args);
     }
+    return 0;
 }
+PK_TAPED(pk_lora)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import byref
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.kernels.cpu.native import Handle, LoraArgs
+from penstock.engine.kernels.cpu.native import Handle, LoraArgs, LoraStep
 from penstock.engine.kernels.cpu.ops import LayoutError, dtype_code, need_contiguous
 
 _BLOCK = 32
@@ -18,7 +19,7 @@ _BLOCK = 32
 
 
 class CpuLora:
-    """See `LoraKernel`."""
+    """See `LoraKernel`. What differs between steps lies at one address, so the pass can be recorded on a tape."""
 
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int) -> None:
         self._handle = handle
@@ -26,8 +27,12 @@ class CpuLora:
         self._pointers = np.zeros(slots, np.uint64)
         self._ranks = np.zeros((slots, len(layout.sites)), np.int32)
         self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
+        self._step = LoraStep()
         self._tiles: Tiles | None = None
-        self._args = LoraArgs(slots=self._pointers.ctypes.data, ranks=self._ranks.ctypes.data, sites=len(layout.sites))
+        self._common = {
+            "step": ctypes.addressof(self._step), "slots": self._pointers.ctypes.data,
+            "ranks": self._ranks.ctypes.data, "sites": len(layout.sites),
+        }  # fmt: skip
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         self._adapters[slot] = adapter  # keeps the memory alive
@@ -36,19 +41,22 @@ class CpuLora:
 
     def begin(self, slots: np.ndarray) -> None:
         self._tiles = tiles = make_tiles(slots, _BLOCK)
-        args = self._args
-        args.order, args.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
-        args.tile_starts, args.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
-        args.entries, args.tiles = len(tiles.order), len(tiles.slots)
-        args.most_rank = int(self._ranks[tiles.slots].max())
+        step = self._step
+        step.order, step.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
+        step.tile_starts, step.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
+        step.entries, step.tiles = len(tiles.order), len(tiles.slots)
+        step.most_rank = int(self._ranks[tiles.slots].max())
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        site, args = placed.site, self._args
+        site = placed.site
         need_contiguous(x, "x")
         need_contiguous(y, "y")
-        if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape[1] != site.outputs:
+        if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape != (x.shape[0], site.outputs):
             raise LayoutError(f"x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} do not fit {site}")
-        args.x, args.y, args.dtype = x.data_ptr(), y.data_ptr(), dtype_code(x, "x")
-        args.inputs, args.outputs, args.parts = site.inputs, site.outputs, len(site.sizes)
-        args.start, args.site, args.sizes = placed.start, placed.index, self._sizes[placed.index].ctypes.data
-        self._handle.lib.pk_lora(self._handle.pointer, byref(args))
+        args = LoraArgs(
+            x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], dtype=dtype_code(x, "x"),
+            inputs=site.inputs, outputs=site.outputs, parts=len(site.sizes), start=placed.start,
+            site=placed.index, sizes=self._sizes[placed.index].ctypes.data, **self._common,
+        )  # fmt: skip
+        if self._handle.lib.pk_lora(self._handle.pointer, byref(args)):
+            raise LayoutError("an adapter's token is not one of the step")

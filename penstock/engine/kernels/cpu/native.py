@@ -66,14 +66,22 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class LoraStep(ctypes.Structure):
+    """Mirror of `LoraStep` in lora.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("order", "tile_slots", "tile_starts", "tile_counts")),
+        *((name, c_int32) for name in ("entries", "tiles", "most_rank")),
+    )
+
+
 class LoraArgs(ctypes.Structure):
     """Mirror of `LoraArgs` in lora.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "y", "slots", "ranks")),
-        *((name, c_void_p) for name in ("order", "tile_slots", "tile_starts", "tile_counts", "sizes")),
-        *((name, c_int64) for name in ("inputs", "outputs", "start", "entries")),
-        *((name, c_int32) for name in ("tiles", "parts", "site", "sites", "most_rank", "dtype")),
+        *((name, c_void_p) for name in ("x", "y", "step", "slots", "ranks", "sizes")),
+        *((name, c_int64) for name in ("tokens", "inputs", "outputs", "start")),
+        *((name, c_int32) for name in ("parts", "site", "sites", "dtype")),
     )
 
 
@@ -97,7 +105,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
     "pk_run": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
-    "pk_lora": (None, (c_void_p, POINTER(LoraArgs))),
+    "pk_lora": (c_int, (c_void_p, POINTER(LoraArgs))),
     "pk_mask_logits": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),

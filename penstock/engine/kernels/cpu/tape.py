@@ -34,10 +34,12 @@ _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", _TOKENS),
     "pk_rope_and_cache": ("tokens", _TOKENS),
     "pk_attention": ("sequences", _SEQUENCES),
+    "pk_lora": ("tokens", _TOKENS),
 }
 """Of functions that take a struct: its field with the number of rows. Others have it as their first int64."""
 _FAILURES: Final = {
     ("pk_embed", 1): "a token id is outside the embedding table",
+    ("pk_lora", 1): "an adapter's token is not one of the step",
     ("pk_rope_and_cache", 1): "a position is outside the rotary table",
     ("pk_rope_and_cache", 2): "a slot is outside the cache",
 }
