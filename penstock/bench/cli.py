@@ -62,6 +62,8 @@ Examples:
 
     penstock bench engine -w c16 --profile
 
+    penstock bench engine -w c16 --adapters 8 --repeat 3
+
     penstock bench engine --list
 """
 
@@ -85,6 +87,10 @@ def engine(
     max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Context window.")] = None,
+    adapters: Annotated[
+        int, typer.Option(min=0, help="Compare with and without this many random LoRA adapters, in the same run.")
+    ] = 0,
+    adapter_rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of those adapters.")] = 16,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show where decode steps go: busy, idle, time per kernel.")
     ] = False,
@@ -111,6 +117,8 @@ def engine(
             max_model_len=max_model_len,
             repeat=repeat,
             warm_up=warm_up,
+            adapters=adapters,
+            adapter_rank=adapter_rank,
             profile=profile,
         )
         offline.main(settings, workload or ["c1", "c16"], json_file, _console())

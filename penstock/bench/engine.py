@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.bench import stats
@@ -200,8 +200,16 @@ def summarize(trace: Trace, cost: Cost, read_gbps: float, matmul_tflops: float) 
     )
 
 
-def run(engine: Steppable, workload: Workload, *, salt: str, progress: Callable[[int], None] | None = None) -> Trace:
-    """One measured run; `salt` must differ between runs of a workload, or prefixes would be reused."""
+def run(
+    engine: Steppable,
+    workload: Workload,
+    *,
+    salt: str,
+    progress: Callable[[int], None] | None = None,
+    adapters: Sequence[str] = (),
+) -> Trace:
+    """One measured run; `salt` must differ between runs of a workload, or prefixes would be reused. With `adapters`
+    the requests take them in turn."""
     info = engine.info
     if workload.longest > info.max_model_len:
         raise BenchError(
@@ -210,6 +218,8 @@ def run(engine: Steppable, workload: Workload, *, salt: str, progress: Callable[
         )
     before = engine.load_snapshot().prefix_hit_tokens
     requests = workload.build(info.vocab_size, salt=f"{workload.name}-{salt}")
+    if adapters:
+        requests = [replace(request, adapter=adapters[i % len(adapters)]) for i, request in enumerate(requests)]
     trace = Run(engine, requests, workload.concurrency)(progress)
     reused = engine.load_snapshot().prefix_hit_tokens - before
     if reused:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from penstock.bench import bounds, profiler, report, shapes, stats, workloads
+from penstock.bench.adapters import compare_adapters
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
@@ -56,6 +57,9 @@ class Settings:
     max_model_len: int | None = None
     repeat: int = 1
     warm_up: bool = True
+    adapters: int = 0
+    """Compare with and without this many random LoRA adapters."""
+    adapter_rank: int = 16
     profile: bool = False
     """Also record decode steps of each workload and show where they go."""
 
@@ -111,6 +115,9 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
             max_running=settings.max_running or max(wanted, default=None),
             token_budget=settings.token_budget,
             max_model_len=settings.max_model_len,
+            adapter_slots=settings.adapters or None,
+            adapter_host_slots=max(100, settings.adapters),
+            adapter_rank=settings.adapter_rank,
         )
         engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
     return Loaded(engine, checkpoint, label, time.perf_counter() - begin)
@@ -173,6 +180,9 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
         f"Bounds measured now: read {limits.read_gbps:,.1f} GB/s, "
         f"matrix product {limits.matmul_tflops:,.3f} TFLOP/s ({limits.matmul_dtype})"
     )
+    if settings.adapters:
+        compare_adapters(loaded.engine, chosen, settings, json_file, console)
+        return
     runs = f"median of {settings.repeat} runs" if settings.repeat > 1 else "one run"
     rows = report.table(f"Offline engine, {runs}", *COLUMNS)
     results = []

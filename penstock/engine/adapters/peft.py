@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout
-from penstock.engine.loading.checkpoint import read_json
 from penstock.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,6 +47,8 @@ class LoraConfig:
 
     @classmethod
     def read(cls, folder: Path, max_rank: int) -> LoraConfig:
+        from penstock.engine.loading.checkpoint import read_json
+
         raw = read_json(folder / CONFIG)
         where = CONFIG
         kind = raw.get("peft_type", "LORA")
@@ -81,6 +81,8 @@ def read_adapter(
     name: str, path: Path, layout: AdapterLayout, *, max_rank: int, dtype: torch.dtype, pin: bool
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory."""
+    from safetensors import SafetensorError, safe_open  # only those who read adapters need it
+
     if not path.is_dir():
         raise CheckpointError(f"{path} is not an adapter: give a folder with {CONFIG} and {WEIGHTS}")
     config = LoraConfig.read(path, max_rank)
@@ -160,3 +162,14 @@ class _Packer:
 def _digest(data: Tensor) -> str:
     """Names the content: equal matrices give equal answers and may share cached prefixes; others never do."""
     return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+
+
+def random_adapter(
+    name: str, layout: AdapterLayout, *, rank: int, dtype: torch.dtype, pin: bool, seed: int
+) -> LoadedAdapter:
+    """An adapter of small noise on every site, for benchmarks: it costs what a trained one does."""
+    noise = torch.randn(rank * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
+    ranks = torch.full((len(layout.sites),), rank, dtype=torch.int32)
+    if pin:
+        noise, ranks = noise.pin_memory(), ranks.pin_memory()
+    return LoadedAdapter(name, rank, _digest(noise), noise, ranks)

@@ -113,6 +113,13 @@ class Registry:
         self.want(entry)
         return entry
 
+    def insert(self, adapter: LoadedAdapter) -> None:
+        """An adapter that is in memory already, under a name of its own; it has no source to come back from."""
+        entry = Entry(adapter.name, "", pinned=True, state="ready", adapter=adapter)
+        self._entries[adapter.name] = entry
+        self._host[entry] = None
+        self.revision += 1
+
     def remove(self, entry: Entry) -> list[Sequence]:
         """Forget a name; the sequences that waited for it to be read."""
         self._entries.pop(entry.name, None)

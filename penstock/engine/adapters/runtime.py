@@ -22,10 +22,11 @@ from penstock.errors import ConfigError
 class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
 
-    def __init__(self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder) -> None:
+    def __init__(self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder, layout: AdapterLayout) -> None:
         self.pool = pool
         self.kernel = kernel
         self.decoder = decoder
+        self.layout = layout
 
     def settle(self) -> None:
         """Make the copies that the scheduled step relies on. They are queued before it on the same stream."""
@@ -75,7 +76,7 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
     kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)
-    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout))
+    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout)
 
 
 def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:

@@ -1,0 +1,28 @@
+"""The adapter benchmark runs both sides on one engine and prints their ratio."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.bench.adapters import compare_adapters
+from penstock.bench.offline import Settings
+from penstock.bench.workloads import Workload
+from tests.engine.harness import make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+def test_both_sides_and_their_ratio(tmp_path: Path) -> None:
+    base = write_checkpoint("llama-gqa", tmp_path / "base")
+    engine = make_engine(base, adapter_slots=3, adapter_rank=4)
+    console = Console(record=True, width=120)
+    workload = Workload("tiny", 6, (4, 8), (3, 5))
+    file = tmp_path / "figures.json"
+    compare_adapters(engine, [workload], Settings(adapters=3, adapter_rank=4), file, console)
+    assert "ratio" in console.export_text()
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["with"]["latency_ms"] > 0 and result["latency_ratio"] > 0
+    load = engine.load_snapshot().adapters
+    assert load is not None and load.copies == 3, "the requests of one side used the adapters"
