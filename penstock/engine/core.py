@@ -143,11 +143,8 @@ class Engine:
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there was nothing to say."""
         now = self.clock()
-        for request, arrived, found in self._constraints.opened():
-            if isinstance(found, str):
-                self._deltas.append(Delta(request.request_id, finish_reason="error", error=found))
-            else:
-                self.scheduler.add(request, arrived).matcher = found
+        if self._constraints.opening:
+            self._take_grammars()
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
         if self.adapters is not None:
@@ -206,6 +203,16 @@ class Engine:
         while self._in_flight:
             self._collect(self._in_flight.popleft())
         return speculation.propose(self.scheduler.decoding())
+
+    def _take_grammars(self) -> None:
+        """Queue the requests whose grammar has been compiled meanwhile."""
+        for request, arrived, found in self._constraints.opened():
+            # Looked at again: its adapter, for one, may be gone since it came.
+            problem = found if isinstance(found, str) else self._problem(request)
+            if problem is not None:
+                self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
+            elif not isinstance(found, str):
+                self.scheduler.add(request, arrived).matcher = found
 
     def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
         """Adapters that were read meanwhile: their sequences can run, or never will."""

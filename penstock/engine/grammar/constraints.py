@@ -59,8 +59,6 @@ class Constraints:
 
     def opened(self) -> Iterator[tuple[Request, float, TokenMatcher | str]]:
         """Requests that are ready since the last call: when they came, and their matcher or what is wrong."""
-        if not self._opening:
-            return
         ready = [entry for entry in self._opening.values() if entry[2].done()]
         for request, arrived, future in ready:
             del self._opening[request.request_id]
