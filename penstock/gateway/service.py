@@ -44,7 +44,7 @@ class Service:
         self._requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.grammars = GrammarDesk()
+        self.grammars = GrammarDesk(self.metrics)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self.database: Database | None = None
         self.identities: IdentityStore | None = None

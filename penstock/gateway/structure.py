@@ -25,6 +25,7 @@ from penstock.gateway.schemas import (
     TextFormat,
 )
 from penstock.protocol.errors import InvalidRequest, Overloaded
+from penstock.telemetry.metrics import Metrics
 from penstock.text import grammars
 from penstock.text.grammars import Grammar
 
@@ -40,7 +41,8 @@ encode = msgspec.json.Encoder().encode
 class GrammarDesk:
     """Checks grammars and remembers those that passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._waiting = 0
@@ -53,6 +55,7 @@ class GrammarDesk:
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
+            self._metrics.grammar("known")
             return known
         if self._waiting >= _WAITING:
             raise Overloaded(f"{self._waiting} new grammars already wait to be checked; try again shortly.")
@@ -62,10 +65,12 @@ class GrammarDesk:
             work = loop.run_in_executor(self._thread, lambda: grammars.check(build()))
             source = await asyncio.wait_for(work, CHECK_S)
         except GrammarError as error:
+            self._metrics.grammar("refused")
             raise InvalidRequest(
                 f"`{param}` cannot be enforced: {error}", param=param, code="unsupported_grammar"
             ) from error
         except TimeoutError:
+            self._metrics.grammar("refused")
             raise InvalidRequest(
                 f"`{param}` is too complex: it was not compiled within {CHECK_S:g} s.",
                 param=param,
@@ -73,6 +78,7 @@ class GrammarDesk:
             ) from None
         finally:
             self._waiting -= 1
+        self._metrics.grammar("compiled")
         self._known[key] = source
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.engine.request import EngineInfo, Load
 from penstock.telemetry.adapter_metrics import add_adapter_samples
@@ -91,6 +92,9 @@ class Metrics:
         self._rejections = registry.counter(
             "penstock_rejections_total", "Requests refused for lack of capacity.", ("reason",)
         )
+        self._grammars = registry.counter(
+            "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
+        )
         self.draining = registry.gauge("penstock_draining", "1 while shutting down.").child()
         started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.").child()
         started.set(time.time())
@@ -120,6 +124,9 @@ class Metrics:
 
     def rejected(self, reason: str) -> None:
         self._rejections.child(reason).inc()
+
+    def grammar(self, outcome: Literal["known", "compiled", "refused"]) -> None:
+        self._grammars.child(outcome).inc()
 
     def render(self) -> bytes:
         return self.registry.render()

@@ -139,8 +139,13 @@ async def test_completions_take_a_response_format_too(serving: Serving, text: Te
         reply = await gateway.complete(response_format={"type": "choice", "choice": ["a", "b"]}, n=2)
         assert reply.status_code == 200
         assert all('\\"a\\" | \\"b\\"' in seen.params.grammar for seen in gateway.engine.seen)
+        await gateway.complete(response_format={"type": "choice", "choice": ["a", "b"]})
         refused = await gateway.complete(response_format={"type": "regex", "regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported_grammar"
+        counted = [
+            await gateway.metric(f'penstock_grammars_total{{outcome="{o}"}}') for o in ("compiled", "known", "refused")
+        ]
+        assert counted == [1, 1, 1]
 
 
 async def test_a_grammar_the_engine_refuses_is_the_callers_error(serving: Serving, text: TextModel) -> None:
