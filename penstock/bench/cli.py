@@ -126,6 +126,54 @@ def engine(
     _run(body)
 
 
+OFFLOAD_HELP = """
+Coming back to a conversation whose KV blocks went to host memory, against computing it again.
+
+Examples:
+
+    penstock bench offload
+
+    penstock bench offload --tokens 4096 --kv-dtype int8
+
+    penstock bench offload --shape llama-8b --device cuda --host-memory 4
+"""
+
+
+@app.command(help=OFFLOAD_HELP)
+def offload(
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the conversation.")] = 2048,
+    model: Model = "smollm2-135m",
+    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Returns; medians are shown.")] = 3,
+    host_memory: Annotated[float, typer.Option(min=0.001, help="Host memory for KV blocks, in GiB.")] = 4.0,
+    device: Device = "auto",
+    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
+    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import offline
+        from penstock.bench import offload as returning
+
+        settings = offline.Settings(
+            model=model,
+            shape=shape,
+            device=device,
+            weights=weights.value,
+            kv_dtype=kv_dtype.value,
+            threads=threads,
+            max_running=2,
+            max_model_len=tokens + 2 * returning.NEW_TOKENS,
+            num_blocks=(tokens + 2 * returning.NEW_TOKENS) // 16 + 1,
+            host_memory=round(host_memory * 2**30),
+            repeat=repeat,
+        )
+        returning.main(settings, tokens, json_file, _console())
+
+    _run(body)
+
+
 SERVE_HELP = """
 Closed-loop load on a running OpenAI-compatible server: TTFT, ITL, end-to-end percentiles, throughput, errors.
 

@@ -55,6 +55,8 @@ class Settings:
     max_running: int | None = None
     token_budget: int | None = None
     max_model_len: int | None = None
+    num_blocks: int | None = None
+    host_memory: int = 0
     repeat: int = 1
     warm_up: bool = True
     adapters: int = 0
@@ -118,6 +120,8 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
             adapter_slots=settings.adapters or None,
             adapter_host_slots=max(100, settings.adapters),
             adapter_rank=settings.adapter_rank,
+            num_blocks=settings.num_blocks,
+            host_memory=settings.host_memory,
         )
         engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
     return Loaded(engine, checkpoint, label, time.perf_counter() - begin)
