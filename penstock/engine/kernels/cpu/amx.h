@@ -104,15 +104,32 @@ inline void widen8(const uint8_t* q, const f16* scale, int64_t blocks, uint8_t* 
     }
 }
 
-// y [32][kPair] = rows x (up to 32, `stride` bytes apart) times two tiles of columns.
+constexpr int64_t kTilesAhead = 4, kTilesFarAhead = 24;
+
+// Asks for weight tiles that later products of this pass will read: near ones closely, far ones into the second level.
+PK_INLINE void prefetch_tile(const uint8_t* tile) {
+    for (int i = 0; i < kTileBytes; i += 64) {
+        __builtin_prefetch(tile + kTilesAhead * kTileBytes + i);
+        __builtin_prefetch(tile + kTilesFarAhead * kTileBytes + i, 0, 2);
+    }
+}
+
+// y [32][kPair] = rows x (up to 32, `stride` bytes apart) times two tiles of columns. `ahead`: the weights come from
+// memory, so ask for what follows.
 inline void tile_products(const uint8_t* x, int64_t stride, int rows, const uint8_t* left, const uint8_t* right,
-                          int64_t blocks, float* y) {
+                          int64_t blocks, float* y, bool ahead) {
     constexpr int kOut = kPair * 4;
     if (rows <= 16) {
         // Two sums per column tile, even and odd depths: one would wait for itself.
         shape_tiles(rows, rows);
         int64_t b = 0;
         for (; b + 2 <= blocks; b += 2) {
+            if (ahead) {
+                prefetch_tile(left + b * kTileBytes);
+                prefetch_tile(left + (b + 1) * kTileBytes);
+                prefetch_tile(right + b * kTileBytes);
+                prefetch_tile(right + (b + 1) * kTileBytes);
+            }
             _tile_loadd(4, x + b * 64, int(stride));
             _tile_loadd(6, left + b * kTileBytes, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -142,6 +159,10 @@ inline void tile_products(const uint8_t* x, int64_t stride, int rows, const uint
     shape_tiles(16, rows - 16);
     const uint8_t* lower = x + 16 * stride;
     for (int64_t b = 0; b < blocks; ++b) {
+        if (ahead) {
+            prefetch_tile(left + b * kTileBytes);
+            prefetch_tile(right + b * kTileBytes);
+        }
         _tile_loadd(4, x + b * 64, int(stride));
         _tile_loadd(6, left + b * kTileBytes, 64);
         _tile_dpbf16ps(0, 4, 6);

@@ -131,10 +131,20 @@ void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks, in
 
 // ---- products --------------------------------------------------------------------------------------------
 
+constexpr int64_t kFarAhead = 32768;
 constexpr int64_t kAhead = 4096;  // bytes; weights come from memory once per step and the hardware looks less far
 
 PK_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// Further ahead and into the second-level cache, which has several times as many reads under way.
+PK_INLINE void prefetch_far(const uint8_t* from, int64_t bytes) {
+#if defined(PK_AVX512)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + kFarAhead + i, 0, 2);
+#else
+    (void)from, (void)bytes;
+#endif
 }
 
 // y[MR][NC vectors] over the whole depth. S: type of scales and minima (float16 as stored, or expanded float32).
@@ -146,7 +156,10 @@ PK_INLINE void tile_rows(const uint8_t* q, const S* scale, const S* minimum, con
         for (int c = 0; c < NC; ++c) acc[m][c] = splat(0);
     for (int64_t b = 0; b < blocks; ++b, q += Q::kBytes, scale += kColumns) {
         vf dots[MR][NC];
-        if (std::is_same<S, f16>::value) prefetch(q + kAhead, Q::kBytes);
+        if (std::is_same<S, f16>::value) {
+            prefetch(q + kAhead, Q::kBytes);
+            prefetch_far(q, Q::kBytes);
+        }
         dot_block<MR, NC>(Q(), q, r[b], dots);
         for (int c = 0; c < NC; ++c) {
             vf d = load(scale + c * VL);
@@ -298,7 +311,7 @@ void linear_matrix(const LinearArgs& a, int64_t begin, int64_t end, void* scratc
         for (int64_t row = 0; row < a.rows; row += 32) {
             const int rows = int(std::min<int64_t>(32, a.rows - row));
             const uint8_t* x = static_cast<const uint8_t*>(a.x) + row * a.depth * 2;
-            tile_products(x, a.depth * 2, rows, side[0], side[1], blocks, y);
+            tile_products(x, a.depth * 2, rows, side[0], side[1], blocks, y, a.matrix && row == 0);
             write_pair<O>(a, y, row, rows, pair * kPair);
         }
     }
