@@ -22,25 +22,39 @@ from penstock.engine.adapters.spec import (
     AdapterSpec,
     AdapterStatus,
 )
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import (
+    GRAMMAR_REFUSED,
+    QUEUE_FULL,
+    Delta,
+    EngineInfo,
+    EngineState,
+    Load,
+    Request,
+    StepOutput,
+)
 from penstock.protocol.errors import (
     ApiError,
     Draining,
     EngineLost,
     EngineUnavailable,
     InvalidRequest,
+    ModelAsleep,
     NotFound,
     Overloaded,
     ServerError,
 )
 from penstock.protocol.messages import (
+    ASLEEP,
     DRAINING,
     NOT_REGISTERED,
     AdapterOperation,
     AdapterResult,
     LoadAdapter,
     PinAdapter,
+    Sleep,
+    State,
     UnloadAdapter,
+    Wake,
 )
 
 Clock = Callable[[], float]
@@ -90,6 +104,16 @@ class Backend(Protocol):
         """The deltas of one request. Closing the iterator early aborts it."""
 
     @property
+    def state(self) -> EngineState:
+        """Whether the engine can run requests; only while it is `ready`."""
+
+    async def sleep(self) -> None:
+        """Finish what runs, then free the engine's memory; returns when that is done. `ApiError` when it cannot be."""
+
+    async def wake(self) -> None:
+        """Returns when the engine can run requests again."""
+
+    @property
     def adapters(self) -> Mapping[str, AdapterStatus] | None:
         """The engine's adapters by name; None until it has told of any."""
 
@@ -116,6 +140,8 @@ class EngineClient(ABC):
         self._load = Load()
         self._progress_at = clock()
         self._token_at = float("-inf")
+        self._state: EngineState = "awake"
+        self._state_waiters: set[asyncio.Queue[State | ApiError]] = set()
         self._adapters: dict[str, AdapterStatus] | None = None
         self._operations: dict[str, asyncio.Future[AdapterResult]] = {}
         self._serial = itertools.count()
@@ -201,6 +227,42 @@ class EngineClient(ABC):
             self.abort(request.request_id)
 
     @property
+    def state(self) -> EngineState:
+        return self._state
+
+    async def sleep(self) -> None:
+        await self._reach("sleeping", Sleep())
+
+    async def wake(self) -> None:
+        await self._reach("awake", Wake())
+
+    async def _reach(self, state: EngineState, message: Sleep | Wake) -> None:
+        """Tell the engine and wait until it says that it is in `state`."""
+        if not self._ready.is_set():
+            raise EngineUnavailable("The engine for this model is restarting; try again.")
+        heard: asyncio.Queue[State | ApiError] = asyncio.Queue()
+        self._state_waiters.add(heard)
+        try:
+            self._send_state(message)
+            while True:
+                now = await heard.get()
+                if isinstance(now, ApiError):
+                    raise now
+                if now.problem:
+                    raise EngineUnavailable(f"The engine says: {now.problem}.")
+                if now.state == state:
+                    return
+                if state == "sleeping" and now.state == "awake":
+                    raise EngineUnavailable("The model was woken again before it slept.")
+        finally:
+            self._state_waiters.discard(heard)
+
+    def _on_state(self, message: State) -> None:
+        self._state, self._info = message.state, message.info
+        for waiter in self._state_waiters:
+            waiter.put_nowait(message)
+
+    @property
     def adapters(self) -> Mapping[str, AdapterStatus] | None:
         return self._adapters
 
@@ -250,6 +312,9 @@ class EngineClient(ABC):
         self._adapters = {status.name: status for status in statuses}
 
     @abstractmethod
+    def _send_state(self, message: Sleep | Wake) -> None: ...
+
+    @abstractmethod
     def _send_operation(self, operation: AdapterOperation) -> None: ...
 
     @abstractmethod
@@ -258,8 +323,9 @@ class EngineClient(ABC):
     @abstractmethod
     def _send_abort(self, request_id: str) -> None: ...
 
-    def _came_up(self, info: EngineInfo) -> None:
+    def _came_up(self, info: EngineInfo, state: EngineState = "awake") -> None:
         self._info = info
+        self._state = state
         self._load = Load()
         self._progress_at = self._clock()
         self._ready.set()
@@ -274,6 +340,8 @@ class EngineClient(ABC):
         for future in self._operations.values():
             if not future.done():
                 future.set_exception(error)
+        for waiter in self._state_waiters:
+            waiter.put_nowait(error)
 
     def _deliver(self, output: StepOutput) -> None:
         state = output.load.adapters
@@ -302,6 +370,8 @@ def error_of(delta: Delta) -> ApiError:
         return Draining()
     if message.startswith(NOT_REGISTERED):
         return EngineLost()
+    if message.startswith(ASLEEP):
+        return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
         return adapter_error(message)
     if message.startswith(QUEUE_FULL):

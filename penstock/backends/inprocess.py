@@ -17,8 +17,8 @@ from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
 from penstock.protocol.adapters import AdapterHost, operate
-from penstock.protocol.errors import EngineLost
-from penstock.protocol.messages import AdapterOperation
+from penstock.protocol.errors import EngineLost, InvalidRequest
+from penstock.protocol.messages import AdapterOperation, Sleep, Wake
 from penstock.text.vocabulary import grammars_of
 
 log = logging.getLogger("penstock.backends.inprocess")
@@ -86,6 +86,9 @@ class InProcessBackend(EngineClient):
 
     def _send_abort(self, request_id: str) -> None:
         self._inbox.put(request_id)
+
+    def _send_state(self, message: Sleep | Wake) -> None:
+        raise InvalidRequest("An engine inside the gateway's own process cannot sleep.")
 
     def _send_operation(self, operation: AdapterOperation) -> None:
         self._inbox.put(operation)

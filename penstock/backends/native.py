@@ -32,10 +32,13 @@ from penstock.protocol.messages import (
     Goodbye,
     Hello,
     Ready,
+    Sleep,
+    State,
     Step,
     Stopped,
     Submit,
     ToEngine,
+    Wake,
 )
 from penstock.protocol.transport import CurveClient
 
@@ -115,6 +118,10 @@ class NativeBackend(EngineClient):
         if not self._try_send(Abort(request_id)):
             log.warning("abort not sent", extra={"engine": self.name, "engine_request_id": request_id})
 
+    def _send_state(self, message: Sleep | Wake) -> None:
+        if not self._try_send(message):
+            raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
+
     def _send_operation(self, operation: AdapterOperation) -> None:
         if not self._try_send(operation):
             raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
@@ -153,7 +160,7 @@ class NativeBackend(EngineClient):
                     # It was given up for silence and still holds our registration: start over.
                     self._try_send(Goodbye())
                     self._try_send(Hello(self._identity))
-            case Ready(info, version):
+            case Ready(info, version, state):
                 if version != PROTOCOL_VERSION:
                     log.error(
                         "engine speaks another protocol version; restart both from the same install",
@@ -161,8 +168,10 @@ class NativeBackend(EngineClient):
                     )
                     return
                 self._lost("it has restarted")
-                self._came_up(info)
+                self._came_up(info, state)
                 log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
+            case State():
+                self._on_state(message)
             case Adapters(statuses):
                 self._tell_adapters(statuses)
             case AdapterResult():
@@ -182,7 +191,9 @@ class NativeBackend(EngineClient):
         while True:
             self._try_send(Hello(self._identity))
             await asyncio.sleep(HELLO_S)
-            if self.ready and self._clock() - self._heard_at > self._silence_s:
+            # An engine that wakes reads its weights and cannot speak meanwhile.
+            silent = self.state != "waking" and self._clock() - self._heard_at > self._silence_s
+            if self.ready and silent:
                 self._lost(f"it has been silent for {self._silence_s:g} s")
 
     def _lost(self, why: str) -> None:

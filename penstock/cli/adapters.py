@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    import httpx
+from penstock.cli.admin import DEFAULT_URL, Key, Url, call
 
 app = typer.Typer(
     name="adapters",
@@ -17,13 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[str, typer.Option("--url", "-u", envvar="PENSTOCK_URL", help="Address of the server.")]
-Key = Annotated[
-    str | None,
-    typer.Option(envvar="PENSTOCK_ADMIN_KEY", help="The server's admin_key, if it has one.", show_envvar=True),
-]
 AdapterName = Annotated[str, typer.Argument(help="What clients call the adapter.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command("list")
@@ -39,7 +32,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
     from rich.table import Table
 
     table = Table("name", "model", "state", "where", "rank", "pinned", "in use", "source", box=None, pad_edge=False)
-    for entry in _call("GET", url, key, "")["data"]:
+    for entry in call("GET", url, key, "/adapters")["data"]:
         where = "device" if entry["on_device"] else "host" if entry["state"] == "ready" else "-"
         rank, pinned = str(entry["rank"] or "-"), "yes" if entry["pinned"] else "no"
         state = f"{entry['state']}: {entry['error']}" if entry["error"] else entry["state"]
@@ -64,7 +57,7 @@ def load(
         penstock adapters load support ./adapters/support --pin
     """
     body = {"name": name, "source": source, "pinned": pin, **({"model": model} if model else {})}
-    loaded = _call("POST", url, key, "", body)
+    loaded = call("POST", url, key, "/adapters", body)
     typer.echo(f"{loaded['id']}: ready, rank {loaded['rank']}")
 
 
@@ -77,7 +70,7 @@ def unload(name: AdapterName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
         penstock adapters unload support
     """
-    _call("DELETE", url, key, f"/{name}")
+    call("DELETE", url, key, f"/adapters/{name}")
     typer.echo(f"{name}: unloaded")
 
 
@@ -97,29 +90,5 @@ def pin(
 
         penstock adapters pin support --off
     """
-    pinned = _call("PATCH", url, key, f"/{name}", {"pinned": not off})
+    pinned = call("PATCH", url, key, f"/adapters/{name}", {"pinned": not off})
     typer.echo(f"{pinned['id']}: {'pinned' if pinned['pinned'] else 'not pinned'}")
-
-
-def _call(method: str, url: str, key: str | None, path: str, body: dict[str, Any] | None = None) -> Any:
-    import httpx
-
-    from penstock.errors import PenstockError
-
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/').removesuffix('/v1')}/admin/adapters{path}"
-    try:
-        # Loading may have to download: no limit on the answer.
-        answer = httpx.request(method, address, json=body, headers=headers, timeout=httpx.Timeout(10.0, read=None))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PenstockError(f"{address} cannot be reached: {error}; is `penstock serve` running there?") from error
-    if answer.is_success:
-        return answer.json()
-    raise PenstockError(_refusal(answer))
-
-
-def _refusal(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.url} answered HTTP {answer.status_code}"

@@ -14,6 +14,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
 from penstock.cli.keys import keys, tenants
+from penstock.cli.models import app as models
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.serve import serve
@@ -71,6 +72,7 @@ bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
 bench.command(help=structure.__doc__)(structure)
 bench.command(help=speculation.__doc__)(speculation)
+app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 app.add_typer(keys)
 app.add_typer(tenants)

@@ -118,23 +118,38 @@ def _run(
     with Listener(endpoint, curve=curve) as listener:
         status.send(Progress("import", 0.0))
         begin = time.perf_counter()
+        from penstock.engine.config import EngineConfig
         from penstock.engine.core import Engine
+        from penstock.engine.slumber import Slumber
         from penstock.text.vocabulary import grammars_of
 
         imported = round(time.perf_counter() - begin, 3)
-        loaded = Engine.load(
-            model.engine_config(str(path)),
-            lambda phase, fraction: status.send(Progress(phase, fraction)),
-            grammars=grammars_of(path),
-        )
-        info = loaded.info
+
+        def load(config: EngineConfig) -> Engine:
+            engine = Engine.load(
+                config, lambda phase, fraction: status.send(Progress(phase, fraction)), grammars=grammars_of(path)
+            )
+            if engine.ranks is not None:
+                engine.ranks.watch(lambda why: server.fail(why))
+            return engine
+
+        config = model.engine_config(str(path))
+        slumber = Slumber(config, load)
+        # One that takes turns is loaded when its turn comes: others may have the memory now.
+        first = slumber.unborn() if model.time_slice else load(config)
+        info = first.info
         phases = {"import": imported, **info.startup}
         info.startup.clear()
         info.startup.update(phases)
-        server = EngineServer(loaded, listener, watchdog=Watchdog(model.watchdog_s))
+        server = EngineServer(
+            first,
+            listener,
+            sleeper=slumber,
+            state="sleeping" if model.time_slice else "awake",
+            watchdog=Watchdog(model.watchdog_s),
+        )
+        del first  # the server alone holds it, so that its memory is free when it sleeps
         _stop_on_signals(server, drain_s)
-        if loaded.ranks is not None:
-            loaded.ranks.watch(server.fail)
         log.info("serving %s on %s", info.model, listener.endpoint)
         status.send(Started(info))
         return server.run()

@@ -48,8 +48,11 @@ class ConsoleReporter(Reporter):
 
     def engine_started(self, child: str, info: EngineInfo) -> None:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.startup.items())
-        where = info.device if info.ranks == 1 else f"{info.ranks} ranks from {info.device} on"
-        self._note(f"{child}: up on {where}, {info.dtype} ({phases})")
+        if not info.num_blocks:
+            self._note(f"{child}: asleep until it is asked for")
+        else:
+            where = info.device if info.ranks == 1 else f"{info.ranks} ranks from {info.device} on"
+            self._note(f"{child}: up on {where}, {info.dtype} ({phases})")
         if self._bars is not None and child in self._tasks:
             self._bars.update(self._tasks[child], phase="ready", completed=100, total=100)
 
@@ -101,6 +104,8 @@ class ConsoleReporter(Reporter):
         rows = Table.grid(padding=(0, 2))
         for info in engines:
             size = f"{info.max_model_len} tokens of context, {info.num_blocks * info.block_size} in its KV cache"
+            if not info.num_blocks:
+                size = "asleep until it is asked for"
             rows.add_row("Model", Text(f"{info.model}  ({info.device}, {info.dtype}, {size})"))
         rows.add_row("API", Text(f"{url}/v1"))
         rows.add_row("Docs", Text(f"{url}/docs"))

@@ -49,6 +49,9 @@ class ServerConfig:
     admin_key: str = setting(
         "", doc="Bearer token that /admin asks for; when empty, /admin answers only clients on this machine."
     )
+    time_slice_s: float = setting(
+        10.0, doc="Seconds that a model which takes turns (time_slice) stays awake at least.", least=0
+    )
     keep_alive_s: float = setting(
         15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
     )
@@ -93,6 +96,14 @@ class ModelConfig:
     kv_dtype: KVDType = setting(  # noqa: RUF009
         "auto", doc="KV cache: auto (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8."
     )
+    memory_share: float | None = setting(
+        None, doc="Part of the device's memory for weights and KV cache; those of one device sum to at most 1.",
+        least=0.01, most=1, example="0.5",
+    )  # fmt: skip
+    time_slice: str = setting(
+        "", doc="Models with the same word here share memory by turns: one is awake, requests wake the others.",
+        example="gpu0",
+    )  # fmt: skip
     tensor_parallel: int = setting(
         1, doc="Devices that share the work of every layer; memory settings are per device.", least=1
     )

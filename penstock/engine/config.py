@@ -43,6 +43,8 @@ class EngineConfig:
     block_size: int = 16
     kv_memory: int | None = None
     """Bytes for the KV cache; measured from what is free when not set."""
+    memory_share: float | None = None
+    """Part of the device's whole memory that weights and KV cache may take; `kv_memory` goes before it."""
     num_blocks: int | None = None
     """Exact number of KV blocks; overrides `kv_memory`."""
     kv_dtype: KVDType = "auto"

@@ -44,17 +44,19 @@ def count_blocks(
     device, model = decoder.embedding.device, decoder.config
     block_bytes = kv_shape(model, config.block_size, dtype).block_bytes + beside
     memory = config.kv_memory
-    if memory is None and device.type == "cuda":
-        activations = _activation_bytes(decoder, dtype, budget, config.block_size)
-        memory = int((_available(device) - activations) * _CUDA_SHARE)
-    elif memory is None:
-        memory = int(_available(device) * _CPU_SHARE / config.ranks)
+    if memory is None:
+        activations = 0
+        if device.type == "cuda":
+            activations = _activation_bytes(decoder, dtype, budget, config.block_size)
+        memory = _room(config, device, activations)
+    elif memory > _available(device):
+        raise ConfigError(f"kv_memory: {memory} bytes are more than the {_available(device)} that are free on {device}")
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful)
     if blocks < 1:
         raise ConfigError(
             f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "
-            "raise kv_memory or free memory"
+            "raise kv_memory or memory_share, or free memory"
         )
     return int(blocks) + 1
 
@@ -84,6 +86,17 @@ def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: Slid
     return min(wanted, (num_blocks - 1) * block_size)
 
 
+def _room(config: EngineConfig, device: torch.device, activations: int) -> int:
+    """Bytes for the cache when none are given: of what is free, or of what this model's share has left."""
+    on_cpu = device.type == "cpu"
+    free = _available(device) - activations
+    if config.memory_share is None:
+        return int(free * (_CPU_SHARE / config.ranks if on_cpu else _CUDA_SHARE))
+    ranks_here = config.ranks if on_cpu else 1
+    left = int(_total(device) * config.memory_share / ranks_here) - _taken(device) - activations
+    return min(left if on_cpu else int(left * _CUDA_SHARE), free)
+
+
 def _available(device: torch.device) -> int:
     """Bytes that can still be taken on the device."""
     if device.type == "cuda":
@@ -91,11 +104,33 @@ def _available(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return _meminfo("MemAvailable")
     except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return _total(device) // 2
+
+
+def _total(device: torch.device) -> int:
+    """Bytes of the whole device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _taken(device: torch.device) -> int:
+    """Bytes that this process has on the device: its weights, and what it needs to run at all."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _meminfo(field: str) -> int:
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields[field].split()[0]) * 1024
 
 
 @torch.inference_mode()

@@ -90,7 +90,7 @@ def load_part(
     max_running = config.max_running or (64 if on_cpu else 256)
     budget = config.token_budget or (512 if on_cpu else 8192)
     with phases("open"):
-        weights = _open(config, checkpoint)
+        weights = open_weights(config, checkpoint)
         model = local = ModelConfig.from_hf(weights.config)
         head_rows = None
         if member is not None:
@@ -136,7 +136,8 @@ def load_part(
     return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)
 
 
-def _open(config: EngineConfig, checkpoint: object | None) -> Weights:
+def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:
+    """The checkpoint that `config` names, unless another one stands in for it."""
     if checkpoint is not None:
         return cast(Weights, checkpoint)
     from penstock.engine.loading.checkpoint import open_checkpoint

@@ -17,6 +17,9 @@ allows nothing more (the last token delivered belongs to the text). `length`: `m
 window is full. `abort`: the caller cancelled. `timeout`: the deadline passed. `error`: see `Delta.error`."""
 
 
+EngineState = Literal["awake", "drowsy", "sleeping", "waking"]
+"""`drowsy`: takes nothing new, finishes what it runs, then sleeps. Asleep it holds neither weights nor cache."""
+
 QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
 

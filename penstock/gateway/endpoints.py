@@ -33,6 +33,7 @@ from penstock.gateway.api.identity import (
 )
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
+from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -115,6 +116,10 @@ ENDPOINTS = (
         scope="admin",
     ),
     Endpoint("DELETE", "/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin", scope="admin"),
+    Endpoint(
+        "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
+    ),
+    Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),
     Endpoint("POST", "/v1/admin/tenants", create_tenant, "Make a tenant.", "Admin", TenantRequest, scope="admin"),
     Endpoint(

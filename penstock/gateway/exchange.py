@@ -51,6 +51,7 @@ class Exchange:
         "method",
         "path",
         "record",
+        "release",
         "request_id",
         "route",
         "scope",
@@ -73,6 +74,8 @@ class Exchange:
         self.caller: Caller = OPEN_CALLER
         self.stalled_reader_s = stalled_reader_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.release: Callable[[], None] | None = None
+        """Called once the exchange is over: gives back what the request held."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
 
     def header(self, name: bytes) -> bytes | None:

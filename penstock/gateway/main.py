@@ -65,6 +65,7 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
         text=load_text(resolve(model.source)),
         backend=NativeBackend(endpoint, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight),
         aliases=model.aliases,
+        time_slice=model.time_slice,
         adapters=model.adapters,
         input_price=model.input_price,
         output_price=model.output_price,

@@ -9,9 +9,13 @@ from penstock.routing.registry import ServedModel
 
 
 async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[ServedModel, EngineInfo]:
-    """The model, once its engine is up; waits for it up to `engine_wait_s`."""
+    """The model, once its engine is up and, if it takes turns, awake; waits for each up to `engine_wait_s`."""
     model = find_model(service, exchange, name)
-    return model, await model.backend.wait_ready(service.settings.engine_wait_s)
+    within = service.settings.engine_wait_s
+    info = await model.backend.wait_ready(within)
+    exchange.release = await service.slices.acquire(model, within)
+    # One that woke for the first time knows more of itself now.
+    return model, model.backend.info or info
 
 
 def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:

@@ -28,6 +28,8 @@ class Readiness:
         backend = model.backend
         if not backend.ready:
             return "the engine is not up"
+        if backend.state != "awake":
+            return None  # it sleeps because it was told to
         if backend.idle_s < PROBE_FRESH_S:
             return None  # it is producing tokens for somebody
         async with self._locks[model.name]:
@@ -53,5 +55,5 @@ class Readiness:
         except TimeoutError:
             return f"no token in {PROBE_LIMIT_S:g} s"
         except ApiError as error:
-            return error.message
+            return error.message if model.backend.state == "awake" else None
         return "the engine ended a probe without a token"

@@ -18,6 +18,7 @@ from penstock.gateway.structure import GrammarDesk
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.text import ChatTemplateError
@@ -39,6 +40,7 @@ class Service:
         self.registry = registry
         self.metrics = Metrics(self._views)
         self.readiness = Readiness()
+        self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
         self._generations: set[Generation] = set()
         self._requests = 0
@@ -64,8 +66,10 @@ class Service:
             )
         for backend in self._backends():
             await backend.start()
+        self.slices.start()
 
     async def close(self) -> None:
+        await self.slices.close()
         for backend in self._backends():
             await backend.close()
         if self.database is not None:

@@ -17,6 +17,8 @@ class ModelSettings:
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     """Names of its configured LoRA adapters."""
+    time_slice: str = ""
+    """The group of models with which it takes turns."""
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
@@ -40,6 +42,8 @@ class GatewaySettings:
     """How long the status line waits for the first token."""
     engine_wait_s: float = 10.0
     """How long a request waits for an engine that is not up."""
+    time_slice_s: float = 10.0
+    """How long a model that takes turns stays awake at least."""
     stalled_reader_s: float = 60.0
     """A client that takes nothing from its socket for this long is gone."""
     default_max_tokens: int | None = None
@@ -68,6 +72,7 @@ class GatewaySettings:
                     source=model.source,
                     aliases=model.aliases,
                     adapters=tuple(spec.name for spec in model.adapters),
+                    time_slice=model.time_slice,
                     silence_s=model.watchdog_s + 15.0,
                     input_price=model.input_price,
                     output_price=model.output_price,
@@ -82,6 +87,7 @@ class GatewaySettings:
             drain_s=server.drain_s,
             keep_alive_s=server.keep_alive_s,
             engine_wait_s=server.engine_wait_s,
+            time_slice_s=server.time_slice_s,
             default_max_tokens=generation.default_max_tokens,
             max_tokens=generation.max_tokens,
             time_limit_s=generation.time_limit_s,

@@ -267,6 +267,15 @@ class EngineUnavailable(ServiceUnavailable):
     code = "engine_unavailable"
 
 
+class ModelAsleep(EngineUnavailable):
+    """The model was put to sleep, or did not get its turn in time."""
+
+    code = "model_asleep"
+
+    def __init__(self, message: str, *, retry_after: float = 10.0) -> None:
+        super().__init__(message, reason="queue_timeout", retry_after=retry_after)
+
+
 class EngineLost(EngineUnavailable):
     """The engine died under a running request. Nothing was wrong with the request; send it again."""
 

@@ -12,6 +12,8 @@ of its own):
     LoadAdapter, UnloadAdapter, PinAdapter ─────►
                      ◄──────────────────  AdapterResult   one per operation, when it is done
                      ◄──────────────────  Adapters  after `Ready` and when they change
+    Sleep, Wake      ──────────────────►
+                     ◄──────────────────  State     to every gateway, whenever it changes
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
@@ -28,7 +30,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
-from penstock.engine.request import EngineInfo, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineState, Request, StepOutput
 
 PROTOCOL_VERSION = 1
 HELLO_S = 1.0
@@ -37,6 +39,7 @@ HEARTBEAT_S = 0.5
 """How often an idle engine sends an empty `Step`. Silence of several of these means: stuck or gone."""
 
 DRAINING = "draining"
+ASLEEP = "asleep"
 NOT_REGISTERED = "not_registered"
 """First word of `Delta.error` when the server itself refuses; a colon and the explanation follow."""
 
@@ -72,6 +75,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now; what runs is lost."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Finish what runs, then give back the memory of weights and cache until `Wake`."""
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Be able to run requests again."""
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     """Read an adapter and serve it under its name; one that has the name already is replaced."""
 
@@ -96,7 +107,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
 
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
-ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown | AdapterOperation
+ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -104,6 +115,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     info: EngineInfo
     version: int = PROTOCOL_VERSION
+    state: EngineState = "awake"
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """The engine fell asleep, woke, or tried to; `info` as it is now."""
+
+    state: EngineState
+    info: EngineInfo
+    problem: str = ""
+    """Why it did not become what it was told to be."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -132,4 +153,4 @@ class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
     error: str = ""
 
 
-FromEngine: TypeAlias = Ready | Step | Stopped | Adapters | AdapterResult
+FromEngine: TypeAlias = Ready | State | Step | Stopped | Adapters | AdapterResult

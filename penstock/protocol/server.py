@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 
 from penstock.engine.adapters.spec import AdapterStatus
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
 from penstock.errors import ReplicaLost
 from penstock.protocol.adapters import AdapterHost, operate
 from penstock.protocol.codec import ProtocolError, decode_to_engine
 from penstock.protocol.messages import (
+    ASLEEP,
     DRAINING,
     HEARTBEAT_S,
     NOT_REGISTERED,
@@ -33,11 +34,14 @@ from penstock.protocol.messages import (
     PinAdapter,
     Ready,
     Shutdown,
+    Sleep,
+    State,
     Step,
     Stopped,
     Submit,
     ToEngine,
     UnloadAdapter,
+    Wake,
 )
 from penstock.protocol.peers import BACKLOG_LIMIT, Peers
 from penstock.protocol.transport import Listener
@@ -74,6 +78,20 @@ class EngineLike(AdapterHost, Protocol):
     def has_work(self) -> bool: ...
 
 
+class Sleeper(Protocol):
+    """Puts the engine to sleep and wakes it; see `penstock.engine.slumber`."""
+
+    def sleep(self, engine: Any) -> EngineLike:
+        """Give back the memory of an idle engine; what stands in for it until it wakes."""
+        ...
+
+    def collect(self) -> None:
+        """Called when nobody refers to the engine any more."""
+        ...
+
+    def wake(self, dormant: Any) -> EngineLike: ...
+
+
 class EngineServer:
     """Serves `engine` on `listener` until told to stop. `run` is the whole life of an engine process."""
 
@@ -82,6 +100,8 @@ class EngineServer:
         engine: EngineLike,
         listener: Listener,
         *,
+        sleeper: Sleeper | None = None,
+        state: EngineState = "awake",
         watchdog: Watchdog | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         backlog_limit: int = BACKLOG_LIMIT,
@@ -90,6 +110,8 @@ class EngineServer:
         self._listener = listener
         self._socket = listener.socket
         self._peers = Peers(listener.socket, backlog_limit=backlog_limit)
+        self._sleeper = sleeper
+        self._state: EngineState = state
         self._watchdog = watchdog
         self._heartbeat_s = heartbeat_s
         self._stop_reason: str | None = None
@@ -168,13 +190,17 @@ class EngineServer:
             case Goodbye():
                 if peer is not None:
                     self._peers.give_up(peer, "says goodbye")
+            case Sleep():
+                self._doze()
+            case Wake():
+                self._wake()
             case Drain():
                 self.drain()
             case Shutdown():
                 self.stop("told to shut down")
 
     def _register(self, identity: bytes, gateway: str, version: int) -> None:
-        ready = Ready(self._engine.info)
+        ready = Ready(self._engine.info, state=self._state)
         if version != PROTOCOL_VERSION:
             # The answer carries our version, so the other side can say what is wrong; it is not served.
             log.error("gateway %s speaks protocol %d, this engine %d", gateway, version, PROTOCOL_VERSION)
@@ -193,6 +219,8 @@ class EngineServer:
             self._refuse(identity, request_id, f"{NOT_REGISTERED}: this engine has restarted; say hello first")
         elif self._drain_until is not None:
             self._refuse(identity, request_id, f"{DRAINING}: the engine is shutting down")
+        elif self._state != "awake":
+            self._refuse(identity, request_id, f"{ASLEEP}: this model is not awake")
         elif (owner := self._peers.owner(request_id)) is not None:
             log.error("request id %s is already running for gateway %s", request_id, owner.name)
             if owner is not peer:
@@ -258,11 +286,61 @@ class EngineServer:
             for request_id in self._peers.lost:
                 self._engine.abort(request_id)
             self._peers.lost.clear()
+        if self._state == "drowsy" and not self._engine.has_work and self._peers.flushed:
+            self._fall_asleep()
         if self._drain_until is not None:
             if not self._engine.has_work and self._peers.flushed:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
+
+    def _doze(self) -> None:
+        """Told to sleep: at once when idle, otherwise when what runs has finished."""
+        if self._sleeper is None:
+            self._tell_state("this engine cannot sleep")
+        elif self._state == "awake":
+            self._become("drowsy")
+        else:
+            self._tell_state()
+
+    def _fall_asleep(self) -> None:
+        assert self._sleeper is not None
+        begin = time.monotonic()
+        try:
+            self._engine = self._sleeper.sleep(self._engine)
+            self._sleeper.collect()
+        except Exception:
+            log.exception("the engine could not be put to sleep")
+            self.fail("it could not be put to sleep")
+            return
+        log.info("asleep after %.1f s", time.monotonic() - begin)
+        self._become("sleeping")
+
+    def _wake(self) -> None:
+        if self._state == "drowsy":
+            self._become("awake")
+        elif self._state == "awake" or self._sleeper is None:
+            self._tell_state()
+        else:
+            self._become("waking")
+            if self._watchdog is not None:
+                self._watchdog.pause()
+            begin = time.monotonic()
+            try:
+                self._engine = self._sleeper.wake(self._engine)
+            except Exception as error:
+                log.exception("the engine could not be woken")
+                self._become("sleeping", f"it could not be woken: {error}")
+                return
+            log.info("awake after %.1f s", time.monotonic() - begin)
+            self._become("awake")
+
+    def _become(self, state: EngineState, problem: str = "") -> None:
+        self._state = state
+        self._tell_state(problem)
+
+    def _tell_state(self, problem: str = "") -> None:
+        self._peers.tell_all(State(self._state, self._engine.info, problem), time.monotonic())
 
     def _tell_adapters(self, now: float) -> None:
         """At once when one came, went or changed; now and then when only their use did."""

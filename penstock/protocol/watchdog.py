@@ -63,13 +63,18 @@ class Watchdog:
         self._busy_since = None
         self._arm(self._clock())
 
+    def pause(self) -> None:
+        """Something long and lawful begins; the next `busy` or `idle` ends it."""
+        self._busy_since = None
+        if self._armed_at is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._armed_at = None
+
     def stop(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._armed_at is not None:
-            faulthandler.cancel_dump_traceback_later()
-            self._armed_at = None
+        self.pause()
 
     def _arm(self, now: float) -> None:
         # Arming starts a native thread, so not at every step: the alarm is then at most a second early.

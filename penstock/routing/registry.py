@@ -31,6 +31,8 @@ class ServedModel:
     output_price: float = 0.0
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template says."""
+    time_slice: str = ""
+    """The group of models with which it takes turns; none when empty."""
     adapters: tuple[str, ...] = ()
     """Configured LoRA adapters; once its engine has told of its own, those count."""
     adapter: str = ""

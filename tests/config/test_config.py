@@ -191,3 +191,17 @@ def test_every_engine_setting_can_be_configured() -> None:
 
 def test_defaults_of_the_engine_are_the_same_in_both_places() -> None:
     assert ModelConfig(name="x").engine_config("/p") == EngineConfig(model="/p", name="x")
+
+
+def test_memory_shares_of_one_device_fit_it_and_models_that_take_turns_count_once() -> None:
+    def models(*entries: str) -> str:
+        return "models:\n" + "\n".join(f"  - {{source: m{index}, {entry}}}" for index, entry in enumerate(entries))
+
+    load(write(models("memory_share: 0.6", "memory_share: 0.4")), environ={})
+    load(write(models("memory_share: 0.6, device: cpu", "memory_share: 0.6, device: cuda")), environ={})
+    turns = "time_slice: t, memory_share: 0.8"
+    load(write(models(turns, turns, "memory_share: 0.2")), environ={})
+    with pytest.raises(ConfigError, match=r"memory_share on device auto adds up to 1.1, more than 1: m0 0.6, m1 0.5"):
+        load(write(models("memory_share: 0.6", "memory_share: 0.5")), environ={})
+    with pytest.raises(ConfigError, match=r"time_slice t 0.8, m2 0.3"):
+        load(write(models(turns, turns, "memory_share: 0.3")), environ={})

@@ -20,19 +20,29 @@ from tests.supervisor.test_supervisor import alive
 
 START_S = 200.0
 """Includes compiling the native kernels, the first time on a machine."""
+SERVE = [sys.executable, "-m", "penstock", "serve"]
 SETTINGS = ["--max-model-len", "1024", "--set", "models.0.kv_memory=64MiB", "--set", "models.0.max_running=8"]
 
 
 class Server:
     """A `penstock serve` in a process of its own."""
 
-    def __init__(self, *settings: str) -> None:
+    def __init__(self, *settings: str, defaults: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", "--port", str(self.port), *SETTINGS, *settings],
+            [
+                sys.executable,
+                "-m",
+                "penstock",
+                "serve",
+                "--port",
+                str(self.port),
+                *(SETTINGS if defaults else ()),
+                *settings,
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -63,6 +73,12 @@ class Server:
             if parent == self.process.pid and "penstock" in command:
                 found[command[command.index("penstock") + 1]] = int(stat.parent.name)
         return found
+
+    def processes(self, *words: str) -> list[int]:
+        """Process ids of the children whose command line has all these words."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
+        return [pid for pid, line in lines.items() if set(words) <= set(line)]
 
     def ask(self, **options: object) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}

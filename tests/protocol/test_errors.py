@@ -37,6 +37,7 @@ EVERY = [
     (errors.Draining(), 503, "overloaded", "draining"),
     (errors.KeyStoreUnavailable(), 503, "server_error", "key_store_unavailable"),
     (errors.EngineUnavailable("starting"), 503, "server_error", "engine_unavailable"),
+    (errors.ModelAsleep("x"), 503, "server_error", "model_asleep"),
     (errors.EngineLost(), 503, "server_error", "engine_lost"),
 ]
 

@@ -155,6 +155,13 @@ class DecodeGraphs:
         stores[last] = rows[last]
         return stores
 
+    def forget(self) -> list[int]:
+        """Drop every graph, because what they read is about to move; their sizes, largest first."""
+        sizes = sorted(self._captured, reverse=True)
+        self._captured.clear()
+        self._pool = None
+        return sizes
+
     def capture_all(self) -> None:
         """Capture every bucket, largest first, so that the smaller ones fit into its memory."""
         for bucket in reversed(self.buckets):

@@ -36,6 +36,7 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
         "vocab_size": model.text.vocab_size,
         "max_output_tokens": window if cap is None else cap if window is None else min(cap, window),
         "ready": model.backend.ready,
+        "state": model.backend.state if model.backend.ready else "starting",
         "capabilities": {
             "chat": model.text.has_chat_template,
             "completions": True,

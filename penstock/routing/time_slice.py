@@ -1,0 +1,107 @@
+"""Which of several models that share one memory is awake.
+
+At most one is. A model that wakes stays for at least `slice_s`, however often others are asked for, so that memory is
+not swapped back and forth for single requests. Once its time is over and somebody waits for another model, it takes
+nothing new, finishes what it runs, and the model with the longest-waiting request is next. So nobody waits for longer
+than one slice, one longest request and one switch per other model.
+
+A plain object with an injected clock: `Slices` (in `slicing`) does what `next_move` says and reports back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["idle", "waking", "awake", "falling"]
+"""`idle`: nobody is awake. `falling`: the one that was is being put to sleep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What to do next."""
+
+    kind: Literal["wake", "sleep"]
+    model: str
+
+
+class TimeSlice:
+    """The state of one group of models."""
+
+    def __init__(self, slice_s: float, clock: Callable[[], float]) -> None:
+        self.slice_s = slice_s
+        self._clock = clock
+        self.phase: Phase = "idle"
+        self.model: str | None = None
+        """The one that is awake, or on its way there or back."""
+        self._until = 0.0
+        self._holders: Counter[str] = Counter()
+        self._waiting: dict[int, tuple[str, float]] = {}
+        self._serial = 0
+
+    @property
+    def holders(self) -> int:
+        """Requests that run on the model that is awake."""
+        return self._holders.total()
+
+    def wait(self, model: str) -> int:
+        """A request for `model` arrives; the ticket it waits with."""
+        self._serial += 1
+        self._waiting[self._serial] = (model, self._clock())
+        return self._serial
+
+    def leave(self, ticket: int) -> None:
+        """A waiting request gave up."""
+        self._waiting.pop(ticket, None)
+
+    def admit(self, ticket: int) -> bool:
+        """Whether the request may run now; if so it holds its model awake until `release`."""
+        model, _ = self._waiting[ticket]
+        if self.phase != "awake" or model != self.model or self._must_go():
+            return False
+        del self._waiting[ticket]
+        self._holders[model] += 1
+        return True
+
+    def release(self, model: str) -> None:
+        """A request that was admitted has ended."""
+        self._holders[model] -= 1
+        assert self._holders[model] >= 0
+        self._holders = +self._holders
+
+    def next_move(self) -> Move | None:
+        """What to do now, if anything. Report it with `began`, and its end with `woke`, `slept` or `failed`."""
+        if self.phase == "idle":
+            waiting = self._longest_waiting()
+            return None if waiting is None else Move("wake", waiting)
+        if self.phase == "awake" and self.model is not None and not self.holders and self._must_go():
+            return Move("sleep", self.model)
+        return None
+
+    def due_in(self) -> float | None:
+        """Seconds until time alone will change what `next_move` says; None when only events will."""
+        if self.phase != "awake" or self._rival() is None or self._clock() >= self._until:
+            return None
+        return self._until - self._clock()
+
+    def began(self, move: Move) -> None:
+        assert self.phase in ("idle", "awake") and (self.model is None or move.model == self.model)
+        self.phase, self.model = ("waking" if move.kind == "wake" else "falling"), move.model
+
+    def woke(self) -> None:
+        self.phase, self._until = "awake", self._clock() + self.slice_s
+
+    def slept(self) -> None:
+        """The model sleeps: as told, or because its engine was lost and came back asleep."""
+        self.phase, self.model = "idle", None
+
+    def _must_go(self) -> bool:
+        return self._clock() >= self._until and self._rival() is not None
+
+    def _rival(self) -> str | None:
+        return next((model for model, _ in self._waiting.values() if model != self.model), None)
+
+    def _longest_waiting(self) -> str | None:
+        return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]
