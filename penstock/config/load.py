@@ -106,7 +106,23 @@ def _conflicts(config: Config) -> list[str]:
         problems.append(
             f'auth.default_tier: there is no tier "{config.auth.default_tier}"; there are {", ".join(tiers)}'
         )
-    return problems
+    return problems + _shares(config)
+
+
+def _shares(config: Config) -> list[str]:
+    """Models that are awake at the same time must fit their device together; those that take turns count once."""
+    asked: dict[str, dict[str, float]] = {}
+    for model in config.models:
+        if model.memory_share is not None:
+            turn = asked.setdefault(model.device, {})
+            key = f"time_slice {model.time_slice}" if model.time_slice else model.name
+            turn[key] = max(turn.get(key, 0.0), model.memory_share)
+    return [
+        f"models: memory_share on device {device} adds up to {sum(shares.values()):g}, more than 1: "
+        + ", ".join(f"{name} {share:g}" for name, share in shares.items())
+        for device, shares in asked.items()
+        if sum(shares.values()) > 1 + 1e-9
+    ]
 
 
 def _read_file(path: str | Path | None, environ: Mapping[str, str]) -> Node:
