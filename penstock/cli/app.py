@@ -17,6 +17,7 @@ from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
+from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
 from penstock.cli.speculation import speculation
 from penstock.cli.structure import structure
@@ -64,6 +65,7 @@ def _root(
 app.command(help=serve.__doc__)(serve)
 app.command(help=chat.__doc__)(chat)
 app.command(help=pull.__doc__)(pull)
+app.command(help=quantize.__doc__)(quantize)
 app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
 app.command(help=engine.__doc__)(engine)

@@ -142,19 +142,8 @@ def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_s
     kv = KVCache(kv_shape(model, block_size, dtype), blocks + 1, device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    positions = torch.arange(tokens, device=device)
-    batch = AttentionBatch(
-        positions=positions,
-        slots=positions + block_size,
-        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
-        rows=torch.zeros(1, dtype=torch.int32, device=device),
-        block_tables=torch.arange(1, blocks + 1, dtype=torch.int32, device=device).unsqueeze(0),
-        num_decodes=0,
-        max_query=tokens,
-        max_context=tokens,
-    )
-    decoder.logits(decoder.forward(torch.zeros_like(positions), batch, kv)[-256:])
+    batch = AttentionBatch.of_one(tokens, block_size, device)
+    decoder.logits(decoder.forward(torch.zeros_like(batch.positions), batch, kv)[-256:])
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del kv

@@ -76,6 +76,22 @@ class AttentionBatch:
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
 
+    @classmethod
+    def of_one(cls, tokens: int, block_size: int, device: torch.device) -> AttentionBatch:
+        """One sequence from its start, in the blocks from 1 on."""
+        positions = torch.arange(tokens, device=device)
+        return cls(
+            positions=positions,
+            slots=positions + block_size,
+            query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            rows=torch.zeros(1, dtype=torch.int32, device=device),
+            block_tables=torch.arange(1, -(-tokens // block_size) + 1, dtype=torch.int32, device=device).unsqueeze(0),
+            num_decodes=0,
+            max_query=tokens,
+            max_context=tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:

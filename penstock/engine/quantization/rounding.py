@@ -31,6 +31,27 @@ def round_int4(weight: Tensor, group: int) -> IntGroups:
     return IntGroups(quants.flatten(1), scale.squeeze(-1), low.squeeze(-1), 4)
 
 
+def zero_point_grid(weight: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and integer zero point [..., 1] of groups [..., size] in 4 bits, as GPTQ and AWQ checkpoints have them.
+
+    The zero point is at least 1: stored less one, as GPTQ does, 0 would not be read alike everywhere.
+    """
+    if symmetric:
+        scale = (weight.abs().amax(-1, keepdim=True) / 7.5).clamp(min=1e-6).half().float()
+        return scale, torch.full_like(scale, 8)
+    low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 15).clamp(min=1e-6).half().float()
+    return scale, (-low / scale).round_().clamp_(1, 15)
+
+
+def round_zero_point(weight: Tensor, group: int, symmetric: bool = False) -> IntGroups:
+    """Round to nearest on `zero_point_grid`."""
+    cut = weight.float().reshape(weight.shape[0], -1, group)
+    scale, zero = zero_point_grid(cut, symmetric)
+    quants = ((cut / scale).round_() + zero).clamp_(0, 15).to(torch.uint8)
+    return IntGroups(quants.flatten(1), scale.squeeze(-1), (-scale * zero).squeeze(-1), 4)
+
+
 def round_int8(weight: Tensor, group: int) -> IntGroups:
     """Each group by its largest magnitude. `group` may be the whole row."""
     cut = weight.float().reshape(weight.shape[0], -1, group)

@@ -1,0 +1,132 @@
+"""Running a model layer by layer over calibration text, and watching what its linears are applied to.
+
+One layer's matrices are in memory at a time: all the text goes through a layer before the next one is read. A layer
+first shows its inputs, is then changed by whoever quantizes it, and passes the text on as changed, so that later
+layers are calibrated on what they will really see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.engine.device import pick_ops
+from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder import DecoderLayer
+
+_BLOCK_SIZE = 16
+
+
+class WatchedLinear:
+    """Dense float32 weights that can be exchanged, and statistics of the inputs they met."""
+
+    def __init__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> None:
+        self.names = names
+        self.inputs = inputs
+        self.bias = bias
+        self.weight_bytes = 0
+        self.watching = False
+        self._source = weights
+        self._weight: Tensor | None = None
+        self._hessian: Tensor | None = None
+        self._magnitude: Tensor | None = None
+        self._tokens = 0
+
+    def load(self, device: torch.device) -> None:
+        parts = [self._source.tensor(name, device).to(device=device, dtype=torch.float32) for name in self.names]
+        self._weight = torch.cat(parts)
+        self.weight_bytes = self._weight.numel() * 4
+
+    def drop(self) -> None:
+        self._weight = self._hessian = self._magnitude = None
+        self.weight_bytes = 0
+
+    @property
+    def weight(self) -> Tensor:
+        assert self._weight is not None, "not loaded"
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self._weight = value
+
+    @property
+    def hessian(self) -> Tensor:
+        """Mean of x x^T over the inputs; the identity where calibration never came by (an expert not chosen)."""
+        if self._hessian is None:
+            return torch.eye(self.inputs, device=self.weight.device)
+        return self._hessian / self._tokens
+
+    @property
+    def magnitude(self) -> Tensor:
+        """Mean |x| of each input channel."""
+        if self._magnitude is None:
+            return torch.ones(self.inputs, device=self.weight.device)
+        return self._magnitude / self._tokens
+
+    def rescale_inputs(self, scales: Tensor) -> None:
+        """The inputs will come divided by `scales` [in]: weights and statistics follow."""
+        self.weight = self.weight * scales
+        if self._hessian is not None and self._magnitude is not None:
+            self._hessian = self._hessian / scales / scales[:, None]
+            self._magnitude = self._magnitude / scales
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.watching and x.shape[0]:
+            square, size = x.T @ x, x.abs().sum(0)
+            self._hessian = square if self._hessian is None else self._hessian.add_(square)
+            self._magnitude = size if self._magnitude is None else self._magnitude.add_(size)
+            self._tokens += x.shape[0]
+        return F.linear(x, self.weight, self.bias)
+
+
+Change = Callable[[DecoderLayer, Sequence[WatchedLinear]], DecoderLayer]
+"""Given a layer and its linears, with statistics: exchange their weights, and return the layer to go on with."""
+
+
+@torch.inference_mode()
+def calibrate(
+    weights: Weights, windows: Sequence[Sequence[int]], change: Change, device: torch.device, threads: int
+) -> Iterator[int]:
+    """Take all `windows` of token ids through the model, and each layer through `change`; yields the layers done."""
+    model = ModelConfig.from_hf(weights.config)
+    longest = max(map(len, windows))
+    decoder = build_decoder(
+        weights,
+        model,
+        pick_ops(device, threads),
+        device=device,
+        dtype=torch.float32,
+        max_positions=longest,
+        quantize=WatchedLinear,
+    )
+    blocks = -(-longest // _BLOCK_SIZE)
+    shape = KVShape(1, model.num_kv_heads, model.head_dim, _BLOCK_SIZE, torch.float32)
+    kv = KVCache(shape, blocks + 1, device)
+    streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
+
+    def run(layer: DecoderLayer, update: bool) -> None:
+        alone = replace(decoder, layers=[layer])
+        for stream in streams:
+            residual = stream if update else stream.clone()
+            alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)
+
+    for index, layer in enumerate(decoder.layers):
+        linears = [linear for linear in layer.linears if isinstance(linear, WatchedLinear)]
+        for linear in linears:
+            linear.load(device)
+            linear.watching = True
+        run(layer, update=False)
+        for linear in linears:
+            linear.watching = False
+        run(change(layer, linears), update=True)
+        for linear in linears:
+            linear.drop()
+        yield index + 1

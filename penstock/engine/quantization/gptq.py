@@ -1,0 +1,68 @@
+"""GPTQ: rounding a matrix column by column, each column's error made good by those that follow.
+
+With H = X X^T of the inputs that calibration saw, the error a rounded column leaves in the outputs is least when the
+columns not yet rounded move by it times a row of the inverse of H. One Cholesky factor of that inverse holds all the
+rows that will be needed. Columns go in blocks, so that most of the moving is one matrix product per block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.loading.groups import IntGroups
+from penstock.engine.quantization.rounding import zero_point_grid
+from penstock.errors import CheckpointError
+
+_BLOCK = 128
+_DAMPING = 0.01
+"""Added to the diagonal, as a share of its mean: what calibration hardly saw must not be trusted far."""
+
+
+def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False, act_order: bool = False) -> IntGroups:
+    """`weight` [out, in] in 4 bits. `act_order`: columns with the largest inputs first, while all others can still
+    make good for them; groups then follow that order, and the result has one."""
+    work, h = weight.float().clone(), hessian.float().clone()
+    inputs = work.shape[1]
+    dead = h.diagonal() <= 0
+    h[dead, dead] = 1.0
+    work[:, dead] = 0.0
+    order = None
+    if act_order:
+        order = h.diagonal().argsort(descending=True, stable=True)
+        work, h = work[:, order], h[order][:, order]
+    factor = _inverse_factor(h)
+    quants = torch.empty_like(work, dtype=torch.uint8)
+    scales, zeros = [], []
+    for begin in range(0, inputs, _BLOCK):
+        end = min(begin + _BLOCK, inputs)
+        errors = torch.empty_like(work[:, begin:end])
+        for i in range(begin, end):
+            if i % group == 0:
+                # With all errors before it made good, the group is what it will be rounded from.
+                scale, zero = zero_point_grid(work[:, i : i + group], symmetric)
+                scales.append(scale)
+                zeros.append(zero)
+            column = work[:, i : i + 1]
+            q = ((column / scale).round_() + zero).clamp_(0, 15)
+            quants[:, i : i + 1] = q.to(torch.uint8)
+            error = (column - (q - zero) * scale) / factor[i, i]
+            errors[:, i - begin : i - begin + 1] = error
+            work[:, i + 1 : end] -= error * factor[i, i + 1 : end]
+        work[:, end:] -= errors @ factor[begin:end, end:]
+    scale, zero = torch.cat(scales, dim=1), torch.cat(zeros, dim=1)
+    return IntGroups(quants, scale, -scale * zero, 4, order)
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse, with as much damping as it takes."""
+    mean = hessian.diagonal().mean()
+    for damping in (_DAMPING, 10 * _DAMPING, 100 * _DAMPING):
+        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                return upper
+    raise CheckpointError("calibration gave no usable statistics: its activations are not finite, or all alike")

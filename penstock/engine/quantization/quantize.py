@@ -1,0 +1,223 @@
+"""Making a few-bit checkpoint of a model, layer by layer.
+
+GPTQ and AWQ calibrate; int8 and FP8 round to nearest, with one scale per output. The embedding and the head stay as
+they are. What can be read of a source can be quantized: a dense checkpoint, or one in few bits, multiplied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.loading.checkpoint import Checkpoint
+from penstock.engine.loading.groups import IntGroups
+from penstock.engine.loading.parallel import layer_order
+from penstock.engine.loading.random_checkpoint import tensor_shapes
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.quantization import awq, writer
+from penstock.engine.quantization.calibration import WatchedLinear, calibrate
+from penstock.engine.quantization.gptq import gptq
+from penstock.engine.quantization.rounding import SIZES, round_int8, round_zero_point
+from penstock.engine.quantization.writer import Method, ShardWriter
+from penstock.errors import ConfigError
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it, of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to quantize."""
+
+    method: Method
+    group: int | None = None
+    """Inputs that share a scale, in 4 bits; the largest of 128, 64 and 32 that fits every matrix when not set."""
+    symmetric: bool = False
+    """GPTQ: no zero points. Some kernels elsewhere are faster so; the error is larger."""
+    act_order: bool = False
+    """GPTQ: see `gptq`."""
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is a matrix of a layer; embeddings, heads, norms and routers are not quantized."""
+    return name.endswith(tuple(f"{end}.weight" for end in ("_proj", ".w1", ".w2", ".w3")))
+
+
+def pick_group(config: dict[str, Any], wanted: int | None) -> int:
+    """One group size for all matrices: checkpoints have one."""
+    shapes = {shape for name, shape in tensor_shapes(config).items() if is_linear(name)}
+    sizes = SIZES if wanted is None else (wanted,)
+    for size in sizes:
+        if size in SIZES and all(inputs % size == 0 and outputs % 8 == 0 for outputs, inputs in shapes):
+            return size
+    inputs = ", ".join(str(n) for n in sorted({shape[1] for shape in shapes}))
+    raise ConfigError(
+        f"matrices with {inputs} inputs cannot be cut into groups of {' or '.join(map(str, sizes))}; "
+        f"group sizes are {', '.join(map(str, SIZES))}, or use int8 or fp8"
+    )
+
+
+class RoundedCheckpoint:
+    """A model with its matrices rounded to nearest in 4 bits: what a method must beat."""
+
+    def __init__(self, source: Checkpoint, group: int, symmetric: bool = False) -> None:
+        self.config: dict[str, Any] = source.config
+        self._source = source
+        self._group = group
+        self._symmetric = symmetric
+
+    def names(self) -> Collection[str]:
+        return self._source.names()
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        tensor = self._source.tensor(name, device)
+        if not is_linear(name):
+            return tensor
+        return round_zero_point(tensor, self._group, self._symmetric).dense()
+
+
+def quantize(
+    source: Checkpoint,
+    recipe: Recipe,
+    windows: Sequence[Sequence[int]],
+    folder: Path,
+    progress: Progress,
+    *,
+    device: torch.device,
+    threads: int,
+) -> int:
+    """Write the checkpoint; the bytes of its tensors. `windows`: calibration text in token ids, for GPTQ and AWQ."""
+    linears = {name for name in source.names() if is_linear(name)}
+    out = ShardWriter(folder)
+    dtype = torch.bfloat16 if _named_dtype(source.config) == "bfloat16" else torch.float16
+    if recipe.method in ("int8", "fp8"):
+        group, changed = 0, _round_all(source, recipe.method, linears, out, progress, device)
+    else:
+        group = pick_group(source.config, recipe.group)
+        changed = _calibrated(source, recipe, group, windows, out, progress, device, threads)
+    for name in sorted(set(source.names()) - linears, key=layer_order):
+        out.add(name, changed.get(name, source.tensor(name)).to(dtype))
+    out.close()
+    settings = writer.quantization_config(recipe.method, group, recipe.symmetric, recipe.act_order)
+    writer.write_config(folder, source.config, settings, dtype)
+    return out.size
+
+
+def _named_dtype(config: dict[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+
+def _round_all(
+    source: Checkpoint,
+    method: Method,
+    linears: Collection[str],
+    out: ShardWriter,
+    progress: Progress,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    for done, name in enumerate(sorted(linears, key=layer_order)):
+        progress("rounding", done, len(linears))
+        base, weight = name.removesuffix("weight"), source.tensor(name, device)
+        if method == "int8":
+            tensors = writer.int8_tensors(base, round_int8(weight, weight.shape[1]))
+        else:
+            tensors = writer.fp8_tensors(base, weight)
+        for part, tensor in tensors.items():
+            out.add(part, tensor)
+    progress("rounding", len(linears), len(linears))
+    return {}
+
+
+def _calibrated(
+    source: Checkpoint,
+    recipe: Recipe,
+    group: int,
+    windows: Sequence[Sequence[int]],
+    out: ShardWriter,
+    progress: Progress,
+    device: torch.device,
+    threads: int,
+) -> dict[str, Tensor]:
+    """Quantize layer after layer; the tensors besides the matrices that changed."""
+    model = ModelConfig.from_hf(source.config)
+    changed: dict[str, Tensor] = {}
+    by_awq = recipe.method == "awq-int4"
+
+    def change(layer: DecoderLayer, linears: Sequence[WatchedLinear]) -> DecoderLayer:
+        if by_awq:
+            layer = _scale(model, layer, linears, group, changed)
+        for linear in linears:
+            if by_awq:
+                groups = awq.round_clipped(linear.weight, linear.hessian, group)
+            else:
+                groups = gptq(
+                    linear.weight, linear.hessian, group, symmetric=recipe.symmetric, act_order=recipe.act_order
+                )
+            linear.weight = groups.dense()
+            for name, rows in _rows_of(groups, linear.names):
+                base = name.removesuffix("weight")
+                tensors = writer.awq_tensors(base, rows) if by_awq else writer.gptq_tensors(base, rows)
+                for part, tensor in tensors.items():
+                    out.add(part, tensor)
+        return layer
+
+    progress("calibrating", 0, model.num_layers)
+    for done in calibrate(source, windows, change, device, threads):
+        progress("calibrating", done, model.num_layers)
+    return changed
+
+
+def _rows_of(groups: IntGroups, names: dict[str, int]) -> list[tuple[str, IntGroups]]:
+    """The stacked matrices one by one."""
+    assert groups.minimum is not None
+    found: list[tuple[str, IntGroups]] = []
+    at = 0
+    for name, size in names.items():
+        rows = slice(at, at + size)
+        part = IntGroups(groups.quants[rows], groups.scale[rows], groups.minimum[rows], groups.bits, groups.order)
+        found.append((name, part))
+        at += size
+    return found
+
+
+def _scale(
+    model: ModelConfig, layer: DecoderLayer, linears: Sequence[WatchedLinear], group: int, changed: dict[str, Tensor]
+) -> DecoderLayer:
+    """AWQ's scales for one layer, folded into what comes before; norms go to `changed` as they are to be stored."""
+    at = next(iter(linears[0].names)).split("self_attn.")[0]
+
+    def behind_norm(norm: Tensor, linear: WatchedLinear, name: str) -> Tensor:
+        scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
+        linear.rescale_inputs(scales)
+        changed[f"{at}{name}.weight"] = norm / scales - model.norm_shift
+        return norm / scales
+
+    qkv, output = linears[:2]
+    layer = replace(layer, input_norm=behind_norm(layer.input_norm, qkv, "input_layernorm"))
+    if model.num_heads == model.num_kv_heads:
+        # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
+        _behind_rows(qkv, output, group)
+    if len(linears) != 4:
+        return layer  # experts share their inputs: their groups are clipped, not scaled
+    gate_up, down = linears[2:]
+    before = "pre_feedforward_layernorm" if model.sandwich_norms else "post_attention_layernorm"
+    layer = replace(layer, mlp_norm=behind_norm(layer.mlp_norm, gate_up, before))
+    _behind_rows(gate_up, down, group)
+    return layer
+
+
+def _behind_rows(before: WatchedLinear, linear: WatchedLinear, group: int) -> None:
+    """Scales of `linear`, folded into the last rows of the linear that makes its inputs: value, or up."""
+    if before.bias is not None:
+        return
+    scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
+    weight = before.weight.clone()
+    weight[-linear.inputs :] /= scales[:, None]
+    before.weight = weight
+    linear.rescale_inputs(scales)

@@ -1,0 +1,197 @@
+"""Making few-bit checkpoints: GPTQ and AWQ beat rounding to nearest, and what is written reads back the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.bench.perplexity import distance, score
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.engine.quantization.awq import round_clipped, search_scales
+from penstock.engine.quantization.calibration import calibrate
+from penstock.engine.quantization.gptq import gptq
+from penstock.engine.quantization.quantize import Recipe, RoundedCheckpoint, pick_group, quantize
+from penstock.engine.quantization.rounding import round_zero_point
+from penstock.engine.quantization.writer import ShardWriter
+from penstock.errors import ConfigError
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.tiny import Reference, write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def inputs(count: int, width: int) -> Tensor:
+    """Activations as models have them: correlated, and a few channels far larger than the others."""
+    torch.manual_seed(5)
+    x = torch.randn(count, width // 4) @ torch.randn(width // 4, width) + 0.3 * torch.randn(count, width)
+    x[:, ::17] *= 20
+    return x
+
+
+def output_error(changed: Tensor, weight: Tensor, x: Tensor) -> float:
+    return float(((changed - weight) @ x.T).square().mean())
+
+
+def test_gptq_leaves_less_error_in_the_outputs_than_rounding() -> None:
+    seen, fresh = inputs(2000, 128).split([1500, 500])
+    weight = torch.randn(48, 128)
+    hessian = seen.T @ seen
+    nearest = output_error(round_zero_point(weight, 32).dense(), weight, fresh)
+    for act_order in (False, True):
+        for symmetric in (False, True):
+            groups = gptq(weight, hessian, 32, act_order=act_order, symmetric=symmetric)
+            baseline = output_error(round_zero_point(weight, 32, symmetric).dense(), weight, fresh)
+            assert output_error(groups.dense(), weight, fresh) < 0.5 * baseline
+            assert (groups.order is not None) == act_order
+    assert nearest > 0
+
+
+def test_awq_scales_and_ranges_leave_less_error_than_rounding() -> None:
+    x = inputs(1500, 128)
+    weight = torch.randn(48, 128)
+    hessian = x.T @ x
+    scales = search_scales(weight, hessian, x.abs().mean(0), 32)
+    rounded = round_zero_point(weight * scales, 32).dense() / scales
+    nearest = output_error(round_zero_point(weight, 32).dense(), weight, x)
+    scaled = output_error(rounded, weight, x)
+    assert scaled < 0.7 * nearest
+    clipped = round_clipped(weight * scales, hessian / scales / scales[:, None], 32).dense() / scales
+    assert output_error(clipped, weight, x) < scaled
+    assert scales[::17].mean() > scales.mean()  # the large channels are the protected ones
+
+
+def test_inputs_that_calibration_never_saw_do_no_harm() -> None:
+    x = inputs(300, 64)
+    x[:, 7] = 0
+    groups = gptq(torch.randn(16, 64), x.T @ x, 32)
+    assert bool(groups.dense().isfinite().all())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose norms let some channels through much larger than others, as real ones do."""
+    folder = write_checkpoint("llama-mha-bias", tmp_path_factory.mktemp("model"), spread=0.3)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensors[name] = torch.where(torch.rand(len(tensor)) < 0.08, tensor * 12, tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def texts(count: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 199, (64,), generator=generator).tolist() for _ in range(count)]
+
+
+def scores(path: Path, checkpoint: Checkpoint) -> object:
+    config = EngineConfig(str(path), device="cpu", dtype="float32", weights="dense", threads=1, max_model_len=96)
+    return score(Engine.load(config, checkpoint=checkpoint), texts(6, seed=1))
+
+
+def make(source: Path, folder: Path, recipe: Recipe) -> list[tuple[str, int, int]]:
+    seen: list[tuple[str, int, int]] = []
+    quantize(
+        open_checkpoint(source),
+        recipe,
+        texts(24, seed=0),
+        folder,
+        lambda *report: seen.append(report),
+        device=CPU,
+        threads=1,
+    )
+    return seen
+
+
+def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model: Path, tmp_path: Path) -> None:
+    reference = scores(model, open_checkpoint(model))
+    nearest = distance(scores(model, RoundedCheckpoint(open_checkpoint(model), 32)), reference)
+    for recipe in (Recipe("gptq-int4", 32), Recipe("gptq-int4", 32, act_order=True), Recipe("awq-int4", 32)):
+        folder = tmp_path / f"{recipe.method}-{recipe.act_order}"
+        make(model, folder, recipe)
+        made = distance(scores(model, open_checkpoint(folder)), reference)
+        assert made.divergence < 0.9 * nearest.divergence, (recipe, made, nearest)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "gptq-int4", "awq-int4"])
+def test_what_is_written_loads_small_and_answers_as_its_values_do(method: str, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / method
+    seen = make(model, folder, Recipe(method, 32 if "int4" in method else None))  # type: ignore[arg-type]
+    assert seen[-1][1] == seen[-1][2] > 0
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] in ("gptq", "awq", "compressed-tensors")
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.names()) == set(open_checkpoint(model).names())
+    # The same values in a dense checkpoint, run by the reference.
+    same = tmp_path / "dense"
+    same.mkdir()
+    save_file({n: checkpoint.tensor(n).float().contiguous() for n in checkpoint.names()}, same / "model.safetensors")
+    (same / "config.json").write_text((model / "config.json").read_text())
+    prompt = [5, 80, 3, 121]
+    output = generate(make_engine(folder), greedy("a", prompt, 10))["a"]
+    assert Reference(same).agrees(prompt, output, tie=0.05)
+
+
+def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path) -> None:
+    """Unpacked here by hand: inputs along words, zero points less one, the group of every input."""
+    make(model, tmp_path / "out", Recipe("gptq-int4", 32, act_order=True))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    base = "model.layers.1.mlp.down_proj."
+    words, zeros = (tensors[f"{base}{part}"].numpy().view(np.uint32) for part in ("qweight", "qzeros"))
+    scales, group_of = tensors[f"{base}scales"].double().numpy(), tensors[f"{base}g_idx"].numpy()
+    dense = np.zeros((64, 96))
+    for n in range(64):
+        for k in range(96):
+            q = int(words[k // 8, n]) >> 4 * (k % 8) & 15
+            z = (int(zeros[group_of[k], n // 8]) >> 4 * (n % 8) & 15) + 1
+            dense[n, k] = (q - z) * scales[group_of[k], n]
+    np.testing.assert_allclose(open_checkpoint(tmp_path / "out").tensor(f"{base}weight").numpy(), dense, atol=1e-6)
+    original = open_checkpoint(model).tensor(f"{base}weight").double().numpy()
+    assert np.linalg.norm(dense - original) < 0.2 * np.linalg.norm(original)
+
+
+def test_layer_by_layer_is_the_whole_model(model: Path) -> None:
+    """What calibration computes between layers is what the decoder computes in one go."""
+    last: dict[str, Tensor] = {}
+
+    def look(layer, linears):  # type: ignore[no-untyped-def]
+        last["hessian"] = linears[0].hessian
+        return layer
+
+    windows = texts(1, seed=3)
+    assert list(calibrate(open_checkpoint(model), windows, look, CPU, 1)) == [1, 2, 3]
+    reference = Reference(model).model
+    seen: list[Tensor] = []
+    reference.model.layers[2].self_attn.q_proj.register_forward_hook(lambda _m, args, _o: seen.append(args[0][0]))
+    with torch.inference_mode():
+        reference(torch.tensor(windows))
+    want = seen[0].T @ seen[0] / len(seen[0])
+    assert float((last["hessian"] - want).norm() / want.norm()) < 1e-4
+
+
+def test_a_group_size_that_does_not_fit_is_refused(model: Path) -> None:
+    config = open_checkpoint(model).config
+    assert pick_group(config, None) == 32
+    for wanted in (64, 48):
+        with pytest.raises(ConfigError, match="groups of"):
+            pick_group(config, wanted)
+
+
+def test_large_checkpoints_are_cut_into_shards(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, limit=1000)
+    for i in range(5):
+        writer.add(f"t{i}", torch.full((100,), float(i)))
+    writer.close()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2000 and len(set(index["weight_map"].values())) == 3
+    for i in range(5):
+        assert load_file(tmp_path / index["weight_map"][f"t{i}"])[f"t{i}"][0] == i
