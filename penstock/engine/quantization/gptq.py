@@ -36,21 +36,20 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False
     scales, zeros = [], []
     for begin in range(0, inputs, _BLOCK):
         end = min(begin + _BLOCK, inputs)
-        errors = torch.empty_like(work[:, begin:end])
-        for i in range(begin, end):
+        columns = work[:, begin:end].T.contiguous()  # a column is a row here: contiguous
+        errors = torch.empty_like(columns)
+        for i in range(end - begin):
             if i % group == 0:
                 # With all errors before it made good, the group is what it will be rounded from.
-                scale, zero = zero_point_grid(work[:, i : i + group], symmetric)
+                scale, zero = (part.squeeze(-1) for part in zero_point_grid(columns[i : i + group].T, symmetric))
                 scales.append(scale)
                 zeros.append(zero)
-            column = work[:, i : i + 1]
-            q = ((column / scale).round_() + zero).clamp_(0, 15)
-            quants[:, i : i + 1] = q.to(torch.uint8)
-            error = (column - (q - zero) * scale) / factor[i, i]
-            errors[:, i - begin : i - begin + 1] = error
-            work[:, i + 1 : end] -= error * factor[i, i + 1 : end]
-        work[:, end:] -= errors @ factor[begin:end, end:]
-    scale, zero = torch.cat(scales, dim=1), torch.cat(zeros, dim=1)
+            q = ((columns[i] / scale).round_() + zero).clamp_(0, 15)
+            quants[:, begin + i] = q.to(torch.uint8)
+            errors[i] = (columns[i] - (q - zero) * scale) / factor[begin + i, begin + i]
+            columns[i + 1 :].addr_(factor[begin + i, begin + i + 1 : end], errors[i], alpha=-1)
+        work[:, end:] -= errors.T @ factor[begin:end, end:]
+    scale, zero = torch.stack(scales, dim=1), torch.stack(zeros, dim=1)
     return IntGroups(quants, scale, -scale * zero, 4, order)
 
 
