@@ -14,7 +14,7 @@ from penstock.cli.app import app
 from penstock.config.describe import keys
 from penstock.protocol.transport import public_key
 
-COMMANDS = ["serve", "engine", "gateway", "chat", "pull", "doctor", "config"]
+COMMANDS = ["serve", "engine", "gateway", "chat", "pull", "quantize", "doctor", "config"]
 
 
 def penstock(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

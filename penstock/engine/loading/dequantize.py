@@ -47,7 +47,7 @@ def nibbles(quants: Tensor) -> Tensor:
     return torch.cat((quants & 15, quants >> 4), dim=-1)
 
 
-def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+def fifth_bits(blocks: Tensor, offset: int) -> Tensor:
     """32 single bits stored in 4 bytes, each moved to bit 4."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     bits = (blocks[:, offset : offset + 4, None] >> shifts) & 1
@@ -63,12 +63,12 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    quants = nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    quants = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
     return (quants.float() - 16) * half_at(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    quants = nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    quants = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
     return torch.addcmul(half_at(blocks, 2), quants.float(), half_at(blocks, 0))
 
 
@@ -94,12 +94,16 @@ def _q4_k(blocks: Tensor) -> Tensor:
     return (quants.float() * scales - offsets).reshape(-1, 256)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    scales, offsets = k_scales(blocks)
+def quants_q5_k(blocks: Tensor) -> Tensor:
+    """uint8 [n, 8, 32], from 0 to 31."""
     quants = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
-    return ((quants | fifth).float() * scales - offsets).reshape(-1, 256)
+    return quants | ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, offsets = k_scales(blocks)
+    return (quants_q5_k(blocks).float() * scales - offsets).reshape(-1, 256)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:

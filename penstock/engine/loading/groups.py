@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.loading.dequantize import dequantize, half_at, k_scales, nibbles
+from penstock.engine.loading.dequantize import dequantize, fifth_bits, half_at, k_scales, nibbles, quants_q5_k
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 
 
@@ -103,8 +103,8 @@ def from_zero_points(quants: Tensor, scale: Tensor, zero: Tensor, bits: int, ord
 def from_gguf(raw: RawTensor, device: str | torch.device = "cpu") -> IntGroups | None:
     """A GGUF tensor in groups; None for types that are not integers in groups of 32 or more.
 
-    Q6_K has groups of 16 and goes into groups of 32 in 8 bits, rounded: that adds less than a tenth to the error the
-    type has already. All others keep their values.
+    Types of 5 bits take 8. Q6_K has groups of 16 and goes into groups of 32 in 8 bits, rounded: that adds less than a
+    tenth to the error the type has already. All others keep their values.
     """
     if raw.type not in _READERS or len(raw.shape) != 2:
         return None
@@ -136,6 +136,21 @@ def _q4_k(blocks: Tensor, rows: int) -> IntGroups:
     return IntGroups(_rows(quants, rows), _rows(scale, rows), _rows(-offset, rows), 4)
 
 
+def _q5_0(blocks: Tensor, rows: int) -> IntGroups:
+    quants = (nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)).to(torch.int8) - 16
+    return IntGroups(_rows(quants, rows), _rows(half_at(blocks, 0), rows), None, 8)
+
+
+def _q5_1(blocks: Tensor, rows: int) -> IntGroups:
+    quants = (nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)).to(torch.int8)
+    return IntGroups(_rows(quants, rows), _rows(half_at(blocks, 0), rows), _rows(half_at(blocks, 2), rows), 8)
+
+
+def _q5_k(blocks: Tensor, rows: int) -> IntGroups:
+    scale, offset = k_scales(blocks)
+    return IntGroups(_rows(quants_q5_k(blocks).to(torch.int8), rows), _rows(scale, rows), _rows(-offset, rows), 8)
+
+
 def _q6_k(blocks: Tensor, rows: int) -> IntGroups:
     wide = dequantize(blocks, GGMLType.Q6_K, (rows, blocks.shape[0] // rows * 256)).reshape(rows, -1, 32)
     scale = wide.abs().amax(-1) / 127
@@ -148,5 +163,8 @@ _READERS: dict[GGMLType, Callable[[Tensor, int], IntGroups]] = {
     GGMLType.Q4_1: _q4_1,
     GGMLType.Q8_0: _q8_0,
     GGMLType.Q4_K: _q4_k,
+    GGMLType.Q5_0: _q5_0,
+    GGMLType.Q5_1: _q5_1,
+    GGMLType.Q5_K: _q5_k,
     GGMLType.Q6_K: _q6_k,
 }

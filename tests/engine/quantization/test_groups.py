@@ -17,7 +17,7 @@ from penstock.engine.quantization.cpu_groups import linear_of_groups
 from penstock.engine.quantization.rounding import round_int4, round_int8
 from tests.engine.loading.test_dequantize import blocks_of
 
-EXACT = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")
+EXACT = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_0", "Q5_1", "Q5_K")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_cpu_linears_on_gguf_groups(handle: Handle, kind: str) -> None:
     linear = linear_of_groups(handle, [groups], None, lambda linear: linear)
     want = x.double() @ groups.dense().double().T
     assert linear is not None
-    assert float((applied(linear, x) - want).norm() / want.norm()) < 1e-3
+    # 8-bit weights with a minimum are rounded once more, to symmetric int8.
+    assert float((applied(linear, x) - want).norm() / want.norm()) < (8e-3 if kind in ("Q5_1", "Q5_K") else 1e-3)
     assert linear.weight_bytes <= 48 * 512 * (5 if groups.bits == 4 else 8.5) / 8 + 64 * 3
 
 
