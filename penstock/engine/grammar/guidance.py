@@ -71,7 +71,10 @@ class GuidanceMatcher:
     def look(self) -> None:
         """Take notice of an error inside the library."""
         if self._why is None and self.raw.is_error():
-            self._why = self.raw.get_error().strip().partition("\n")[0] or "unknown"
+            self.fail(self.raw.get_error().strip().partition("\n")[0])
+
+    def fail(self, why: str) -> None:
+        self._why = self._why or why or "unknown"
 
 
 class GuidanceCompiler:
@@ -105,5 +108,7 @@ class GuidanceCompiler:
             self._executor.unsafe_compute_mask_ptr(
                 rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]
             )
-        for matcher in mine:
+        for matcher, mask in zip(mine, masks, strict=True):
             matcher.look()
+            if not mask.any():
+                matcher.fail("no token of the vocabulary can follow")
