@@ -85,6 +85,8 @@ def load_part(
     device = pick_device(config.device)
     if member is not None:
         device = member.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
     dtype = pick_dtype(config.dtype, device)
     on_cpu = device.type == "cpu"
     max_running = config.max_running or (64 if on_cpu else 256)
