@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Option("--url", "-u", envvar="PENSTOCK_URL", help="Address of the server.")]
 Key = Annotated[
     str | None,
-    typer.Option(envvar="PENSTOCK_ADMIN_KEY", help="The server's admin_key, if it has one.", show_envvar=True),
+    typer.Option(envvar="PENSTOCK_API_KEY", help="API key with the scope `admin`.", show_envvar=True),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def call(
-    method: str, url: str, key: str | None, path: str, body: dict[str, Any] | None = None, *, under: str = "/admin"
+    method: str, url: str, key: str | None, path: str, body: dict[str, Any] | None = None, *, under: str = "/v1/admin"
 ) -> Any:
     """The answer to one request; a refusal is raised in the server's words."""
     import httpx

@@ -64,5 +64,5 @@ def wake(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 def _tell(name: str, verb: str, url: str, key: str | None) -> None:
     begin = time.monotonic()
-    told = call("POST", url, key, f"/models/{name}/{verb}", under="/v1/admin")
+    told = call("POST", url, key, f"/models/{name}/{verb}")
     typer.echo(f"{told['id']}: {told['state']} after {time.monotonic() - begin:.1f} s")

@@ -46,9 +46,6 @@ class ServerConfig:
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )
-    admin_key: str = setting(
-        "", doc="Bearer token that /admin asks for; when empty, /admin answers only clients on this machine."
-    )
     time_slice_s: float = setting(
         10.0, doc="Seconds that a model which takes turns (time_slice) stays awake at least.", least=0
     )

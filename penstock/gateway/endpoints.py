@@ -96,10 +96,10 @@ ENDPOINTS = (
     Endpoint(
         "POST", "/v1/detokenize", detokenize, "Text of token ids.", "Tokens", DetokenizeRequest, serves_tokens=True
     ),
-    Endpoint("GET", "/admin/adapters", list_adapters, "Every LoRA adapter and its state.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/adapters", list_adapters, "Every LoRA adapter and its state.", "Admin", scope="admin"),
     Endpoint(
         "POST",
-        "/admin/adapters",
+        "/v1/admin/adapters",
         load_adapter,
         "Load an adapter, or load it again.",
         "Admin",
@@ -108,14 +108,14 @@ ENDPOINTS = (
     ),
     Endpoint(
         "PATCH",
-        "/admin/adapters/{name:path}",
+        "/v1/admin/adapters/{name:path}",
         pin_adapter,
         "Pin or unpin an adapter.",
         "Admin",
         AdapterPinRequest,
         scope="admin",
     ),
-    Endpoint("DELETE", "/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin", scope="admin"),
+    Endpoint("DELETE", "/v1/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin", scope="admin"),
     Endpoint(
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),

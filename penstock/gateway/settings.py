@@ -50,8 +50,6 @@ class GatewaySettings:
     max_tokens: int | None = None
     time_limit_s: float | None = 30.0
     max_choices: int = 16
-    admin_key: str = ""
-    """What the admin API asks for; empty: it answers this machine only."""
     store_url: str | None = None
     """Where tenants and keys are; None: nowhere, and everybody is let in."""
     default_tier: str = ""
@@ -92,7 +90,6 @@ class GatewaySettings:
             max_tokens=generation.max_tokens,
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
-            admin_key=server.admin_key,
             store_url=config.store.url,
             default_tier=config.auth.default_tier,
             key_fresh_s=config.auth.fresh_s,

@@ -29,7 +29,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     with pytest.raises(openai.NotFoundError):
         say(client, "style")
 
-    loaded = httpx.post(f"{server.url}/admin/adapters", json={"name": "style", "source": str(folder)}, timeout=60)
+    loaded = httpx.post(f"{server.url}/v1/admin/adapters", json={"name": "style", "source": str(folder)}, timeout=60)
     assert loaded.status_code == 200 and loaded.json()["state"] == "ready", loaded.text
     models = {model.id: model for model in client.models.list()}
     assert models["style"].model_extra is not None and models["style"].model_extra["parent"] == MODEL
@@ -37,7 +37,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     assert styled != plain and say(client, MODEL) == plain and say(client, "style") == styled
     assert server.metric("penstock_adapter_on_device") == 1
 
-    assert httpx.delete(f"{server.url}/admin/adapters/style").status_code == 200
+    assert httpx.delete(f"{server.url}/v1/admin/adapters/style").status_code == 200
     with pytest.raises(openai.NotFoundError):
         say(client, "style")
     assert "style" not in {model.id for model in client.models.list()}

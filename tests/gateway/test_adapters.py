@@ -38,13 +38,13 @@ def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @asynccontextmanager
 async def serving(
-    base: Path, text: TextModel, *adapters: AdapterSpec, admin_key: str = "", **engine: Any
+    base: Path, text: TextModel, *adapters: AdapterSpec, **engine: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
     loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings))
     port = free_port()
     names = tuple(spec.name for spec in adapters)
-    gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2, admin_key=admin_key)
+    gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
     model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
     stop = asyncio.Event()
     listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
@@ -91,19 +91,19 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
     async with serving(base, text, adapter_slots=3) as client:
         plain = await tokens(client, "tiny")
         assert (await complete(client, "mine")).status_code == 404
-        loaded = await client.post("/admin/adapters", json={"name": "mine", "source": str(folders["one"])})
+        loaded = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["one"])})
         assert loaded.status_code == 200 and loaded.json()["state"] == "ready" and loaded.json()["rank"] == 8
         first = await tokens(client, "mine")
         assert first != plain
-        again = await client.post("/admin/adapters", json={"name": "mine", "source": str(folders["two"])})
+        again = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["two"])})
         assert again.json()["version"] != loaded.json()["version"]
         assert await tokens(client, "mine") not in (plain, first)
-        pinned = await client.patch("/admin/adapters/mine", json={"pinned": True})
-        assert pinned.json()["pinned"] and (await client.get("/admin/adapters")).json()["data"][0]["pinned"]
-        assert (await client.delete("/admin/adapters/mine")).json()["deleted"]
+        pinned = await client.patch("/v1/admin/adapters/mine", json={"pinned": True})
+        assert pinned.json()["pinned"] and (await client.get("/v1/admin/adapters")).json()["data"][0]["pinned"]
+        assert (await client.delete("/v1/admin/adapters/mine")).json()["deleted"]
         assert (await complete(client, "mine")).json()["error"]["code"] == "model_not_found"
-        assert (await client.delete("/admin/adapters/mine")).status_code == 404
-        assert (await client.get("/admin/adapters")).json()["data"] == []
+        assert (await client.delete("/v1/admin/adapters/mine")).status_code == 404
+        assert (await client.get("/v1/admin/adapters")).json()["data"] == []
 
 
 async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -111,14 +111,14 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
     async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2) as client:
 
         async def load(**body: Any) -> tuple[int, str]:
-            answer = await client.post("/admin/adapters", json={"source": str(folders["one"]), **body})
+            answer = await client.post("/v1/admin/adapters", json={"source": str(folders["one"]), **body})
             return answer.status_code, answer.json()["error"]["message"]
 
         answer = await complete(client, "large")
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "adapter_failed"
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
-        assert (await client.get("/admin/adapters")).json()["data"][0]["state"] == "failed"
+        assert (await client.get("/v1/admin/adapters")).json()["data"][0]["state"] == "failed"
         for body, status, sentence in (
             ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "nor a path that exists"),
             ({"name": "tiny"}, 400, "already the name of another model"),
@@ -134,17 +134,8 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
 
 async def test_engines_without_slots_say_so(base: Path, text: TextModel, folders: dict[str, Path]) -> None:
     async with serving(base, text) as client:
-        answer = await client.post("/admin/adapters", json={"name": "one", "source": str(folders["one"])})
+        answer = await client.post("/v1/admin/adapters", json={"name": "one", "source": str(folders["one"])})
         assert answer.status_code == 400 and "set adapter_slots" in answer.json()["error"]["message"]
         assert "penstock_adapter" not in [
             line.split("{")[0] for line in (await client.get("/metrics")).text.split("\n")
         ]
-
-
-async def test_the_admin_key_is_asked_for(base: Path, text: TextModel) -> None:
-    async with serving(base, text, admin_key="secret", adapter_slots=2) as client:
-        assert (await client.get("/admin/adapters")).status_code == 401
-        wrong = await client.get("/admin/adapters", headers={"authorization": "Bearer wrong"})
-        assert wrong.status_code == 401
-        right = await client.get("/admin/adapters", headers={"authorization": "Bearer secret"})
-        assert right.status_code == 200

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -11,6 +9,7 @@ from penstock.engine.adapters.apply import LoraKernel, ReferenceLora, adapt
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.sources import resolve_adapter
 from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
 from penstock.engine.config import EngineConfig
 from penstock.engine.kernels.cpu.ops import CpuOps
@@ -69,9 +68,7 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
     layout = layout_of(decoder.config)
 
     def read(name: str, source: str) -> LoadedAdapter:
-        from penstock.engine.loading.sources import resolve
-
-        path = Path(resolve(source))
+        path = resolve_adapter(source)
         return read_adapter(name, path, layout, max_rank=config.adapter_rank, dtype=dtype, pin=device.type == "cuda")
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)

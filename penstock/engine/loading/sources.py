@@ -74,7 +74,7 @@ def resolve(source: str, progress: Progress | None = None, *, cache: Path | None
     parsed = _parse(source)
     if isinstance(parsed, Path):
         return parsed
-    slot = Slot(root, _key(source))
+    slot = Slot(root, cache_key(source))
     if slot.complete() and not refresh:
         return _model_in(slot.folder)
     with slot.lock(progress):
@@ -95,7 +95,7 @@ def cached(source: str, *, cache: Path | None = None) -> Path | None:
     parsed = _parse(source)
     if isinstance(parsed, Path):
         return parsed
-    slot = Slot(cache_dir() if cache is None else cache, _key(source))
+    slot = Slot(cache_dir() if cache is None else cache, cache_key(source))
     return _model_in(slot.folder) if slot.complete() else None
 
 
@@ -123,7 +123,7 @@ def _parse(source: str) -> Path | HubSource | tuple[Wheel, ...]:
     )
 
 
-def _key(source: str) -> str:
+def cache_key(source: str) -> str:
     """A folder name for a source: readable, and distinct for distinct sources."""
     if source in ALIASES:
         # The pinned hashes are part of the name, so that a new release of an alias is a new folder.

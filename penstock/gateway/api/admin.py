@@ -1,13 +1,9 @@
-"""/admin: what an operator does to a running server, one function per route.
-
-Every route asks for `server.admin_key`; where there is none, only clients on this machine are answered.
-"""
+"""/v1/admin: what an operator does to a running server's models, one function per route, for keys with the scope
+`admin`."""
 
 from __future__ import annotations
 
 import dataclasses
-import hmac
-import ipaddress
 from typing import Annotated, Any
 
 import msgspec
@@ -18,12 +14,12 @@ from penstock.gateway.decoding import decode
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.schemas import Name
 from penstock.gateway.service import Service
-from penstock.protocol.errors import AuthenticationError, InvalidRequest, NotFound, PermissionDenied
+from penstock.protocol.errors import InvalidRequest, NotFound
 from penstock.routing.registry import ServedModel
 
 
 class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /admin/adapters"""
+    """POST /v1/admin/adapters"""
 
     name: Name
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -33,7 +29,7 @@ class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class AdapterPinRequest(Struct, forbid_unknown_fields=True):
-    """PATCH /admin/adapters/{name}"""
+    """PATCH /v1/admin/adapters/{name}"""
 
     pinned: bool
 
@@ -43,7 +39,6 @@ _pin = msgspec.json.Decoder(AdapterPinRequest)
 
 
 async def list_adapters(service: Service, exchange: Exchange) -> None:
-    authorize(service, exchange)
     found = [
         describe(model, status) for model in service.registry for status in (model.backend.adapters or {}).values()
     ]
@@ -51,7 +46,6 @@ async def list_adapters(service: Service, exchange: Exchange) -> None:
 
 
 async def load_adapter(service: Service, exchange: Exchange) -> None:
-    authorize(service, exchange)
     request = decode(_load, await exchange.body(service.settings.body_limit))
     problem = name_problem(request.name)
     if problem is not None:
@@ -66,30 +60,15 @@ async def load_adapter(service: Service, exchange: Exchange) -> None:
 
 
 async def pin_adapter(service: Service, exchange: Exchange) -> None:
-    authorize(service, exchange)
     request = decode(_pin, await exchange.body(service.settings.body_limit))
     model, name = _owner(service, exchange)
     await exchange.reply_json(describe(model, await model.backend.pin_adapter(name, request.pinned)))
 
 
 async def unload_adapter(service: Service, exchange: Exchange) -> None:
-    authorize(service, exchange)
     model, name = _owner(service, exchange)
     await model.backend.unload_adapter(name)
     await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
-
-
-def authorize(service: Service, exchange: Exchange) -> None:
-    """Whether the client may administer this server; raises otherwise."""
-    key = service.settings.admin_key
-    if key:
-        given = exchange.header(b"authorization") or b""
-        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            raise AuthenticationError("The admin API needs the key of `server.admin_key` as a bearer token.")
-        return
-    client = exchange.scope.get("client")
-    if client is None or not ipaddress.ip_address(client[0]).is_loopback:
-        raise PermissionDenied("Without `server.admin_key` the admin API answers only clients on its own machine.")
 
 
 def describe(model: ServedModel, status: AdapterStatus) -> dict[str, Any]:
@@ -110,7 +89,7 @@ def _base(service: Service, name: str | None) -> ServedModel:
 
 
 def _owner(service: Service, exchange: Exchange) -> tuple[ServedModel, str]:
-    name = exchange.path.removeprefix("/admin/adapters/")
+    name = exchange.path.removeprefix("/v1/admin/adapters/")
     for model in service.registry:
         if name in model.adapter_names:
             return model, name

@@ -279,6 +279,8 @@ def test_which_files_are_chosen() -> None:
     assert chosen(HubSource("org/name", choice="q8_0"), *ggufs) == ["LICENSE", "m-Q8_0.gguf"]
     assert chosen(HubSource("org/name", choice="m-Q2_K.gguf"), *ggufs) == ["LICENSE", "m-Q2_K.gguf"]
     assert chosen(source, "only.gguf") == ["only.gguf"]
+    adapter = ("adapter_config.json", "adapter_model.safetensors")
+    assert chosen(source, "README.md", *adapter, "training_args.bin") == list(adapter)
     with pytest.raises(SourceError, match=r"which GGUF file\?.*a-x\.gguf, b-y\.gguf"):
         chosen(source, "a-x.gguf", "b-y.gguf")
     with pytest.raises(SourceError, match="no safetensors or GGUF weights"):
