@@ -44,6 +44,8 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
     "llama-mqa-tied": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -62,6 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
+    "phi3-half-rotated": ("Phi3Config", {"rope_parameters": HALF_ROPE, "tie_word_embeddings": True}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

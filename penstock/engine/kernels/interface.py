@@ -164,10 +164,10 @@ class Ops(ActivationOps, Protocol):
         """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
-        [max_positions, head_dim]: cosines in the first half of a row, sines in the second; rotation pairs
-        dimension i with i + head_dim / 2. With `q_norm`/`k_norm` each head is RMS-normalized first. An FP8
-        cache stores keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them
-        rounded, and writes `kv_scales`.
+        [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
+        dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
+        each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
+        to its range; an int8 cache stores them rounded, and writes `kv_scales`.
         """
         ...
 

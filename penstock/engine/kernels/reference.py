@@ -65,7 +65,7 @@ class ReferenceOps:
             q = _rms(q, q_norm, eps)
         if k_norm is not None:
             k = _rms(k, k_norm, eps)
-        half = dim // 2
+        half = cos_sin.shape[1] // 2
         table = cos_sin[batch.positions].unsqueeze(1)
         cos, sin = table[..., :half], table[..., half:]
         q, k = (_rotate(x, cos, sin) for x in (q, k))
@@ -155,8 +155,10 @@ class _Cached:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    """The first dimensions turn, as many as the table has; the others stay."""
+    wide, half = x.float(), cos.shape[-1]
+    low, high, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
 def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: _Cached, values: _Cached) -> Tensor:

@@ -16,14 +16,14 @@ from penstock.errors import CheckpointError
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """float32 [positions, head_dim]: cosines in the first half of each row, sines in the second."""
-    frequencies, scale = _frequencies(rope, head_dim, positions)
+    """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second."""
+    frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
 
 
-def _frequencies(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, float]:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def _frequencies(rope: RopeConfig, dim: int, positions: int) -> tuple[Tensor, float]:
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     wavelengths = rope.theta**exponents
     base = 1.0 / wavelengths
     if rope.kind == "linear":
@@ -31,7 +31,7 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tenso
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, wavelengths, head_dim)
+        return _yarn(rope, wavelengths, dim)
     if rope.kind == "longrope":
         return _longrope(rope, wavelengths, positions)
     return base, 1.0
@@ -46,17 +46,17 @@ def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
     return torch.where(turns > rope.high_freq_factor, base, stretched)
 
 
-def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: RopeConfig, wavelengths: Tensor, dim: int) -> tuple[Tensor, float]:
     """Blend by dimension between the dimensions that turn `beta_fast` and `beta_slow` times in the trained window."""
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
     keep = 1 - ramp
     frequencies = wavelengths.mul(rope.factor).reciprocal() * (1 - keep) + wavelengths.reciprocal() * keep
 

@@ -82,6 +82,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
     heads = required("attention.head_count")
     hidden = required("embedding_length")
+    rotated = key("rope.dimension_count")
+    # Files that leave the size of a head unsaid give the rotated part of it; in Phi that may not be all.
+    head_dim = key("attention.key_length") or (rotated if arch != "phi3" else None) or hidden // heads
     config: dict[str, Any] = {
         "model_type": MODEL_TYPES[arch],
         "hidden_size": hidden,
@@ -89,7 +92,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": key("attention.head_count_kv", heads),
-        "head_dim": key("attention.key_length") or key("rope.dimension_count") or hidden // heads,
+        "head_dim": head_dim,
         "rms_norm_eps": _short(required("attention.layer_norm_rms_epsilon")),
         "rope_theta": _short(key("rope.freq_base", 10000.0)),
         "max_position_embeddings": required("context_length"),
@@ -104,6 +107,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         config["use_sliding_window"] = True
         if config["model_type"] == "llama":
             config["model_type"] = "mistral"
+    if rotated and rotated < head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     _add_experts(config, key)
     _add_gemma(config, key)

@@ -29,7 +29,7 @@ class DecoderLayer:
     k_norm: Tensor | None
     heads: HeadLayout
     cos_sin: Tensor
-    """Rotary table [positions, head_dim], shared with other layers."""
+    """Rotary table [positions, rotated dimensions], shared with other layers."""
     output: Linear
     mlp_norm: Tensor
     mlp: Mlp

@@ -15,6 +15,8 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 class RopeConfig:
     """Base frequency, and how it is stretched for longer contexts. `layers.rotary` makes the tables."""
 
+    rotated: float = 1.0
+    """Share of a head's dimensions that is rotated, the first ones."""
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
@@ -44,8 +46,6 @@ def read_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None = None) 
         kind = "longrope"  # what early Phi-3 checkpoints called it
     if kind not in KINDS:
         raise CheckpointError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
-    if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError("partial_rotary_factor below 1 is not supported: every dimension of a head is rotated")
     positions = int(raw.get("max_position_embeddings", 2048))
     original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
     original = int(original or positions)
@@ -57,6 +57,7 @@ def read_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None = None) 
         return None if value is None else float(value)
 
     return RopeConfig(
+        rotated=float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))),
         theta=float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))),
         kind=kind,
         factor=float(factor),

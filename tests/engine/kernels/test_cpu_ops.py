@@ -106,12 +106,12 @@ def test_rope_and_cache_matches_the_reference(ops: CpuOps, dtype: torch.dtype, n
     torch.manual_seed(1)
     reference = ReferenceOps()
     for cache_dtype in DTYPES:
-        for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 20), (2, 1, 8)):
+        for heads, kv_heads, dim, rotary in ((9, 3, 64, 64), (4, 4, 20, 20), (4, 2, 48, 36), (2, 1, 8, 8)):
             layout = HeadLayout(heads, kv_heads, dim, dim**-0.5)
             batch, num_blocks = make_batch([(40, 1), (7, 7), (130, 61)], 16, seed=dim)
             tokens = batch.positions.shape[0]
             qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
-            angles = torch.rand(256, dim // 2) * 6
+            angles = torch.rand(256, rotary // 2) * 6
             cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
             weights = [torch.rand(dim).to(dtype) + 0.5 if norms else None for _ in range(2)]
             caches = [torch.full((num_blocks, kv_heads, 16, dim), 7.0, dtype=cache_dtype) for _ in range(4)]

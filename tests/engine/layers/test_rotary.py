@@ -69,6 +69,15 @@ def test_longrope_takes_the_factors_of_the_context_it_serves(positions: int) -> 
     assert read_rope(old) == rope
 
 
+def test_part_of_a_head_is_rotated() -> None:
+    scaling = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    config = Phi3Config(hidden_size=256, num_attention_heads=4, rope_parameters=scaling)
+    theirs = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(4096).unsqueeze(0))
+    ours = cos_sin_table(read_rope(config.to_dict()), 64, 4096, CPU)
+    assert ours.shape == (4096, 48)
+    compare(ours, theirs)
+
+
 def test_longrope_with_too_few_factors_is_refused() -> None:
     rope = read_rope({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}})
     with pytest.raises(CheckpointError, match="1 factors for 32 frequencies"):
@@ -79,7 +88,6 @@ def test_longrope_with_too_few_factors_is_refused() -> None:
     ("raw", "message"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
     ],
 )
 def test_what_cannot_be_run_exactly_is_refused(raw: dict[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3-two-ropes": "gemma3",
     "phi3-longrope": "phi3",
+    "phi3-half-rotated": "phi3",
 }
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -94,6 +95,8 @@ def convert(folder: Path, arch: str) -> Path:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
+    if arch == "phi3":
+        keys["rope.dimension_count"] = int(config["hidden_size"] // heads * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         for length in ("short", "long"):

@@ -94,7 +94,6 @@ def test_a_llama_is_plain() -> None:
         ("gemma2", {"hidden_activation": "relu"}, "only 'gelu_pytorch_tanh' is"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "only decoders can be run"),
         ("mixtral", {"num_experts_per_tok": 2}, "num_local_experts"),
-        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
         ("llama", {"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
     ],
 )

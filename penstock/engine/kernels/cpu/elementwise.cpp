@@ -97,9 +97,17 @@ void gate_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn,
     });
 }
 
-// Rotates dimension i with i + half, in float32, from `head` to `out` (which may be the same memory).
 template <class T, class O>
-PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin, int half) {
+PK_INLINE void convert(const T* x, O* out, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) store(out + i, load(x + i));
+    if (int rest = n - i) store_part(out + i, load_part(x + i, rest), rest);
+}
+
+// Rotates dimension i with i + half, in float32, from `head` to `out` (which may be the same memory); what lies
+// behind 2 * half, up to `dim`, goes over as it is.
+template <class T, class O>
+PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin, int half, int dim) {
     int i = 0;
     for (; i + VL <= half; i += VL) {
         vf low = load(head + i), high = load(head + half + i), c = load(cos + i), s = load(sin + i);
@@ -112,13 +120,7 @@ PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin,
         store_part(out + i, low * c - high * s, rest);
         store_part(out + half + i, high * c + low * s, rest);
     }
-}
-
-template <class T, class O>
-PK_INLINE void convert(const T* x, O* out, int n) {
-    int i = 0;
-    for (; i + VL <= n; i += VL) store(out + i, load(x + i));
-    if (int rest = n - i) store_part(out + i, load_part(x + i, rest), rest);
+    if (2 * half < dim) convert(head + 2 * half, out + 2 * half, dim - 2 * half);
 }
 
 }  // namespace
@@ -132,6 +134,7 @@ struct RopeArgs {
     int64_t tokens, max_positions, num_slots;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
     int32_t heads, kv_heads, head_dim, block_size;
+    int32_t rotary;  // dimensions that are rotated: the width of `cos_sin`
     int32_t dtype, cache_dtype, norm_dtype;
     float eps;
 };
@@ -155,27 +158,27 @@ namespace {
 
 template <class T, class C>
 void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, int64_t begin, int64_t end) {
-    const int dim = a.head_dim, half = dim / 2;
+    const int dim = a.head_dim, half = a.rotary / 2;
     const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
     const Scales key_scales{a.k_scales, a.kv_heads, a.block_size}, value_scales{a.v_scales, a.kv_heads, a.block_size};
     for (int64_t t = begin; t < end; ++t) {
         T* row = static_cast<T*>(a.qkv) + t * width;
-        const float *cos = a.cos_sin + a.positions[t] * dim, *sin = cos + half;
+        const float *cos = a.cos_sin + a.positions[t] * a.rotary, *sin = cos + half;
         const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
         for (int h = 0; h < a.heads + a.kv_heads; ++h) {
             T* head = row + h * dim;
             const float* norm = h < a.heads ? q_norm : k_norm;
             if (norm) scale_row(head, norm, head, dim, rms_factor(square_sum(head, dim), dim, a.eps));
             if (h < a.heads) {
-                rotate(head, head, cos, sin, half);
+                rotate(head, head, cos, sin, half, dim);
             } else {
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
                 if constexpr (kScaled<C>) {
-                    rotate(head, head, cos, sin, half);
+                    rotate(head, head, cos, sin, half, dim);
                     store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
                 } else {
-                    rotate(head, key, cos, sin, half);
+                    rotate(head, key, cos, sin, half, dim);
                 }
             }
         }

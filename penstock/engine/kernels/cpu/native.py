@@ -33,7 +33,7 @@ class RopeArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("q_norm", "k_norm")),
         *((name, c_int64) for name in ("tokens", "max_positions", "num_slots")),
         *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size", "rotary")),
         *((name, c_int32) for name in ("dtype", "cache_dtype", "norm_dtype")),
         ("eps", c_float),
     )

@@ -224,9 +224,11 @@ class CpuOps:
         if view.tokens != tokens:
             raise LayoutError(f"{tokens} tokens, but positions and slots for {view.tokens}")
         _need(cos_sin, "cos_sin", torch.float32)
+        if cos_sin.shape[1] % 2 or cos_sin.shape[1] > dim:
+            raise LayoutError(f"cos_sin rotates {cos_sin.shape[1]} dimensions of heads that have {dim}")
         args = RopeArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).rope)
         args.qkv, args.dtype, args.tokens = qkv.data_ptr(), dtype_code(qkv, "qkv"), tokens
-        args.cos_sin, args.max_positions = cos_sin.data_ptr(), cos_sin.shape[0]
+        args.cos_sin, args.max_positions, args.rotary = cos_sin.data_ptr(), *cos_sin.shape
         args.positions, args.slots = view.positions, view.slots
         args.eps = eps
         if q_norm is not None or k_norm is not None:

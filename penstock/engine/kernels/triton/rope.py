@@ -41,6 +41,7 @@ def _rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -51,10 +52,17 @@ def _rope_kernel(
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
+    TURNING: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     cols = tl.arange(0, HALF_BLOCK)
     in_half = cols < HALF
+    # Lane i holds dimension i and its partner; dimensions that are not rotated fill the lanes behind.
+    low_at = cols
+    high_at = HALF + cols
+    if ROTARY < DIM:
+        low_at = tl.where(cols < TURNING, cols, TURNING + cols)
+        high_at = tl.where(cols < TURNING, TURNING + cols, HALF + cols)
     is_q = head < HEADS
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
@@ -64,36 +72,36 @@ def _rope_kernel(
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
-    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM + cols[None, :]
-    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
+    low = tl.load(source + low_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
 
     if Q_NORM or K_NORM:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
         inverse = tl.rsqrt(square / DIM + eps)
         if Q_NORM:
-            gain_low = tl.load(q_norm_ptr + cols, mask=in_half, other=0.0).to(tl.float32)
-            gain_high = tl.load(q_norm_ptr + HALF + cols, mask=in_half, other=0.0).to(tl.float32)
+            gain_low = tl.load(q_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(q_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
             lane = is_q[:, None]
             low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
             high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
         if K_NORM:
-            gain_low = tl.load(k_norm_ptr + cols, mask=in_half, other=0.0).to(tl.float32)
-            gain_high = tl.load(k_norm_ptr + HALF + cols, mask=in_half, other=0.0).to(tl.float32)
+            gain_low = tl.load(k_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(k_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
             lane = is_k[:, None]
             low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
             high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
 
-    table = cos_sin_ptr + position * DIM + cols
-    cos = tl.load(table, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(table + HALF, mask=in_half, other=0.0)[None, :]
+    table = cos_sin_ptr + position * ROTARY + cols
+    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
+    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
 
     q_mask = is_q[:, None] & in_half[None, :]
-    q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM + cols[None, :]
-    tl.store(q_out, new_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
-    tl.store(q_out + HALF, new_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+    q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM
+    tl.store(q_out + low_at[None, :], new_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(q_out + high_at[None, :], new_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
 
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -118,13 +126,13 @@ def _rope_kernel(
     low_stored = new_low.to(k_cache_ptr.dtype.element_ty)
     high_stored = new_high.to(k_cache_ptr.dtype.element_ty)
     k_mask = is_k[:, None] & in_half[None, :]
-    k_out = k_cache_ptr + k_at[:, None] * DIM + cols[None, :]
-    tl.store(k_out, low_stored, mask=k_mask)
-    tl.store(k_out + HALF, high_stored, mask=k_mask)
+    k_out = k_cache_ptr + k_at[:, None] * DIM
+    tl.store(k_out + low_at[None, :], low_stored, mask=k_mask)
+    tl.store(k_out + high_at[None, :], high_stored, mask=k_mask)
     v_mask = is_v[:, None] & in_half[None, :]
-    v_out = v_cache_ptr + v_at[:, None] * DIM + cols[None, :]
-    tl.store(v_out, low_stored, mask=v_mask)
-    tl.store(v_out + HALF, high_stored, mask=v_mask)
+    v_out = v_cache_ptr + v_at[:, None] * DIM
+    tl.store(v_out + low_at[None, :], low_stored, mask=v_mask)
+    tl.store(v_out + high_at[None, :], high_stored, mask=v_mask)
 
 
 def rope_and_cache(
@@ -169,6 +177,7 @@ def rope_and_cache(
         HEADS=layout.heads,
         KV_HEADS=layout.kv_heads,
         DIM=dim,
+        ROTARY=cos_sin.shape[1],
         HALF_BLOCK=half_block,
         HEAD_BLOCK=head_block,
         BLOCK_SIZE=k_cache.shape[2],
