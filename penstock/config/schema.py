@@ -109,7 +109,7 @@ class ModelConfig:
     )
     host_memory: int = setting(
         0, doc="Host memory for KV blocks that leave the cache and may come back; 0 for none.",
-        least=0, size=True, example="16GiB",
+        least=0, size=True,
     )  # fmt: skip
     host_idle_s: float = setting(
         30.0, doc="Seconds after which an unused KV block is copied to host_memory ahead of its eviction.", least=0

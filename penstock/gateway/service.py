@@ -171,4 +171,5 @@ class Service:
     def _views(self) -> Iterator[EngineView]:
         for model in self.registry:
             backend = model.backend
-            yield EngineView(model.name, backend.name, backend.ready, backend.info, backend.load)
+            awake = backend.state in ("awake", "drowsy")
+            yield EngineView(model.name, backend.name, backend.ready, backend.info, backend.load, awake)

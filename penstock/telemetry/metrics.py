@@ -33,6 +33,7 @@ class EngineView:
     ready: bool
     info: EngineInfo | None
     load: Load
+    awake: bool = True
 
 
 @dataclass(slots=True)
@@ -199,6 +200,13 @@ class Metrics:
             "1 when the engine takes requests.",
             ENGINE_LABELS,
             lambda: [((view.model, view.engine), int(view.ready)) for view in self._engines()],
+        )
+        registry.sampled(
+            "gauge",
+            "penstock_engine_awake",
+            "1 when the engine holds its weights, 0 while it sleeps.",
+            ENGINE_LABELS,
+            lambda: [((view.model, view.engine), int(view.ready and view.awake)) for view in self._engines()],
         )
         registry.sampled(
             "gauge",

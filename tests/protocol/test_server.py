@@ -7,6 +7,7 @@ import pytest
 
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.messages import (
+    ASLEEP,
     DRAINING,
     NOT_REGISTERED,
     Abort,
@@ -15,11 +16,14 @@ from penstock.protocol.messages import (
     Hello,
     Ready,
     Shutdown,
+    Sleep,
+    State,
     Step,
     Stopped,
     Submit,
+    Wake,
 )
-from tests.protocol.client import connected, eventually, serving
+from tests.protocol.client import Client, connected, eventually, serving
 from tests.protocol.scripted import ScriptedEngine
 
 
@@ -279,3 +283,80 @@ def test_shutdown_stops_at_once() -> None:
         client.submit("a", tokens=10**9)
         client.send(Shutdown())
         assert running.join() == 0
+
+
+class KeepingSleeper:
+    """Keeps the engine while it sleeps; counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def sleep(self, engine: ScriptedEngine) -> ScriptedEngine:
+        assert not engine.has_work
+        self.calls.append("sleep")
+        return engine
+
+    def collect(self) -> None:
+        self.calls.append("collect")
+
+    def wake(self, dormant: ScriptedEngine) -> ScriptedEngine:
+        self.calls.append("wake")
+        return dormant
+
+
+def states(client: Client, until: str) -> list[str]:
+    """The states that the engine tells of, up to `until`."""
+    seen: list[str] = []
+    while not seen or seen[-1] != until:
+        message = client.receive(5.0)
+        assert message is not None, f"never {until}: {seen}"
+        if isinstance(message, State):
+            seen.append(message.state)
+    return seen
+
+
+def test_told_to_sleep_it_finishes_what_runs_refuses_what_comes_and_wakes_again() -> None:
+    sleeper = KeepingSleeper()
+    with (
+        serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running,
+        connected(running.endpoint) as client,
+        connected(running.endpoint) as other,
+    ):
+        assert client.hello().state == "awake"
+        client.submit("a", tokens=20)
+        eventually(lambda: running.server._engine.has_work)
+        client.send(Sleep())
+        client.submit("late")
+        deltas = {delta.request_id: delta for delta in client.deltas(1.0) if delta.finish_reason}
+        assert deltas["a"].finish_reason == "length"
+        assert deltas["late"].finish_reason == "error" and str(deltas["late"].error).startswith(ASLEEP)
+        assert eventually(lambda: sleeper.calls == ["sleep", "collect"])
+        assert other.hello().state == "sleeping", "whoever comes later hears of it too"
+        other.send(Wake())
+        assert states(client, "awake")[-2:] == ["waking", "awake"]
+        client.submit("b", first=7, tokens=2)
+        assert client.finish("b")[0] == [7, 8]
+
+
+def test_woken_while_it_still_works_it_just_goes_on() -> None:
+    sleeper = KeepingSleeper()
+    with serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=50)
+        eventually(lambda: running.server._engine.has_work)
+        client.send(Sleep())
+        assert states(client, "drowsy") == ["drowsy"]
+        client.send(Wake())
+        assert states(client, "awake") == ["awake"]
+        client.submit("b", tokens=2)
+        assert client.finish("b")[1].finish_reason == "length"
+        assert sleeper.calls == []
+
+
+def test_an_engine_that_cannot_sleep_says_so() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.send(Sleep())
+        while not isinstance(message := client.receive(5.0), State):
+            assert message is not None
+        assert message.state == "awake" and message.problem == "this engine cannot sleep"
