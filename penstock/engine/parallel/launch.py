@@ -68,8 +68,6 @@ class Ranks(Member):
     def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
         if config.adapters or config.adapter_slots:
             raise ConfigError("adapters run on one device only; remove them, or tensor_parallel and pipeline_parallel")
-        if config.host_memory:
-            raise ConfigError("host_memory works on one device only; remove it, or use one rank")
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel)
         super().__init__(place, self._folder / "store", config.watchdog_s)
