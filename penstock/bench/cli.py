@@ -266,6 +266,53 @@ def compare(
     _run(body)
 
 
+DETERMINISM_HELP = """
+What deterministic mode costs: decoding alone and in a batch, and a prompt, with and without, turn by turn.
+
+Examples:
+
+    penstock bench determinism
+
+    penstock bench determinism --shape llama-8b --device cuda --json results.json
+"""
+
+
+@app.command(help=DETERMINISM_HELP)
+def determinism(
+    model: Model = "smollm2-135m",
+    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
+    device: Device = "auto",
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import determinism as measured
+        from penstock.bench import shapes
+        from penstock.engine.config import EngineConfig
+        from penstock.engine.device import pick_device, pick_dtype
+        from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+        from penstock.engine.loading.sources import resolve
+
+        checkpoint = None
+        if shape is not None:
+            where = pick_device(device)
+            checkpoint = RandomCheckpoint(shapes.named(shape), device=where, dtype=pick_dtype("auto", where))
+        config = EngineConfig(
+            model=shape or str(resolve(model)),
+            name=shape or model,
+            device=device,
+            threads=threads,
+            weights="auto" if shape is None else "dense",
+            max_running=16,
+            max_model_len=2048,
+            num_blocks=1024,
+        )
+        measured.main(config, checkpoint=checkpoint, rounds=rounds, json_file=json_file, console=_console())
+
+    _run(body)
+
+
 def _list() -> None:
     from penstock.bench import report, shapes, workloads
 

@@ -115,6 +115,9 @@ class ModelConfig:
         30.0, doc="Seconds after which an unused KV block is copied to host_memory ahead of its eviction.", least=0
     )
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts that begin alike.")
+    deterministic: bool = setting(
+        False, doc="The same bits for a request whatever else runs beside it; slower, above all for prompts."
+    )
     speculation: SpeculationForm = setting(  # noqa: RUF009
         "off", doc="Guess tokens ahead where it pays: ngram (from the text itself) or draft (needs draft_model)."
     )

@@ -55,6 +55,8 @@ class EngineConfig:
     host_idle_s: float = 30.0
     """Blocks that nobody used for this long are copied to the host before their place is needed."""
     prefix_cache: bool = True
+    deterministic: bool = False
+    """A request's tokens and log-probabilities are the same bits whatever else runs; slower."""
     speculation: SpeculationForm = "off"
     """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the
     text itself. `draft`: from `draft_model`. What is generated stays the same."""

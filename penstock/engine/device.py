@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.kernels.cpu.dense import DenseLinear
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import FP8, INT8, ActivationOps, Ops, torch_dtype
 from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.build import Quantizer, Weights
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.quantization.cpu_blocks import BlockQuantizer
 from penstock.errors import ConfigError
 
@@ -79,10 +82,24 @@ class WeightPlan:
     fused_up_to: int = 0
 
 
+def check_deterministic(config: EngineConfig, model: ModelConfig, ops: Ops) -> None:
+    """Set the kernels to one way of computing; refuse what has none yet."""
+    if model.moe is not None:
+        raise ConfigError("deterministic: true is not available for mixture-of-experts models")
+    if config.adapters or config.adapter_slots:
+        raise ConfigError("deterministic: true is not available with adapters")
+    if config.ranks > 1:
+        raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
+    if ops.name == "triton":
+        ops.fixed = True  # type: ignore[attr-defined]
+
+
 def plan_weights(
     config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: Weights
 ) -> WeightPlan:
     """Choose the form of the weights; one that cannot be had here is refused. Few-bit checkpoints stay as they are."""
+    if config.deterministic:
+        return _plan_fixed(config, ops, device, dtype, weights)
     if device.type == "cuda":
         return _plan_cuda(config, ops, device, dtype, weights)
     plan = _plan_cpu(config, ops, dtype, weights)
@@ -107,7 +124,25 @@ def _plan_cpu(config: EngineConfig, ops: Ops, dtype: torch.dtype, weights: Weigh
     )
     if native is None or not (matrix or blocks):
         return WeightPlan()
-    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations, matrix))
+    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations, matrix, config.deterministic))
+
+
+def _plan_fixed(
+    config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype, weights: Weights
+) -> WeightPlan:
+    """Linears whose results do not depend on the number of rows."""
+    from penstock.engine.quantization.fixed import FixedLinears
+
+    if isinstance(ops, CpuOps):
+        plan = _plan_cpu(config, ops, dtype, weights)
+        return WeightPlan(FixedLinears(partial(DenseLinear, ops.handle), plan.quantize, device, dtype))
+    if ops.name != "triton":
+        raise ConfigError("deterministic: true needs the native kernels (run `penstock doctor` to see why they lack)")
+    if config.weights not in ("auto", "dense"):
+        raise ConfigError("deterministic: true on CUDA needs weights: dense")
+    from penstock.engine.kernels.triton.matmul import FixedLinear
+
+    return WeightPlan(FixedLinears(FixedLinear, None, device, dtype))
 
 
 def _plan_cuda(

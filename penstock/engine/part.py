@@ -17,7 +17,14 @@ import torch
 
 from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
 from penstock.engine.config import EngineConfig
-from penstock.engine.device import pick_device, pick_dtype, pick_kv_dtype, pick_ops, plan_weights
+from penstock.engine.device import (
+    check_deterministic,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    pick_ops,
+    plan_weights,
+)
 from penstock.engine.kernels.interface import FP8, Ops
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.memory import count_blocks, kv_shape, longest_sequence, sliding_window
@@ -102,6 +109,8 @@ def load_part(
             member.meet(device)
     with phases("kernels"):
         ops = ops or pick_ops(device, threads)
+        if config.deterministic:
+            check_deterministic(config, model, ops)
         plan = plan_weights(config, ops, device, dtype, weights)
         kv_dtype = pick_kv_dtype(config, dtype)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)

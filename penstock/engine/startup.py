@@ -80,6 +80,7 @@ def _assemble(
         max_verified=config.max_verified(part.max_running),
         adapters=part.adapters,
         several_ranks=ranks is not None,
+        deterministic=config.deterministic,
         mover=mover,
     )
     info = EngineInfo(

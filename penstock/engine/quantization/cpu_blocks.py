@@ -26,15 +26,22 @@ class BlockQuantizer:
     """See `Quantizer`. `form` and `activations` are what the configuration asked for."""
 
     def __init__(
-        self, handle: Handle, form: WeightForm, activations: ActivationForm = "auto", matrix: bool = False
+        self,
+        handle: Handle,
+        form: WeightForm,
+        activations: ActivationForm = "auto",
+        matrix: bool = False,
+        fixed: bool = False,
     ) -> None:
+        """`fixed`: one way of computing for any number of rows."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
         self._matrix_budget = _MATRIX_BUDGET
         self.form = form
         self.digits = 1 if activations == "int8" else 2
-        self._tuner = Tuner(handle) if activations == "auto" else None
+        self.fixed = fixed
+        self._tuner = Tuner(handle) if activations == "auto" and not fixed else None
         """`auto` is two digits for few rows and the fastest of equal quality for many: one digit is faster still, but
         changes what small models say (`penstock bench perplexity` shows by how much)."""
 
@@ -59,6 +66,9 @@ class BlockQuantizer:
     def _finish(self, linear: QuantLinear) -> QuantLinear:
         """What all linears made here have in common."""
         linear.digits = self.digits
+        if self.fixed:
+            linear.matrix_rows = 1 if linear.bits == 16 else 0
+            return linear
         size = 2 * linear.in_features * linear.out_features
         if self.matrix and linear.bits < 16 and size <= self._matrix_budget:
             self._matrix_budget -= size

@@ -34,9 +34,11 @@ class StepInputs:
 class InputBuilder:
     """Builds the inputs of a step from the rows and the batch."""
 
-    def __init__(self, rows: Rows, block_size: int, *, keep_host: bool = False) -> None:
-        """`keep_host`: steps carry their inputs as host arrays too, for other ranks."""
+    def __init__(self, rows: Rows, block_size: int, *, keep_host: bool = False, alone: bool = False) -> None:
+        """`keep_host`: steps carry their inputs as host arrays too, for other ranks. `alone`: every token attends on
+        its own, in prompts too, so that no boundary of a chunk shows in a result."""
         self.rows = rows
+        self.alone = alone
         self.keep_host = keep_host
         self.block_size = block_size
         self._staging = Staging(rows.device)
@@ -45,7 +47,7 @@ class InputBuilder:
         """Pack the batch. Tokens sampled by a step still in flight are taken from the device rows."""
         self.rows.update(batch)
         chunks, size = batch.chunks, self.block_size
-        starts, lengths, rows, samples = entries(batch)
+        starts, lengths, rows, samples = single_tokens(batch) if self.alone else entries(batch)
         ends = np.cumsum(lengths)
         query_starts = np.concatenate(([0], ends))
         owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -90,7 +92,7 @@ class InputBuilder:
             context_lens=context,
             rows=row,
             block_tables=self.rows.block_tables,
-            num_decodes=batch.num_decodes,
+            num_decodes=batch.num_tokens if self.alone else batch.num_decodes,
             max_query=int(lengths.max()),
             # CUDA kernels are compiled per bound; one bound for all steps keeps compilation out of traffic.
             max_context=int(contexts.max()) if ids.device.type == "cpu" else self.rows.max_context,
@@ -133,6 +135,18 @@ def entries(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
         lengths = np.repeat(lengths - counts + 1, counts)
         rows, samples = np.repeat(rows, counts), np.repeat(samples, counts)
     return starts, lengths, rows, samples
+
+
+def single_tokens(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """As `entries`, with every token an entry of its own."""
+    lengths = np.array([chunk.length for chunk in batch.chunks], np.int64)
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    starts = np.repeat(np.array([chunk.start for chunk in batch.chunks], np.int64), lengths) + within
+    rows = np.repeat(np.array([chunk.seq.row for chunk in batch.chunks], np.int64), lengths)
+    # A chunk samples behind its last token, and behind as many before it as it has guesses.
+    sampled = np.array([1 + len(chunk.drafts) if chunk.samples else 0 for chunk in batch.chunks], np.int64)
+    samples = within >= np.repeat(lengths - sampled, lengths)
+    return starts, np.ones_like(starts), rows, samples
 
 
 def _request(batch: Batch, rows: Tensor, keys: Tensor, row_flags: np.ndarray) -> SampleRequest:

@@ -63,10 +63,13 @@ class Rows:
         device: torch.device,
         block_size: int = 16,
         followed: int = ~0,
+        one_by_one: bool = False,
     ) -> None:
         """`followed`: flags of the sampling parameters that count here; a draft model may leave some out."""
         self.device = device
         self.followed = followed
+        self.one_by_one = one_by_one
+        """Sums over the vocabulary are made row by row: the vendor's depend on how many rows there are."""
         self.vocab_size = vocab_size
         self.max_context = max_context
         max_blocks = -(-max_context // block_size)

@@ -96,6 +96,7 @@ class Runner:
         max_verified: int = 0,
         adapters: AdapterRuntime | None = None,
         followed: int = ~0,
+        deterministic: bool = False,
         several_ranks: bool = False,
         mover: BlockMover | None = None,
     ) -> None:
@@ -106,8 +107,10 @@ class Runner:
         self.max_verified = max_verified
         self.kv = kv
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
-        self.rows = Rows(max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size, followed)
-        self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks)
+        self.rows = Rows(
+            max_rows + 1, max_model_len, decoder.config.vocab_size, kv.device, block_size, followed, deterministic
+        )
+        self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
         self.graphs: DecodeGraphs | None = None
         self.tape: Tape | None = None
         self.mover = mover
@@ -155,7 +158,8 @@ class Runner:
     def _record(self, decoder: Decoder, tokens: int) -> Tape | None:
         if not isinstance(decoder.ops, CpuOps):
             return None
-        sequences = min(tokens, max(len(self.rows.block_tables), self.max_verified))
+        most = tokens if self.inputs.alone else max(len(self.rows.block_tables), self.max_verified)
+        sequences = min(tokens, most)
         return record(decoder.ops, decoder.forward, self.kv, self.rows.block_tables, tokens=tokens, sequences=sequences)
 
     def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
@@ -210,7 +214,7 @@ class Runner:
             for part in range(0, len(wanted), _SCORED_AT_ONCE):
                 targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
                 logits = self.decoder.logits(hidden[begin + part : begin + part + len(targets)])
-                scored = logprobs_of(logits, targets, count)
+                scored = logprobs_of(logits, targets, count, one_by_one=self.rows.one_by_one)
                 seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))
 
 

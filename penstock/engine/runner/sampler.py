@@ -56,9 +56,15 @@ class LogprobTensors:
         ]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
-    """Log-probabilities under `logits` [n, vocab] of `tokens` [n] and of the `count` most likely tokens."""
-    norm = logits.logsumexp(-1, keepdim=True)
+def logprobs_of(logits: Tensor, tokens: Tensor, count: int, *, one_by_one: bool = False) -> LogprobTensors:
+    """Log-probabilities under `logits` [n, vocab] of `tokens` [n] and of the `count` most likely tokens.
+
+    `one_by_one`: each row is summed alone, so that it does not matter how many there are.
+    """
+    if one_by_one:
+        norm = torch.cat([logits[i : i + 1].logsumexp(-1, keepdim=True) for i in range(len(logits))])
+    else:
+        norm = logits.logsumexp(-1, keepdim=True)
     top = logits.topk(count, dim=-1) if count else None
     chosen = logits.gather(1, tokens.unsqueeze(1)) - norm
     empty = tokens.new_zeros((len(tokens), 0))
@@ -85,7 +91,8 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tupl
         _count(request, tokens, rows.output_counts)
     logprobs = None
     if flags & Flag.LOGPROBS:
-        logprobs = logprobs_of(raw, tokens, max(chunk.seq.params.logprobs or 0 for chunk in request.chunks))
+        count = max(chunk.seq.params.logprobs or 0 for chunk in request.chunks)
+        logprobs = logprobs_of(raw, tokens, count, one_by_one=rows.one_by_one)
     return tokens, logprobs
 
 
@@ -97,7 +104,12 @@ def _choose(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> Ten
     cut = None
     if request.flags & Flag.FILTER:
         top_p, min_p = (values[:, FLOATS.index(name)].contiguous() for name in ("top_p", "min_p"))
-        cut = ops.filter_thresholds(logits, temperature, rows.top_k[request.rows], top_p, min_p)
+        filters = (logits, temperature, rows.top_k[request.rows], top_p, min_p)
+        if rows.one_by_one:
+            rows_alone = [[value[i : i + 1] for value in filters] for i in range(len(logits))]
+            cut = torch.cat([ops.filter_thresholds(*row) for row in rows_alone])
+        else:
+            cut = ops.filter_thresholds(*filters)
     return ops.gumbel_argmax(logits, temperature, request.keys, cut)
 
 

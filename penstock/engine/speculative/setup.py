@@ -29,6 +29,8 @@ def load_draft(config: EngineConfig, phases: Phases) -> Part | None:
         return None
     if config.draft_model is None:
         raise ConfigError("speculation: draft needs a draft_model")
+    if config.ranks > 1:
+        raise ConfigError("speculation: draft works on one device; use ngram with several")
     with phases("draft model"):
         # It takes steps of as many tokens as the target verifies, so it is prepared like one that speculates.
         alone = replace(
@@ -71,6 +73,7 @@ def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: 
         block_size=config.block_size,
         max_verified=config.max_verified(target.max_running),
         followed=FOLLOWED,
+        deterministic=config.deterministic,
     )
     runner.record(target.token_budget)
     if runner.graphs is not None:

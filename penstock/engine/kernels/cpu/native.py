@@ -66,6 +66,16 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class DenseArgs(ctypes.Structure):
+    """Mirror of `DenseArgs` in dense.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "columns", "depth")),
+        *((name, c_int32) for name in ("dtype", "out_dtype")),
+    )
+
+
 class LoraStep(ctypes.Structure):
     """Mirror of `LoraStep` in lora.cpp."""
 
@@ -97,6 +107,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
+    "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),

@@ -32,6 +32,7 @@ _TOKENS: Final = 0
 _SEQUENCES: Final = 1
 _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", _TOKENS),
+    "pk_dense": ("rows", _TOKENS),
     "pk_rope_and_cache": ("tokens", _TOKENS),
     "pk_attention": ("sequences", _SEQUENCES),
     "pk_lora": ("tokens", _TOKENS),

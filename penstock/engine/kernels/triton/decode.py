@@ -267,6 +267,12 @@ def choose(sequences: int, kv_heads: int, head_dim: int, kv_size: int, processor
     return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, splits=splits, min_tiles=max(1, tokens // block_n))
 
 
+def fixed(head_dim: int, kv_size: int) -> DecodeConfig:
+    """One launch shape for any number of sequences: a compromise between one decode and many tokens of a prompt."""
+    block_n = max(16, min(128, 16384 // (next_power_of_2(head_dim) * max(2, kv_size))))
+    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, splits=16, min_tiles=max(1, 256 // block_n))
+
+
 def decode_attention(
     q: Tensor,
     layout: HeadLayout,

@@ -7,11 +7,16 @@ any sequence of calls can be captured in a CUDA graph and replayed with new cont
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
 from penstock.engine.kernels.triton import activation, decode, filters, masks, norm, prefill, rope, sampler
+
+_FIXED_ROWS = 256
+"""Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
 
 
 class TritonOps:
@@ -27,6 +32,8 @@ class TritonOps:
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self.processors = 132
+        self.fixed = False
+        """One launch shape for any number of sequences, so that none sees its company in its results."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,6 +78,9 @@ class TritonOps:
     ) -> Tensor:
         out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
         group = layout.heads // layout.kv_heads
+        if self.fixed and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
+            self._attend_fixed(q, layout, batch, k_cache, v_cache, out, kv_scales)
+            return out
         if batch.num_decodes:
             shape = decode.choose(
                 batch.num_decodes, layout.kv_heads, layout.head_dim, k_cache.element_size(), self.processors
@@ -81,6 +91,29 @@ class TritonOps:
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
+
+    def _attend_fixed(
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        kv_scales: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Every token decodes; how its keys are shared out is decided by its own context."""
+        shape = decode.fixed(layout.head_dim, k_cache.element_size())
+        for begin in range(0, q.shape[0], _FIXED_ROWS):
+            part = slice(begin, begin + _FIXED_ROWS)
+            count = min(_FIXED_ROWS, q.shape[0] - begin)
+            few = dataclasses.replace(
+                batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
+            )
+            counters = self._counters_for(count * layout.kv_heads)
+            decode.decode_attention(
+                q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, pdl=self.pdl
+            )
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -1,0 +1,129 @@
+"""Deterministic mode: a request gets the same bits alone, in any batch, in any chunks, from the cache or not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.core import Engine
+from penstock.engine.kernels import cpu
+from penstock.engine.kernels.cpu.dense import DenseLinear
+from penstock.engine.request import Delta, Request, SamplingParams, TokenLogprob
+from penstock.errors import ConfigError
+from tests.engine.harness import assert_idle, drain, make_engine
+from tests.engine.speculative.forced import Oracle, eager_engine
+from tests.engine.tiny import write_checkpoint
+
+VOCAB = 199
+ops = cpu.load(2)
+native = pytest.mark.skipif(ops is None, reason="no native kernels here")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-mha-bias", tmp_path_factory.mktemp("fixed"), spread=0.6)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+WATCHED = [
+    Request("greedy", prompt(1, 150), SamplingParams(max_tokens=24, temperature=0.0, logprobs=3)),
+    Request("sampled", prompt(2, 37), SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=5, logprobs=0)),
+    Request("scored", prompt(3, 60), SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, prompt_logprobs=2)),
+]
+
+
+def bits(deltas: list[Delta], name: str) -> tuple[list[int], list[TokenLogprob | None]]:
+    """The tokens of a request and all its log-probabilities, floats as they are."""
+    mine = [delta for delta in deltas if delta.request_id == name]
+    prompt_scores = [score for delta in mine for score in delta.prompt_logprobs or ()]
+    scores = [score for delta in mine for score in delta.logprobs or ()]
+    return [token for delta in mine for token in delta.tokens], prompt_scores + scores
+
+
+def run(engine: Engine, requests: list[Request]) -> list[Delta]:
+    for request in requests:
+        engine.submit(request)
+    return drain(engine)
+
+
+def company(count: int) -> list[Request]:
+    rng = random.Random(count)
+    return [
+        Request(f"c{i}", prompt(100 + i, rng.randrange(1, 90)), SamplingParams(max_tokens=rng.randrange(1, 40), seed=i))
+        for i in range(count)
+    ]
+
+
+@native
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, {"weights": "int4", "activations": "int16"}])
+def test_the_same_bits_alone_in_any_batch_and_in_any_chunks(checkpoint: Path, settings: dict[str, Any]) -> None:
+    fixed = {"deterministic": True, "num_blocks": 400, **settings}
+    alone = make_engine(checkpoint, **fixed)
+    expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+    again = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+    assert again == expected, "with the prompt found in the cache"
+    assert alone.load_snapshot().prefix_hit_tokens > 100
+    for budget, others in ((512, 3), (64, 11), (7, 2)):
+        engine = make_engine(checkpoint, **fixed, token_budget=budget)
+        deltas = run(engine, company(others) + WATCHED)
+        for name, wanted in expected.items():
+            assert bits(deltas, name) == wanted, (name, budget, others)
+        assert_idle(engine)
+
+
+@native
+def test_the_same_bits_after_preemption_and_with_speculation(checkpoint: Path) -> None:
+    requests = WATCHED[:2] + company(6)
+    roomy = make_engine(checkpoint, deterministic=True, num_blocks=400)
+    expected = {request.request_id: bits(run(roomy, [request]), request.request_id) for request in requests}
+    texts = {name: tokens for name, (tokens, _) in expected.items()}
+    tight = make_engine(checkpoint, deterministic=True, num_blocks=12, token_budget=48)
+    deltas = run(tight, requests)
+    assert tight.load_snapshot().preemptions > 0
+    guessing = eager_engine(
+        checkpoint, lambda _: Oracle(texts, wrong=0.3, vocab_size=VOCAB), deterministic=True, num_blocks=400
+    )
+    guessed = run(guessing, requests)
+    assert guessing.load_snapshot().accepted_tokens > 20
+    for name, wanted in expected.items():
+        assert bits(deltas, name) == wanted, name
+        assert bits(guessed, name) == wanted, name
+
+
+@native
+def test_it_is_close_to_the_usual_engine(checkpoint: Path) -> None:
+    for request in WATCHED[:2]:
+        usual = run(make_engine(checkpoint), [request])
+        fixed = run(make_engine(checkpoint, deterministic=True), [request])
+        assert [token for delta in fixed for token in delta.tokens] == [t for delta in usual for t in delta.tokens]
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 64), (33, 100), (7, 19)])
+def test_dense_linears_ignore_how_many_rows_there_are(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert ops is not None
+    torch.manual_seed(3)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    linear = DenseLinear(ops.handle, weight, bias)
+    x = torch.randn(23, shape[1]).to(dtype)
+    whole = linear(x)
+    for rows in (1, 2, 3, 4, 5, 9):
+        for begin in (0, 7, 23 - rows):
+            assert torch.equal(linear(x[begin : begin + rows].contiguous()), whole[begin : begin + rows])
+    exact = x.double() @ weight.double().T + bias.double()
+    assert torch.allclose(whole.double(), exact, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_what_has_no_deterministic_form_is_refused(tmp_path: Path) -> None:
+    experts = write_checkpoint("mixtral", tmp_path)
+    with pytest.raises(ConfigError, match="mixture-of-experts"):
+        make_engine(experts, deterministic=True)

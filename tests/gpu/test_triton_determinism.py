@@ -1,0 +1,69 @@
+"""Deterministic mode on CUDA: linears and attention that ignore their company, and the engine made of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gpu_harness import MODE, QUICK, Row, bandwidth, check, poisoned_outputs, rand, time_us
+from test_triton_gemv import linear64
+
+from penstock.engine.kernels.triton.matmul import matmul
+
+BF16 = torch.bfloat16
+ON_DEVICE = MODE == "device"
+SHAPES = [(48, 96), (33, 80)] if QUICK else [(4096, 4096), (6144, 512), (1000, 576), (28672, 4096), (257, 1536)]
+
+
+def test_linears_ignore_how_many_rows_there_are() -> None:
+    for n, k in SHAPES:
+        for dtype in (BF16, torch.float32):
+            x, weight = rand(70, k, dtype=dtype), rand(n, k, dtype=dtype, scale=k**-0.5)
+            bias = rand(n, dtype=dtype)
+            with poisoned_outputs():
+                whole = matmul(x, weight, bias)
+            check(f"matmul {k} -> {n} {dtype}", whole, linear64(x, weight, bias))
+            if MODE == "compile":
+                continue
+            for begin, rows in ((0, 1), (5, 1), (63, 2), (1, 8), (3, 64), (69, 1)):
+                with poisoned_outputs():
+                    part = matmul(x[begin : begin + rows].contiguous(), weight, bias)
+                assert torch.equal(part, whole[begin : begin + rows]), (n, k, dtype, begin, rows)
+
+
+def test_the_engine_gives_the_same_bits_in_any_company() -> None:
+    if not ON_DEVICE:
+        return
+    from tests.engine.harness import make_engine
+    from tests.engine.test_determinism import WATCHED, bits, company, run
+    from tests.engine.tiny import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-mha-bias", Path(folder), spread=0.6)
+        for dtype in ("float32", "bfloat16"):
+            fixed = {"device": "cuda", "dtype": dtype, "deterministic": True, "num_blocks": 400, "max_running": 16}
+            alone = make_engine(path, **fixed)
+            expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+            again = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+            assert again == expected, "with the prompt found in the cache"
+            for budget, others in ((512, 3), (64, 11), (7, 2)):
+                engine = make_engine(path, **fixed, token_budget=budget)
+                deltas = run(engine, company(others) + WATCHED)
+                for name, wanted in expected.items():
+                    assert bits(deltas, name) == wanted, (dtype, name, budget, others)
+
+
+def bench_fixed_linears() -> Iterator[Row]:
+    """Against the usual path of the same shape."""
+    from penstock.engine.layers.cuda_linear import CudaLinear
+
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        weights = [rand(n, k, dtype=BF16, scale=k**-0.5) for _ in range(3)]
+        for rows in (1, 16, 512):
+            x = rand(rows, k, dtype=BF16)
+            fixed = time_us([lambda w=w, x=x: matmul(x, w, None) for w in weights])
+            usual = time_us([lambda w=w, x=x: CudaLinear(w, None)(x) for w in weights])
+            name, us, rate = bandwidth(f"fixed linear {rows} x {k} -> {n}", fixed, 2.0 * n * k)
+            yield name, us, f"{rate}, {fixed / usual if usual else 0:.2f}x the usual"
