@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
+# Compiled once per machine and version into the user's cache, so that the first start does not have to.
+KERNELS := $(BIN)/python -W ignore -m penstock.engine.kernels.cpu.build
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
@@ -86,9 +88,11 @@ $(BIN)/python:
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
 	@$(PIP) install -c constraints.txt -e .
+	@$(KERNELS)
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
 	@$(PIP) install -c constraints.txt -e '.[test]'
+	@$(KERNELS)
 	@touch $(RUN_STAMP) $@

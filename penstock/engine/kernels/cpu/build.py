@@ -166,3 +166,16 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def main() -> None:
+    """Compile now instead of at the first start; without a compiler say so and leave it."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        log.info("native CPU kernels: %s", build())
+    except BuildError as error:
+        log.warning("native CPU kernels are left out, PyTorch does their work: %s", error)
+
+
+if __name__ == "__main__":
+    main()
