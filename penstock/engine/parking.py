@@ -39,18 +39,30 @@ class Parked:
 
     @torch.inference_mode()
     def restore(self) -> Engine:
-        """Bring everything back; the engine can be used again."""
-        for storage, host in self.kept:
-            storage.resize_(host.numel())
-            bytes_of(storage).copy_(host, non_blocking=True)
-        for storage, size in self.emptied:
-            storage.resize_(size)
-            bytes_of(storage).zero_()
-        for graphs, sizes in self.graphs:
-            for size in sizes:
-                graphs.capture(size)
-        _synchronize()
+        """Bring everything back; the engine can be used again. Without room for all of it nothing is taken."""
+        try:
+            for storage, host in self.kept:
+                storage.resize_(host.numel())
+                bytes_of(storage).copy_(host, non_blocking=True)
+            for storage, size in self.emptied:
+                storage.resize_(size)
+                bytes_of(storage).zero_()
+            for graphs, sizes in self.graphs:
+                for size in sizes:
+                    graphs.capture(size)
+            _synchronize()
+        except BaseException:
+            self._empty()
+            raise
         return self.engine
+
+    def _empty(self) -> None:
+        for graphs, _ in self.graphs:
+            graphs.forget()
+        for storage in (*(storage for storage, _ in self.kept), *(storage for storage, _ in self.emptied)):
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
@@ -67,12 +79,9 @@ def park(engine: Engine) -> Parked:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
             kept.append((storage, host.copy_(bytes_of(storage), non_blocking=True)))
     _synchronize()
-    emptied = [(storage, storage.nbytes()) for storage in caches.values()]
-    for storage in [storage for storage, _ in kept] + list(caches.values()):
-        storage.resize_(0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return Parked(engine, kept, emptied, graphs)
+    parked = Parked(engine, kept, [(storage, storage.nbytes()) for storage in caches.values()], graphs)
+    parked._empty()
+    return parked
 
 
 def _synchronize() -> None:

@@ -72,3 +72,17 @@ def test_parked_memory_is_empty_and_comes_back_under_the_same_tensors(plain_engi
     assert torch.equal(weight, before) and not cache.any()
     assert generate(woken, REQUEST) == expected, "and nothing of the old cache was taken for a prefix"
     assert_idle(woken)
+
+
+def test_a_wake_without_room_takes_nothing_and_can_be_tried_again(plain_engine: Engine) -> None:
+    expected = generate(plain_engine, REQUEST)
+    tensors = [item for item in walk(plain_engine) if isinstance(item, Tensor)]
+    parked = park(plain_engine)
+    asleep = sum(storage.nbytes() for storage in storages_of(tensors).values())
+    with (
+        patch("penstock.engine.parking._synchronize", side_effect=MemoryError("no room")),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        parked.restore()
+    assert sum(storage.nbytes() for storage in storages_of(tensors).values()) == asleep
+    assert generate(parked.restore(), REQUEST) == expected
