@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.quantization.rounding import round_zero_point, zero_point_grid
+from penstock.engine.quantization.rounding import round_zero_point, searched_grid
 
 _RATIOS = 20
-_SHRINK = tuple(1 - step / 20 for step in range(1, 11))
-"""Parts of a group's range that are tried besides all of it."""
 
 
 def search_scales(weight: Tensor, hessian: Tensor, magnitude: Tensor, group: int) -> Tensor:
@@ -45,19 +43,6 @@ def round_clipped(weight: Tensor, hessian: Tensor, group: int) -> IntGroups:
     at = torch.arange(0, inputs, group, device=weight.device)
     inside = torch.stack([hessian[i : i + group, i : i + group] for i in at.tolist()])
 
-    def attempt(part: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scale, zero = zero_point_grid(cut * part, symmetric=False)
-        quants = ((cut / scale).round_() + zero).clamp_(0, 15)
-        change = (quants - zero) * scale - cut
-        moved = torch.bmm(change.transpose(0, 1), inside).transpose(0, 1)
-        return (moved * change).sum(-1, keepdim=True), quants, scale, zero
-
-    least, quants, scale, zero = attempt(1.0)
-    for part in _SHRINK:
-        loss, *found = attempt(part)
-        better = loss < least
-        least = torch.where(better, loss, least)
-        quants, scale, zero = (
-            torch.where(better, new, old) for new, old in zip(found, (quants, scale, zero), strict=True)
-        )
+    scale, zero = searched_grid(cut, inside, symmetric=False)
+    quants = ((cut / scale).round_() + zero).clamp_(0, 15)
     return IntGroups(quants.to(torch.uint8).flatten(1), scale.squeeze(-1), (-scale * zero).squeeze(-1), 4)

@@ -37,7 +37,7 @@ class WatchedLinear:
         self._weight: Tensor | None = None
         self._hessian: Tensor | None = None
         self._magnitude: Tensor | None = None
-        self._tokens = 0
+        self.tokens = 0
 
     def load(self, device: torch.device) -> None:
         parts = [self._source.tensor(name, device).to(device=device, dtype=torch.float32) for name in self.names]
@@ -62,14 +62,14 @@ class WatchedLinear:
         """Mean of x x^T over the inputs; the identity where calibration never came by (an expert not chosen)."""
         if self._hessian is None:
             return torch.eye(self.inputs, device=self.weight.device)
-        return self._hessian / self._tokens
+        return self._hessian / self.tokens
 
     @property
     def magnitude(self) -> Tensor:
         """Mean |x| of each input channel."""
         if self._magnitude is None:
             return torch.ones(self.inputs, device=self.weight.device)
-        return self._magnitude / self._tokens
+        return self._magnitude / self.tokens
 
     def rescale_inputs(self, scales: Tensor) -> None:
         """The inputs will come divided by `scales` [in]: weights and statistics follow."""
@@ -83,7 +83,7 @@ class WatchedLinear:
             square, size = x.T @ x, x.abs().sum(0)
             self._hessian = square if self._hessian is None else self._hessian.add_(square)
             self._magnitude = size if self._magnitude is None else self._magnitude.add_(size)
-            self._tokens += x.shape[0]
+            self.tokens += x.shape[0]
         return F.linear(x, self.weight, self.bias)
 
 

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.quantization.rounding import zero_point_grid
+from penstock.engine.quantization.rounding import searched_grid
 from penstock.errors import CheckpointError
 
 _BLOCK = 128
-_DAMPING = 0.01
-"""Added to the diagonal, as a share of its mean: what calibration hardly saw must not be trusted far."""
+_DAMPING = 0.01, 0.2
+"""Least and most that is added to the diagonal, as a share of its mean."""
 
 
-def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False, act_order: bool = False) -> IntGroups:
-    """`weight` [out, in] in 4 bits. `act_order`: columns with the largest inputs first, while all others can still
-    make good for them; groups then follow that order, and the result has one."""
+def gptq(
+    weight: Tensor, hessian: Tensor, tokens: int, group: int, *, symmetric: bool = False, act_order: bool = False
+) -> IntGroups:
+    """`weight` [out, in] in 4 bits. `hessian`: mean of x x^T over so many `tokens`. `act_order`: columns with the
+    largest inputs first, while all others can still make good for them; groups then follow that order."""
     work, h = weight.float().clone(), hessian.float().clone()
     inputs = work.shape[1]
     dead = h.diagonal() <= 0
@@ -31,7 +33,7 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False
     if act_order:
         order = h.diagonal().argsort(descending=True, stable=True)
         work, h = work[:, order], h[order][:, order]
-    factor = _inverse_factor(h)
+    factor = _inverse_factor(h, tokens)
     quants = torch.empty_like(work, dtype=torch.uint8)
     scales, zeros = [], []
     for begin in range(0, inputs, _BLOCK):
@@ -41,7 +43,9 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False
         for i in range(end - begin):
             if i % group == 0:
                 # With all errors before it made good, the group is what it will be rounded from.
-                scale, zero = (part.squeeze(-1) for part in zero_point_grid(columns[i : i + group].T, symmetric))
+                span = slice(begin + i, begin + i + group)
+                grid = searched_grid(columns[i : i + group].T.unsqueeze(1), h[None, span, span], symmetric)
+                scale, zero = (part.flatten() for part in grid)
                 scales.append(scale)
                 zeros.append(zero)
             q = ((columns[i] / scale).round_() + zero).clamp_(0, 15)
@@ -53,11 +57,13 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, *, symmetric: bool = False
     return IntGroups(quants, scale, -scale * zero, 4, order)
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse, with as much damping as it takes."""
-    mean = hessian.diagonal().mean()
-    for damping in (_DAMPING, 10 * _DAMPING, 100 * _DAMPING):
-        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * mean)
+def _inverse_factor(hessian: Tensor, tokens: int) -> Tensor:
+    """The upper Cholesky factor of the inverse. The less text there was for the number of inputs, the more damping:
+    what looks like a relation between inputs may be chance, and other text would not have it."""
+    mean, (least, most) = hessian.diagonal().mean(), _DAMPING
+    damping = min(most, max(least, 0.5 * len(hessian) / max(1, tokens)))
+    for share in (damping, 1.0, 10.0):
+        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (share * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             upper: Tensor

@@ -157,7 +157,12 @@ def _calibrated(
                 groups = awq.round_clipped(linear.weight, linear.hessian, group)
             else:
                 groups = gptq(
-                    linear.weight, linear.hessian, group, symmetric=recipe.symmetric, act_order=recipe.act_order
+                    linear.weight,
+                    linear.hessian,
+                    linear.tokens,
+                    group,
+                    symmetric=recipe.symmetric,
+                    act_order=recipe.act_order,
                 )
             linear.weight = groups.dense()
             for name, rows in _rows_of(groups, linear.names):

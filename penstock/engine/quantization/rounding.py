@@ -11,6 +11,10 @@ SIZES = (128, 64, 32)
 """Group sizes, the preferred first."""
 
 
+_PARTS = tuple(1 - step / 20 for step in range(1, 11))
+"""Of a group's range, tried besides all of it."""
+
+
 def pick_group(inputs: int, wanted: int = SIZES[0]) -> int | None:
     """The largest group of at most `wanted` that divides the inputs; None when none does."""
     return next((size for size in SIZES if size <= wanted and inputs % size == 0), None)
@@ -50,6 +54,29 @@ def round_zero_point(weight: Tensor, group: int, symmetric: bool = False) -> Int
     scale, zero = zero_point_grid(cut, symmetric)
     quants = ((cut / scale).round_() + zero).clamp_(0, 15).to(torch.uint8)
     return IntGroups(quants.flatten(1), scale.squeeze(-1), (-scale * zero).squeeze(-1), 4)
+
+
+def searched_grid(cut: Tensor, inside: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """`zero_point_grid` of groups [out, groups, size], each on the part of its range that changes the outputs least.
+
+    Cutting off an outlier makes all other steps finer. `inside` [groups, size, size]: mean of x x^T of a
+    group's inputs; what other groups do is left out of account.
+    """
+    best, least = zero_point_grid(cut, symmetric), _change(cut, *zero_point_grid(cut, symmetric), inside)
+    for part in _PARTS:
+        scale, zero = zero_point_grid(cut * part, symmetric)
+        loss = _change(cut, scale, zero, inside)
+        better = loss < least
+        least = torch.where(better, loss, least)
+        best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+    return best
+
+
+def _change(cut: Tensor, scale: Tensor, zero: Tensor, inside: Tensor) -> Tensor:
+    """How much rounding on a grid changes the outputs, by group [out, groups, 1]."""
+    change = (((cut / scale).round_() + zero).clamp_(0, 15) - zero) * scale - cut
+    moved = torch.bmm(change.transpose(0, 1), inside).transpose(0, 1)
+    return (moved * change).sum(-1, keepdim=True)
 
 
 def round_int8(weight: Tensor, group: int) -> IntGroups:
