@@ -16,10 +16,13 @@ from penstock.engine.loading.groups import IntGroups
 from penstock.engine.quantization.rounding import round_zero_point, searched_grid
 
 _RATIOS = 20
+_JUDGED = 256
+"""Rows, evenly spread, that are enough to judge a scale by."""
 
 
 def search_scales(weight: Tensor, hessian: Tensor, magnitude: Tensor, group: int) -> Tensor:
     """Per input channel [in] of a matrix [out, in] (or several, stacked). `magnitude` [in]: mean |input|."""
+    weight = weight[:: max(1, len(weight) // _JUDGED)]
     importance = magnitude.clamp(min=1e-6)
     best, least = torch.ones_like(importance), float("inf")
     for step in range(_RATIOS):
