@@ -36,6 +36,26 @@ PK_INLINE vf load(const s8* p) {
 #endif
 }
 
+// N vectors that lie one after another.
+template <int N, class C>
+PK_INLINE void load_many(const C* p, vf (&out)[N]) {
+    PK_UNROLL for (int i = 0; i < N; ++i) out[i] = load(p + i * VL);
+}
+
+#if defined(PK_NEON)
+// A byte looked up into the low end of 0x4b000000 is the float 2^23 + byte: one lookup and one subtraction, where
+// extending and converting takes three instructions, one of them slow.
+PK_INLINE void load_many(const s8* p, vf (&out)[4]) {
+    const uint8x16x2_t table = {{veorq_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p)), vdupq_n_u8(0x80)),
+                                 vreinterpretq_u8_u32(vdupq_n_u32(0x4b000000))}};
+    const uint32x4_t first = {0x13111100, 0x13111101, 0x13111102, 0x13111103};
+    PK_UNROLL for (int i = 0; i < 4; ++i) {
+        const uint8x16_t at = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(4 * i)));
+        out[i] = vsubq_f32(vreinterpretq_f32_u8(vqtbl2q_u8(table, at)), vdupq_n_f32(8388736.0f));
+    }
+}
+#endif
+
 // The seven bits below the sign are, seven places up, a float16 256 times too small. Extending the sign on the way
 // sets one bit too many.
 constexpr float kF8Unit = 256.0f;
