@@ -17,5 +17,5 @@ def test_the_host_tier_is_visible() -> None:
         "penstock_kv_host_hit_tokens_total": 176,
     }.items():
         line = next(line for line in text.splitlines() if line.startswith(name + "{"))
-        assert line.endswith(f" {value}") or line.endswith(f" {value}.0"), line
+        assert line.endswith((f" {value}", f" {value}.0")), line
         assert 'model_name="m"' in line

@@ -110,8 +110,8 @@ def test_attention_reads_what_the_cache_holds(ops: Ops, dtype: torch.dtype, kind
         q = (2 * torch.randn(batch.positions.shape[0], heads, dim)).to(dtype)
         expected = exact_attention(q, layout, batch, widened(k, scales[0]), widened(v, scales[1]))
         actual = ops.attention(q, layout, batch, k, v, scales)
-        # The reference multiplies numbers of `dtype`, so that the cache is rounded to it. Native kernels may keep 15 bits
-        # of a query where they multiply int8 keys as integers.
+        # The reference multiplies numbers of `dtype`, so that the cache is rounded to it. Native kernels may keep 15
+        # bits of a query where they multiply int8 keys as integers.
         tolerance = TOLERANCE[dtype] * (2 if isinstance(ops, ReferenceOps) else 1)
         tolerance = max(tolerance, 2e-4) if kind == INT8 else tolerance
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
