@@ -62,7 +62,7 @@ def add_random(engine: Engine, count: int, rank: int) -> list[str]:
     adapters = engine.runner.adapters
     assert adapters is not None, "the engine was loaded with slots"
     decoder = adapters.decoder
-    dtype, pin = decoder.embedding.dtype, decoder.embedding.is_cuda
+    dtype, pin = adapters.dtype, decoder.embedding.is_cuda
     names = [f"random-{index}" for index in range(count)]
     for seed, name in enumerate(names):
         made = random_adapter(name, adapters.layout, rank=rank, dtype=dtype, pin=pin, seed=seed)

@@ -146,8 +146,11 @@ class _Packer:
                     f"{self.file.name}: lora_{side} of layer {layer} {module} is {tuple(tensor.shape)}; "
                     f"rank {rank} on this model needs {shape}"
                 )
-        if not bool(a.isfinite().all() and b.isfinite().all()):
-            raise CheckpointError(f"{self.file.name}: {key!r} or its partner holds values that are not finite")
+        b = b.float() * self.config.scale
+        if not bool(a.to(self.data.dtype).isfinite().all() and b.to(self.data.dtype).isfinite().all()):
+            raise CheckpointError(
+                f"{self.file.name}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"
+            )
         begin, middle = rank * placed.start, rank * (placed.start + len(site.sizes) * site.inputs)
         down = self.data[begin:middle].view(len(site.sizes), rank, site.inputs)
         up = self.data[middle : middle + rank * site.outputs].view(rank, site.outputs)
@@ -155,7 +158,7 @@ class _Packer:
         for part in parts:
             size = site.sizes[part]
             down[part] = a
-            up[:, column : column + size] = (b[row : row + size].float() * self.config.scale).t()
+            up[:, column : column + size] = b[row : row + size].t()
             row, column = row + size, column + size
 
 

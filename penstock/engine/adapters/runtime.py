@@ -21,7 +21,11 @@ from penstock.errors import ConfigError
 class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
 
-    def __init__(self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder, layout: AdapterLayout) -> None:
+    def __init__(
+        self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype
+    ) -> None:
+        """`dtype`: that adapters are kept in."""
+        self.dtype = dtype
         self.pool = pool
         self.kernel = kernel
         self.decoder = decoder
@@ -66,6 +70,7 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
     _check(config, slots)
     device = decoder.embedding.device
     layout = layout_of(decoder.config)
+    dtype = _adapter_dtype(decoder, layout, dtype)
 
     def read(name: str, source: str) -> LoadedAdapter:
         path = resolve_adapter(source)
@@ -73,7 +78,7 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
     kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)
-    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout)
+    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout, dtype)
 
 
 def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
@@ -85,8 +90,15 @@ def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtyp
     if isinstance(decoder.ops, CpuOps):
         from penstock.engine.kernels.cpu.lora import CpuLora
 
-        return CpuLora(decoder.ops.handle, layout, slots)
+        return CpuLora(decoder.ops.handle, layout, slots, dtype)
     return ReferenceLora(slots, device)
+
+
+def _adapter_dtype(decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
+    """float16 on CPU beside weights of few bits: far finer than those, and half the bytes of float32 to read."""
+    site = layout.sites[0]
+    few_bits = decoder.layers[0].qkv.weight_bytes < 2 * site.inputs * site.outputs
+    return torch.float16 if few_bits and dtype == torch.float32 and isinstance(decoder.ops, CpuOps) else dtype
 
 
 def _check(config: EngineConfig, slots: int) -> None:

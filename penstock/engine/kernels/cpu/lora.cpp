@@ -24,7 +24,7 @@ struct LoraArgs {
     const int32_t* ranks;      // [slots, sites]; 0: this site is not touched
     const int64_t* sizes;      // outputs of each part
     int64_t tokens, inputs, outputs, start;
-    int32_t parts, site, sites, dtype;
+    int32_t parts, site, sites, dtype, matrix_dtype;
 };
 
 namespace {
@@ -34,8 +34,8 @@ constexpr int kRowsPerTask = 16;
 constexpr int64_t kColumnsPerTask = 512;
 
 // sums[m][r] = x[m] . a[r]
-template <class T, int M, int R>
-void dots(const T* const* x, const T* a, int64_t n, float* const* sums, int at) {
+template <class T, class W, int M, int R>
+void dots(const T* const* x, const W* a, int64_t n, float* const* sums, int at) {
     vf acc[M][R];
     for (int m = 0; m < M; ++m)
         for (int r = 0; r < R; ++r) acc[m][r] = splat(0.0f);
@@ -63,14 +63,14 @@ void dots(const T* const* x, const T* a, int64_t n, float* const* sums, int at) 
 }
 
 // y[m][column .. column + V * VL) += sums[m][0 .. rank) B; `part` > 0: only that many columns of one vector.
-template <class T, int M, int V>
-void products(T* const* y, const T* b, int64_t stride, int rank, const float* const* sums, int64_t column, int part) {
+template <class T, class W, int M, int V>
+void products(T* const* y, const W* b, int64_t stride, int rank, const float* const* sums, int64_t column, int part) {
     vf acc[M][V];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v)
             acc[m][v] = part ? load_part(y[m] + column, part) : load(y[m] + column + v * VL);
     for (int r = 0; r < rank; ++r) {
-        const T* row = b + r * stride + column;
+        const W* row = b + r * stride + column;
         vf w[V];
         PK_UNROLL
         for (int v = 0; v < V; ++v) w[v] = part ? load_part(row, part) : load(row + v * VL);
@@ -88,19 +88,19 @@ void products(T* const* y, const T* b, int64_t stride, int rank, const float* co
         }
 }
 
-template <class T, int M>
-void shrink(const T* const* x, const T* a, int64_t n, int rows, float* const* sums, int at) {
+template <class T, class W, int M>
+void shrink(const T* const* x, const W* a, int64_t n, int rows, float* const* sums, int at) {
     int r = 0;
-    for (; r + kRows <= rows; r += kRows) dots<T, M, kRows>(x, a + r * n, n, sums, at + r);
-    for (; r < rows; ++r) dots<T, M, 1>(x, a + r * n, n, sums, at + r);
+    for (; r + kRows <= rows; r += kRows) dots<T, W, M, kRows>(x, a + r * n, n, sums, at + r);
+    for (; r < rows; ++r) dots<T, W, M, 1>(x, a + r * n, n, sums, at + r);
 }
 
-template <class T, int M>
-void expand(T* const* y, const T* b, int64_t stride, int rank, const float* const* sums, int64_t begin, int64_t end) {
+template <class T, class W, int M>
+void expand(T* const* y, const W* b, int64_t stride, int rank, const float* const* sums, int64_t begin, int64_t end) {
     int64_t c = begin;
-    for (; c + 4 * VL <= end; c += 4 * VL) products<T, M, 4>(y, b, stride, rank, sums, c, 0);
-    for (; c + VL <= end; c += VL) products<T, M, 1>(y, b, stride, rank, sums, c, 0);
-    if (c < end) products<T, M, 1>(y, b, stride, rank, sums, c, int(end - c));
+    for (; c + 4 * VL <= end; c += 4 * VL) products<T, W, M, 4>(y, b, stride, rank, sums, c, 0);
+    for (; c + VL <= end; c += VL) products<T, W, M, 1>(y, b, stride, rank, sums, c, 0);
+    if (c < end) products<T, W, M, 1>(y, b, stride, rank, sums, c, int(end - c));
 }
 
 // Calls body(tokens so far, number) for groups of up to four tokens of a tile, the number as a constant.
@@ -113,7 +113,7 @@ void in_groups(int count, F&& body) {
     if (count - m == 1) body(m, std::integral_constant<int, 1>());
 }
 
-template <class T>
+template <class T, class W>
 void apply(Context* ctx, const LoraArgs& a) {
     const LoraStep& step = *a.step;
     const int width = a.parts * step.most_rank;
@@ -125,7 +125,7 @@ void apply(Context* ctx, const LoraArgs& a) {
         const int tile = task / groups, slot = step.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
         const int first = task % groups * kRowsPerTask, rows = std::min(kRowsPerTask, a.parts * rank - first);
         if (rows <= 0) return;
-        const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * a.start + first * a.inputs;
+        const W* matrix = static_cast<const W*>(a.slots[slot]) + rank * a.start + first * a.inputs;
         const int start = step.tile_starts[tile];
         in_groups(step.tile_counts[tile], [&](int done, auto number) {
             const T* from[kTokens];
@@ -134,14 +134,14 @@ void apply(Context* ctx, const LoraArgs& a) {
                 from[m] = x + step.order[start + done + m] * a.inputs;
                 to[m] = sums + int64_t(start + done + m) * width;
             }
-            shrink<T, decltype(number)::value>(from, matrix, a.inputs, rows, to, first);
+            shrink<T, W, decltype(number)::value>(from, matrix, a.inputs, rows, to, first);
         });
     });
     const int pieces = int((a.outputs + kColumnsPerTask - 1) / kColumnsPerTask);
     ctx->pool.run(step.tiles * pieces, [&](int task, int) {
         const int tile = task / pieces, slot = step.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
         if (!rank) return;
-        const T* matrix = static_cast<const T*>(a.slots[slot]) + rank * (a.start + a.parts * a.inputs);
+        const W* matrix = static_cast<const W*>(a.slots[slot]) + rank * (a.start + a.parts * a.inputs);
         const int64_t low = task % pieces * kColumnsPerTask, high = std::min(a.outputs, low + kColumnsPerTask);
         const int start = step.tile_starts[tile];
         int64_t begin = 0;
@@ -155,7 +155,7 @@ void apply(Context* ctx, const LoraArgs& a) {
                     to[m] = y + step.order[start + done + m] * a.outputs;
                     by[m] = sums + int64_t(start + done + m) * width + part * rank;
                 }
-                expand<T, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
+                expand<T, W, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
             });
         }
     });
@@ -163,6 +163,8 @@ void apply(Context* ctx, const LoraArgs& a) {
 
 }  // namespace
 
+// Matrices have the type of the activations; beside float32 also float16 (half the bytes, which is what a step with many
+// adapters waits for).
 // 1: a token of the tiles is not one of the step; nothing is written then.
 PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
     Guard hold(ctx->busy);
@@ -170,9 +172,9 @@ PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
     for (int32_t i = 0; i < step.entries; ++i)
         if (uint32_t(step.order[i]) >= uint64_t(args->tokens)) return 1;
     switch (args->dtype) {
-        case 0: apply<float>(ctx, *args); break;
-        case 1: apply<f16>(ctx, *args); break;
-        default: apply<bf16>(ctx, *args);
+        case 0: args->matrix_dtype ? apply<float, f16>(ctx, *args) : apply<float, float>(ctx, *args); break;
+        case 1: apply<f16, f16>(ctx, *args); break;
+        default: apply<bf16, bf16>(ctx, *args);
     }
     return 0;
 }

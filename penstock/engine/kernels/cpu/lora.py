@@ -6,13 +6,14 @@ import ctypes
 from ctypes import byref
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.kernels.cpu.native import Handle, LoraArgs, LoraStep
-from penstock.engine.kernels.cpu.ops import LayoutError, dtype_code, need_contiguous
+from penstock.engine.kernels.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 
 _BLOCK = 32
 """Tokens per tile: few enough that a prompt gives every core some, enough that a row of A is read from its cache."""
@@ -21,17 +22,20 @@ _BLOCK = 32
 class CpuLora:
     """See `LoraKernel`. What differs between steps lies at one address, so the pass can be recorded on a tape."""
 
-    def __init__(self, handle: Handle, layout: AdapterLayout, slots: int) -> None:
+    def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
         self._ranks = np.zeros((slots, len(layout.sites)), np.int32)
         self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
+        self._dtype = dtype
         self._step = LoraStep()
         self._tiles: Tiles | None = None
         self._common = {
             "step": ctypes.addressof(self._step), "slots": self._pointers.ctypes.data,
             "ranks": self._ranks.ctypes.data, "sites": len(layout.sites),
+            "matrix_dtype": DTYPE_CODES[dtype],
         }  # fmt: skip
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
@@ -51,6 +55,8 @@ class CpuLora:
         site = placed.site
         need_contiguous(x, "x")
         need_contiguous(y, "y")
+        if self._dtype not in (x.dtype, torch.float16) or (x.dtype is torch.bfloat16 and self._dtype is not x.dtype):
+            raise LayoutError(f"adapters of {self._dtype} do not go with activations of {x.dtype}")
         if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape != (x.shape[0], site.outputs):
             raise LayoutError(f"x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} do not fit {site}")
         args = LoraArgs(

@@ -91,7 +91,7 @@ class LoraArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "step", "slots", "ranks", "sizes")),
         *((name, c_int64) for name in ("tokens", "inputs", "outputs", "start")),
-        *((name, c_int32) for name in ("parts", "site", "sites", "dtype")),
+        *((name, c_int32) for name in ("parts", "site", "sites", "dtype", "matrix_dtype")),
     )
 
 
