@@ -142,3 +142,15 @@ def test_a_new_engine_key_is_private_and_never_overwritten(tmp_path: Path) -> No
     assert made.stdout.strip() == public_key(file.read_text().strip())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert penstock("engine", "--make-curve-key", str(file)).returncode == 2
+
+
+def test_a_draft_models_source_becomes_a_path(tmp_path: Path) -> None:
+    from penstock.cli.console import resolve_drafts, stderr
+    from penstock.config import load
+
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"models: [{{source: a, speculation: draft, draft_model: {tmp_path / 'small'}}}, {{source: b}}]")
+    first, second = resolve_drafts(load(file), stderr()).models
+    assert first.draft_model == str(tmp_path / "small") and second.draft_model is None
