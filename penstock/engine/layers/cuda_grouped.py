@@ -66,13 +66,18 @@ class GroupedLinear:
         )
 
 
-class Int8Linear(CudaLinear):
+class Int8Linear:
     """Weights int8 [out, in] with `scale` [out]; `in` and `out` are multiples of 8."""
 
-    def __call__(self, x: object) -> Tensor:
-        assert isinstance(x, Tensor) and self.scale is not None
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor) -> None:
+        self.few = CudaLinear(weight, bias, scale)
+        self.fused = self.few.fused
+        self.weight_bytes = self.few.weight_bytes
+        self.scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= gemv.MAX_BATCH:
-            return super().__call__(x)
-        rounded, token_scale = int8.quantize(x, pdl=self.pdl)
-        sums = torch._int_mm(rounded, self.weight.t())
-        return int8.rescale(sums, token_scale, self.scale, self.bias, x.dtype, pdl=self.pdl)
+            return self.few(x)
+        rounded, token_scale = int8.quantize(x, pdl=self.few.pdl)
+        sums = torch._int_mm(rounded, self.few.weight.t())
+        return int8.rescale(sums, token_scale, self.scale, self.few.bias, x.dtype, pdl=self.few.pdl)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from penstock.engine.device import pick_ops
 from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
@@ -101,7 +102,8 @@ def calibrate(
     decoder = build_decoder(
         weights,
         model,
-        pick_ops(device, threads),
+        # On CUDA plain operations: there experts would be stacked, where their inputs cannot be watched one by one.
+        ReferenceOps() if device.type == "cuda" else pick_ops(device, threads),
         device=device,
         dtype=torch.float32,
         max_positions=longest,
