@@ -1,0 +1,216 @@
+"""The ledger: a charge is opened when a request is admitted and settled once, when it ends; nothing is ever changed.
+
+Opening and settling are two inserts under the same charge id, so that repeating either changes nothing: whoever settles
+first wins, and a retry after a lost answer cannot bill twice. What a dead gateway left open is settled by another one,
+or by itself when it starts again, from the last count of its tokens that was noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from penstock.errors import PenstockError
+from penstock.storage import Database, Row, Statement
+
+_DIMENSIONS = ", ".join(
+    f"{name} TEXT NOT NULL" for name in ("tenant", "user_id", "key_id", "feature", "model", "adapter", "tier")
+)
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS charges_opened (id TEXT PRIMARY KEY, request_id TEXT NOT NULL, "
+        f"gateway TEXT NOT NULL, opened_at DOUBLE PRECISION NOT NULL, {_DIMENSIONS}, prompt_tokens BIGINT NOT NULL, "
+        "percent INTEGER NOT NULL, price_input BIGINT NOT NULL, price_cached BIGINT NOT NULL, "
+        "price_output BIGINT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS charges_progress (id TEXT PRIMARY KEY, cached_tokens BIGINT NOT NULL, "
+        "completion_tokens BIGINT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS charges_settled (id TEXT PRIMARY KEY, settled_at DOUBLE PRECISION NOT NULL, "
+        f"{_DIMENSIONS}, prompt_tokens BIGINT NOT NULL, cached_tokens BIGINT NOT NULL, "
+        "completion_tokens BIGINT NOT NULL, cost_nanos BIGINT NOT NULL, finish_reason TEXT NOT NULL, "
+        "settled_by TEXT NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS charges_settled_at ON charges_settled (settled_at)",
+        "CREATE INDEX IF NOT EXISTS charges_settled_tenant ON charges_settled (tenant, settled_at)",
+    ),
+)
+
+Dimension = Literal["tenant", "user", "feature", "model", "adapter", "tier", "key", "day", "hour"]
+_COLUMNS: dict[Dimension, str] = {
+    "tenant": "tenant",
+    "user": "user_id",
+    "feature": "feature",
+    "model": "model",
+    "adapter": "adapter",
+    "tier": "tier",
+    "key": "key_id",
+    "day": "CAST(FLOOR(settled_at / 86400) * 86400 AS BIGINT)",
+    "hour": "CAST(FLOOR(settled_at / 3600) * 3600 AS BIGINT)",
+}
+DIMENSIONS = tuple(_COLUMNS)
+
+
+class LedgerError(PenstockError):
+    """The ledger was asked for something it does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """A request at the moment of its admission."""
+
+    id: str
+    request_id: str
+    gateway: str
+    opened_at: float
+    tenant: str
+    user: str
+    key: str
+    feature: str
+    model: str
+    adapter: str
+    tier: str
+    prompt_tokens: int
+    percent: int
+    price_input: int
+    price_cached: int
+    price_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a charge ended."""
+
+    charge: Charge
+    settled_at: float
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+    finish_reason: str
+    settled_by: Literal["end", "recovery"] = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCharge:
+    """A charge that was never settled, with the tokens last noted."""
+
+    charge: Charge
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Settled charges of one combination of the dimensions asked for."""
+
+    group: tuple[str | int, ...]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_nanos: int
+
+
+_OPENED = (
+    "INSERT INTO charges_opened (id, request_id, gateway, opened_at, tenant, user_id, key_id, feature, model, adapter, "
+    "tier, prompt_tokens, percent, price_input, price_cached, price_output) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+)
+_SETTLED = (
+    "INSERT INTO charges_settled (id, settled_at, tenant, user_id, key_id, feature, model, adapter, tier, "
+    "prompt_tokens, cached_tokens, completion_tokens, cost_nanos, finish_reason, settled_by) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+)
+_PROGRESS = (
+    "INSERT INTO charges_progress (id, cached_tokens, completion_tokens) VALUES (?, ?, ?) "
+    "ON CONFLICT (id) DO UPDATE SET cached_tokens = excluded.cached_tokens, "
+    "completion_tokens = excluded.completion_tokens "
+    "WHERE excluded.completion_tokens > charges_progress.completion_tokens"
+)
+
+
+def opened(charge: Charge) -> Statement:
+    return _OPENED, [getattr(charge, field.name) for field in fields(charge)]
+
+
+def settled(settlement: Settlement) -> Statement:
+    charge = settlement.charge
+    return _SETTLED, [
+        charge.id, settlement.settled_at, charge.tenant, charge.user, charge.key, charge.feature, charge.model,
+        charge.adapter, charge.tier, charge.prompt_tokens, settlement.cached_tokens, settlement.completion_tokens,
+        settlement.cost_nanos, settlement.finish_reason, settlement.settled_by,
+    ]  # fmt: skip
+
+
+def progressed(id: str, cached_tokens: int, completion_tokens: int) -> Statement:
+    return _PROGRESS, [id, cached_tokens, completion_tokens]
+
+
+class Ledger:
+    """The tables. Writing is a matter of statements, which `Journal` gathers into transactions."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def prepare(self) -> None:
+        await self._database.migrate("ledger", _VERSIONS)
+
+    async def write(self, statements: Sequence[Statement]) -> list[int]:
+        """All or nothing; how many rows each statement added."""
+        return await self._database.transact(statements)
+
+    async def open_charges(self, *, gateway: str | None = None, before: float | None = None) -> list[OpenCharge]:
+        """Charges opened (by one gateway, before a moment) and never settled."""
+        where, values = ["s.id IS NULL"], list[str | float]()
+        if gateway is not None:
+            where.append("o.gateway = ?")
+            values.append(gateway)
+        if before is not None:
+            where.append("o.opened_at < ?")
+            values.append(before)
+        columns = ", ".join(f"o.{name}" for name in _opened_columns())
+        rows = await self._database.fetch(
+            f"SELECT {columns}, COALESCE(p.cached_tokens, 0), COALESCE(p.completion_tokens, 0) FROM charges_opened o "
+            "LEFT JOIN charges_settled s ON s.id = o.id LEFT JOIN charges_progress p ON p.id = o.id "
+            f"WHERE {' AND '.join(where)} ORDER BY o.opened_at",
+            *values,
+        )
+        return [OpenCharge(Charge(*row[:-2]), row[-2], row[-1]) for row in rows]
+
+    async def totals(
+        self,
+        by: Sequence[Dimension] = (),
+        *,
+        since: float | None = None,
+        until: float | None = None,
+        tenant: str | None = None,
+    ) -> list[Total]:
+        """Sums of settled charges, largest cost first."""
+        unknown = [name for name in by if name not in _COLUMNS]
+        if unknown:
+            raise LedgerError(f"usage can be shown by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
+        where, values = ["1 = 1"], list[str | float]()
+        for condition, value in (("settled_at >= ?", since), ("settled_at < ?", until), ("tenant = ?", tenant)):
+            if value is not None:
+                where.append(condition)
+                values.append(value)
+        columns = [_COLUMNS[name] for name in by]
+        grouping = f"GROUP BY {', '.join(columns)} " if columns else ""
+        rows = await self._database.fetch(
+            f"SELECT {''.join(f'{column}, ' for column in columns)}COUNT(*), {_sum('prompt_tokens')}, "
+            f"{_sum('cached_tokens')}, {_sum('completion_tokens')}, {_sum('cost_nanos')} AS cost FROM charges_settled "
+            f"WHERE {' AND '.join(where)} {grouping}ORDER BY cost DESC",
+            *values,
+        )
+        return [_total(row, len(columns)) for row in rows]
+
+
+def _sum(column: str) -> str:
+    return f"CAST(COALESCE(SUM({column}), 0) AS BIGINT)"
+
+
+def _total(row: Row, width: int) -> Total:
+    return Total(tuple(row[:width]), *row[width:])
+
+
+def _opened_columns() -> list[str]:
+    names = {"user": "user_id", "key": "key_id"}
+    return [names.get(field.name, field.name) for field in fields(Charge)]

@@ -1,0 +1,70 @@
+"""What tokens cost. Money is whole nanodollars everywhere, so that sums are exact.
+
+A price of one dollar per million tokens is 1,000 nanodollars per token. The most specific entry wins: an entry that
+names the adapter before one that names the model before one that names the tier before one that names nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NANOS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. `cached` are those of the prompt that were found in the cache."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Nanodollars per token."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    @classmethod
+    def per_million(cls, input: float, output: float, cached: float | None = None) -> Price:
+        """From dollars per million tokens; cached prompt tokens cost half when not said."""
+        return cls(round(input * 1000), round((input / 2 if cached is None else cached) * 1000), round(output * 1000))
+
+    def cost(self, usage: Usage, *, percent: int = 100) -> int:
+        """Nanodollars, rounded down; `percent` of the price is charged."""
+        whole = (usage.prompt - usage.cached) * self.input + usage.cached * self.cached + usage.completion * self.output
+        return whole * percent // 100
+
+
+@dataclass(frozen=True, slots=True)
+class PriceEntry:
+    """A price and what it is for; an empty name means any."""
+
+    price: Price
+    model: str = ""
+    adapter: str = ""
+    tier: str = ""
+
+
+class PriceBook:
+    """Finds the price of a request."""
+
+    def __init__(self, entries: Sequence[PriceEntry]) -> None:
+        self._entries = sorted(entries, key=lambda entry: (entry.adapter == "", entry.model == "", entry.tier == ""))
+
+    def price(self, model: str, adapter: str = "", tier: str = "") -> Price:
+        for entry in self._entries:
+            if entry.adapter in ("", adapter) and entry.model in ("", model) and entry.tier in ("", tier):
+                return entry.price
+        return Price()
+
+
+def dollars(nanos: int) -> str:
+    """For people: as many digits as it takes."""
+    sign, nanos = ("-" if nanos < 0 else ""), abs(nanos)
+    fraction = f"{nanos % NANOS:09d}".rstrip("0")
+    return f"{sign}{nanos // NANOS}.{fraction:0<2}"

@@ -1,0 +1,150 @@
+"""The ledger: exact sums, nothing twice, nothing lost, on both stores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.metering.journal import Journal
+from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, opened, progressed, settled
+from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
+from penstock.storage import Database, DatabaseError, Statement, open_database
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    if request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+    opened_database = await open_database(url)
+    for table in ("charges_opened", "charges_progress", "charges_settled", "schema_versions"):
+        await opened_database.execute(f"DROP TABLE IF EXISTS {table}")
+    yield opened_database
+    await opened_database.close()
+
+
+@pytest.fixture
+async def ledger(database: Database) -> Ledger:
+    ledger = Ledger(database)
+    await ledger.prepare()
+    return ledger
+
+
+def charge(id: str, **changes: object) -> Charge:
+    values = {
+        "id": id, "request_id": f"req-{id}", "gateway": "g1", "opened_at": 1000.0, "tenant": "acme", "user": "ann",
+        "key": "psk_1", "feature": "", "model": "tiny", "adapter": "", "tier": "free", "prompt_tokens": 100,
+        "percent": 100, "price_input": 1000, "price_cached": 500, "price_output": 2000,
+    }  # fmt: skip
+    return Charge(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def end(of: Charge, completion: int = 10, cached: int = 0, at: float = 2000.0) -> Settlement:
+    price = Price(of.price_input, of.price_cached, of.price_output)
+    cost = price.cost(Usage(of.prompt_tokens, cached, completion), percent=of.percent)
+    return Settlement(of, at, cached, completion, cost, "stop")
+
+
+async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
+    one = charge("a")
+    assert await ledger.write([opened(one), opened(one)]) == [1, 0]
+    assert [entry.charge for entry in await ledger.open_charges()] == [one]
+    assert await ledger.write([settled(end(one)), settled(end(one, completion=99))]) == [1, 0]
+    assert await ledger.open_charges() == []
+    (total,) = await ledger.totals()
+    assert (total.requests, total.prompt_tokens, total.completion_tokens) == (1, 100, 10)
+    assert total.cost_nanos == 100 * 1000 + 10 * 2000
+
+
+async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
+    await ledger.write([opened(charge("a")), opened(charge("b", gateway="g2", opened_at=5000.0))])
+    await ledger.write([progressed("a", 64, 7), progressed("a", 64, 9), progressed("a", 64, 8)])
+    (entry,) = await ledger.open_charges(gateway="g1")
+    assert (entry.cached_tokens, entry.completion_tokens) == (64, 9)
+    assert [entry.charge.id for entry in await ledger.open_charges(before=4000.0)] == ["a"]
+
+
+async def test_usage_by_any_dimension(ledger: Ledger) -> None:
+    charges = [
+        charge("a"),
+        charge("b", user="bob", feature="search"),
+        charge("c", tenant="other", adapter="french"),
+        charge("d", tenant="other", model="big"),
+    ]
+    await ledger.write([settled(end(one, at=86400.0 * (index + 1))) for index, one in enumerate(charges)])
+    by_tenant = await ledger.totals(["tenant"])
+    assert {total.group: total.requests for total in by_tenant} == {("acme",): 2, ("other",): 2}
+    assert len(await ledger.totals(["tenant", "user", "feature", "model", "adapter"])) == 4
+    assert [total.group for total in await ledger.totals(["user"], tenant="acme")] != []
+    assert {total.group[0] for total in await ledger.totals(["user"], tenant="acme")} == {"ann", "bob"}
+    assert {total.group for total in await ledger.totals(["day"], since=86400.0 * 2, until=86400.0 * 4)} == {
+        (86400 * 2,),
+        (86400 * 3,),
+    }
+    with pytest.raises(LedgerError, match="not by password"):
+        await ledger.totals(["password"])  # type: ignore[list-item]
+
+
+class Unreliable(Ledger):
+    away = False
+    transactions = 0
+
+    async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
+        self.transactions += 1
+        if self.away:
+            raise DatabaseError("gone")
+        return await super().write(statements)
+
+
+async def test_many_entries_share_a_transaction_and_wait_for_a_store_that_is_away(
+    ledger: Ledger, database: Database
+) -> None:
+    unreliable = Unreliable(database)
+    journal = Journal(unreliable)
+    journal.start()
+    charges = [charge(f"c{index}") for index in range(300)]
+    await asyncio.gather(*(journal.open(one) for one in charges))
+    assert unreliable.transactions < 100
+    unreliable.away = True
+    waiting = [journal.settle(end(one)) for one in charges]
+    journal.note("c0", 0, 5)
+    await asyncio.sleep(0.1)
+    assert not any(future.done() for future in waiting) and not journal.store_up and journal.lag_s > 0
+    unreliable.away = False
+    await asyncio.gather(*waiting)
+    await journal.close()
+    (total,) = await ledger.totals()
+    assert total.requests == 300 and await ledger.open_charges() == []
+
+
+def test_money_is_exact() -> None:
+    price = Price.per_million(0.15, 0.6)
+    assert price == Price(150, 75, 600)
+    assert price.cost(Usage(1_000_000, 0, 0)) == 150_000_000
+    assert price.cost(Usage(100, 40, 10)) == 60 * 150 + 40 * 75 + 10 * 600
+    assert price.cost(Usage(100, 40, 10), percent=50) == (60 * 150 + 40 * 75 + 10 * 600) // 2
+    assert sum(price.cost(Usage(1, 0, 1)) for _ in range(1_000_000)) == 750_000_000
+    assert (dollars(1_500_000_000), dollars(75), dollars(0), dollars(-20_000_000)) == (
+        "1.50", "0.000000075", "0.00", "-0.02",
+    )  # fmt: skip
+
+
+def test_the_most_specific_price_wins() -> None:
+    book = PriceBook(
+        [
+            PriceEntry(Price(1)),
+            PriceEntry(Price(2), model="big"),
+            PriceEntry(Price(3), model="big", adapter="french"),
+            PriceEntry(Price(4), tier="free"),
+            PriceEntry(Price(5), model="big", tier="free"),
+        ]
+    )
+    assert book.price("tiny") == Price(1)
+    assert book.price("big") == Price(2)
+    assert book.price("big", "french", "free") == Price(3)
+    assert book.price("tiny", tier="free") == Price(4)
+    assert book.price("big", tier="free") == Price(5)
+    assert PriceBook([]).price("x") == Price()
