@@ -21,6 +21,7 @@ from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
 from penstock.cli.speculation import speculation
 from penstock.cli.structure import structure
+from penstock.cli.usage import usage
 
 HELP = """
 Serve large language models: an OpenAI-compatible server with its own inference engine.
@@ -68,6 +69,7 @@ app.command(help=pull.__doc__)(pull)
 app.command(help=quantize.__doc__)(quantize)
 app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
+app.command(help=usage.__doc__)(usage)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)

@@ -71,6 +71,8 @@ def example() -> str:
         items = getattr(defaults, section) if is_list else (getattr(defaults, section),)
         for number, item in enumerate(items):
             lines += _item(item, members, is_list, explained=number == 0)
+        if not items:  # an example of what could stand there
+            lines[1:] = [f"# {line}" for line in (lines[1], *_item(cls(), members, is_list, explained=True))]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -231,6 +231,21 @@ class AuthConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PriceConfig:
+    """What tokens cost, where that differs from the model's own prices; the most specific entry applies."""
+
+    model: str = setting("", doc="The model it is for; any when empty.")
+    adapter: str = setting("", doc="The adapter it is for; any when empty.")
+    tier: str = setting("", doc="The tier it is for; any when empty.")
+    input_price: float = setting(0.0, doc="Price of a million prompt tokens.", least=0)
+    cached_price: float | None = setting(
+        None, doc="Price of a million prompt tokens found in the cache; half of input_price when not set.", least=0,
+        example="0.05",
+    )  # fmt: skip
+    output_price: float = setting(0.0, doc="Price of a million completion tokens.", least=0)
+
+
+@dataclass(frozen=True, slots=True)
 class LoggingConfig:
     """What is written to standard error."""
 
@@ -248,4 +263,5 @@ class Config:
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
     auth: AuthConfig = dataclasses.field(default_factory=AuthConfig)
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
+    prices: tuple[PriceConfig, ...] = ()
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -12,6 +12,7 @@ import asyncio
 from contextlib import suppress
 from typing import Protocol
 
+from penstock.gateway.accounting import Account
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import ClientGone, Exchange, encode_json
 from penstock.gateway.generation import Generation
@@ -41,18 +42,21 @@ class Renderer(Protocol):
 async def answer(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
+    account = service.accounts.open(exchange, generation) if service.accounts is not None else None
     service.track(generation)
     watcher = asyncio.create_task(_watch(exchange, generation), name="client watcher")
     try:
         generation.submit()
         if stream:
-            await _stream(service, exchange, generation, renderer)
+            await _stream(service, exchange, generation, renderer, account)
         else:
-            await _whole(exchange, generation, renderer)
+            await _whole(exchange, generation, renderer, account)
     finally:
         generation.close()
         service.untrack(generation)
         _record(exchange, generation)
+        if account is not None:
+            account.settle(exchange.record.finish_reason or "abort")
         watcher.cancel()
         with suppress(asyncio.CancelledError):
             await watcher
@@ -64,17 +68,25 @@ async def _watch(exchange: Exchange, generation: Generation) -> None:
     generation.fail(ClientGone())
 
 
-async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer) -> None:
+async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: Account | None) -> None:
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
     while not generation.done:
         for piece in await generation.next():
             pieces[piece.index].append(piece)
+        if account is not None:
+            account.note()
+    if account is not None:
+        await account.settle(generation.outcome or "stop")
     await exchange.reply(200, renderer.whole(pieces))
 
 
-async def _stream(service: Service, exchange: Exchange, generation: Generation, renderer: Renderer) -> None:
+async def _stream(
+    service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, account: Account | None
+) -> None:
     settings = service.settings
     pieces = await generation.next(settings.hold_status_s)
+    if account is not None:
+        await account.opened()
     await exchange.start_stream()
     try:
         head = renderer.opening()
@@ -84,7 +96,11 @@ async def _stream(service: Service, exchange: Exchange, generation: Generation, 
             else:
                 data = head or KEEP_ALIVE
             head = b""
+            if account is not None:
+                account.note()
             if generation.done:
+                if account is not None:
+                    await account.settle(generation.outcome or "stop")
                 await exchange.end_stream(data + renderer.closing() + DONE)
                 return
             await exchange.write(data)

@@ -35,6 +35,7 @@ from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
+from penstock.gateway.api.usage import usage
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.gateway.service import Service
@@ -120,6 +121,7 @@ ENDPOINTS = (
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts"),
     Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),
     Endpoint("POST", "/v1/admin/tenants", create_tenant, "Make a tenant.", "Admin", TenantRequest, scope="admin"),
     Endpoint(

@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
+from penstock.gateway.accounting import Accounts
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
+from penstock.metering.ledger import Ledger
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.slicing import Slices
@@ -50,6 +52,7 @@ class Service:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
+        self.accounts: Accounts | None = None
         self._keyring: KeyRing | None = None
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
@@ -64,6 +67,8 @@ class Service:
                 fresh_s=self.settings.key_fresh_s,
                 grace_s=self.settings.key_grace_s,
             )
+            self.accounts = Accounts(Ledger(self.database), self.settings.price_book())
+            await self.accounts.start()
         for backend in self._backends():
             await backend.start()
         self.slices.start()
@@ -72,6 +77,8 @@ class Service:
         await self.slices.close()
         for backend in self._backends():
             await backend.close()
+        if self.accounts is not None:
+            await self.accounts.close()
         if self.database is not None:
             await self.database.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

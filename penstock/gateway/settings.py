@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.schema import Config, TierConfig
+from penstock.config.schema import Config, PriceConfig, TierConfig
+from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.telemetry.logging import LogFormat
 
 
@@ -57,8 +58,24 @@ class GatewaySettings:
     key_grace_s: float = 3600.0
     share_prefixes: bool = False
     tiers: tuple[TierConfig, ...] = ()
+    prices: tuple[PriceConfig, ...] = ()
     log_format: LogFormat = "text"
     log_level: str = "info"
+
+    def price_book(self) -> PriceBook:
+        """The configured prices; a model's own are what is left when no entry is for it."""
+        own = [
+            PriceEntry(Price.per_million(model.input_price, model.output_price), model=model.name)
+            for model in self.models
+        ]
+        listed = [
+            PriceEntry(
+                Price.per_million(entry.input_price, entry.output_price, entry.cached_price),
+                model=entry.model, adapter=entry.adapter, tier=entry.tier,
+            )
+            for entry in self.prices
+        ]  # fmt: skip
+        return PriceBook([*listed, *own])
 
     @classmethod
     def from_config(cls, config: Config) -> GatewaySettings:
@@ -96,6 +113,7 @@ class GatewaySettings:
             key_grace_s=config.auth.grace_s,
             share_prefixes=config.auth.share_prefixes,
             tiers=config.tiers,
+            prices=config.prices,
             log_format=config.logging.format,
             log_level=config.logging.level,
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from penstock.errors import PenstockError
+from penstock.metering.prices import Price, Usage
 from penstock.storage import Database, Row, Statement
 
 _DIMENSIONS = ", ".join(
@@ -29,6 +30,7 @@ _VERSIONS = (
         f"{_DIMENSIONS}, prompt_tokens BIGINT NOT NULL, cached_tokens BIGINT NOT NULL, "
         "completion_tokens BIGINT NOT NULL, cost_nanos BIGINT NOT NULL, finish_reason TEXT NOT NULL, "
         "settled_by TEXT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS ledger_gateways (id TEXT PRIMARY KEY, seen_at DOUBLE PRECISION NOT NULL)",
         "CREATE INDEX IF NOT EXISTS charges_settled_at ON charges_settled (settled_at)",
         "CREATE INDEX IF NOT EXISTS charges_settled_tenant ON charges_settled (tenant, settled_at)",
     ),
@@ -127,6 +129,12 @@ _PROGRESS = (
 )
 
 
+def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
+    """Nanodollars, at the prices of the moment it was opened."""
+    price = Price(charge.price_input, charge.price_cached, charge.price_output)
+    return price.cost(Usage(charge.prompt_tokens, cached_tokens, completion_tokens), percent=charge.percent)
+
+
 def opened(charge: Charge) -> Statement:
     return _OPENED, [getattr(charge, field.name) for field in fields(charge)]
 
@@ -157,20 +165,29 @@ class Ledger:
         """All or nothing; how many rows each statement added."""
         return await self._database.transact(statements)
 
-    async def open_charges(self, *, gateway: str | None = None, before: float | None = None) -> list[OpenCharge]:
-        """Charges opened (by one gateway, before a moment) and never settled."""
-        where, values = ["s.id IS NULL"], list[str | float]()
-        if gateway is not None:
-            where.append("o.gateway = ?")
-            values.append(gateway)
-        if before is not None:
-            where.append("o.opened_at < ?")
-            values.append(before)
+    async def beat(self, gateway: str, now: float) -> None:
+        """A gateway is alive, and so are the charges it has open."""
+        await self._database.execute(
+            "INSERT INTO ledger_gateways (id, seen_at) VALUES (?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at",
+            gateway, now,
+        )  # fmt: skip
+
+    async def leave(self, gateway: str) -> None:
+        """A gateway ends; what it may have left open is anybody's."""
+        await self._database.execute("DELETE FROM ledger_gateways WHERE id = ?", gateway)
+
+    async def open_charges(self, *, abandoned_since: float | None = None) -> list[OpenCharge]:
+        """Charges opened and never settled; with `abandoned_since` only those of gateways not seen after it."""
         columns = ", ".join(f"o.{name}" for name in _opened_columns())
+        dead, values = "", list[float]()
+        if abandoned_since is not None:
+            dead = " AND o.opened_at < ? AND o.gateway NOT IN (SELECT id FROM ledger_gateways WHERE seen_at > ?)"
+            values = [abandoned_since, abandoned_since]
         rows = await self._database.fetch(
             f"SELECT {columns}, COALESCE(p.cached_tokens, 0), COALESCE(p.completion_tokens, 0) FROM charges_opened o "
             "LEFT JOIN charges_settled s ON s.id = o.id LEFT JOIN charges_progress p ON p.id = o.id "
-            f"WHERE {' AND '.join(where)} ORDER BY o.opened_at",
+            f"WHERE s.id IS NULL{dead} ORDER BY o.opened_at",
             *values,
         )
         return [OpenCharge(Charge(*row[:-2]), row[-2], row[-1]) for row in rows]

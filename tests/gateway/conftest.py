@@ -65,8 +65,8 @@ def serving(text: TextModel) -> Serving:
     ) -> AsyncIterator[Running]:
         engine = engine or ScriptedEngine(text)
         port = free_port()
-        options = {"drain_s": 0.2, **settings}
-        gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, **options)
+        options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
+        gateway = GatewaySettings(port=port, **options)
         model = ServedModel(
             "tiny", text, InProcessBackend(engine), aliases=("small",), input_price=1.0, output_price=2.0
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.metering.journal import Journal
-from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, opened, progressed, settled
+from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
 from penstock.storage import Database, DatabaseError, Statement, open_database
 
@@ -20,7 +20,7 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_url")
     opened_database = await open_database(url)
-    for table in ("charges_opened", "charges_progress", "charges_settled", "schema_versions"):
+    for table in ("charges_opened", "charges_progress", "charges_settled", "ledger_gateways", "schema_versions"):
         await opened_database.execute(f"DROP TABLE IF EXISTS {table}")
     yield opened_database
     await opened_database.close()
@@ -43,9 +43,7 @@ def charge(id: str, **changes: object) -> Charge:
 
 
 def end(of: Charge, completion: int = 10, cached: int = 0, at: float = 2000.0) -> Settlement:
-    price = Price(of.price_input, of.price_cached, of.price_output)
-    cost = price.cost(Usage(of.prompt_tokens, cached, completion), percent=of.percent)
-    return Settlement(of, at, cached, completion, cost, "stop")
+    return Settlement(of, at, cached, completion, cost_of(of, cached, completion), "stop")
 
 
 async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
@@ -62,9 +60,18 @@ async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
 async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
     await ledger.write([opened(charge("a")), opened(charge("b", gateway="g2", opened_at=5000.0))])
     await ledger.write([progressed("a", 64, 7), progressed("a", 64, 9), progressed("a", 64, 8)])
-    (entry,) = await ledger.open_charges(gateway="g1")
+    entry = (await ledger.open_charges())[0]
     assert (entry.cached_tokens, entry.completion_tokens) == (64, 9)
-    assert [entry.charge.id for entry in await ledger.open_charges(before=4000.0)] == ["a"]
+
+
+async def test_only_the_charges_of_dead_gateways_are_abandoned(ledger: Ledger) -> None:
+    await ledger.write([opened(charge("a")), opened(charge("b", gateway="g2")), opened(charge("c", opened_at=5000.0))])
+    await ledger.beat("g1", 3000.0)
+    await ledger.beat("g2", 4000.0)
+    abandoned = await ledger.open_charges(abandoned_since=3500.0)
+    assert [entry.charge.id for entry in abandoned] == ["a"]
+    await ledger.leave("g2")
+    assert {entry.charge.id for entry in await ledger.open_charges(abandoned_since=3500.0)} == {"a", "b"}
 
 
 async def test_usage_by_any_dimension(ledger: Ledger) -> None:

@@ -1,0 +1,124 @@
+"""`penstock usage`: what was used and what it cost, from the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from penstock.cli.options import ConfigFile, Settings
+
+Row = dict[str, str | int]
+
+
+def usage(
+    by: Annotated[
+        str, typer.Option(help="tenant, user, feature, model, adapter, tier, key, day, hour; several with commas.")
+    ] = "tenant,model",
+    since: Annotated[str, typer.Option(help="24h, 30d, or a date.")] = "30d",
+    until: Annotated[str | None, typer.Option(help="The same; now by default.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    output: Annotated[
+        Literal["table", "csv", "chart"], typer.Option("--output", "-o", help="table, csv or chart.")
+    ] = "table",
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """
+    Show what was used and what it cost.
+
+    Examples:
+
+        penstock usage
+
+        penstock usage --by tenant,user,feature --since 24h
+
+        penstock usage --by day --since 30d -o chart
+
+        penstock usage --by tenant,model,adapter --since 2026-11-01 --until 2026-12-01 -o csv > november.csv
+    """
+    rows = _rows(by, since, until, tenant, config_file, settings)
+    if output == "csv":
+        _csv(rows)
+    elif output == "chart":
+        _chart(rows)
+    else:
+        _table(rows)
+
+
+def _rows(
+    by: str, since: str, until: str | None, tenant: str | None, config_file: Path | None, settings: list[str] | None
+) -> list[Row]:
+    import asyncio
+
+    from penstock.cli.console import flags
+    from penstock.config import load
+    from penstock.metering.ledger import Ledger
+    from penstock.metering.reporting import dimensions, moment, rows
+    from penstock.storage import open_database
+
+    config = load(config_file, flags=flags(settings))
+    names = dimensions(by)
+
+    async def run() -> list[Row]:
+        database = await open_database(config.store.url)
+        try:
+            ledger = Ledger(database)
+            await ledger.prepare()
+            end = None if until is None else moment(until)
+            return rows(names, await ledger.totals(names, since=moment(since), until=end, tenant=tenant))
+        finally:
+            await database.close()
+
+    return asyncio.run(run())
+
+
+def _table(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        typer.echo("Nothing was used in that time.")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value or "-" for value in row.values()))
+    Console().print(table)
+
+
+def _csv(rows: list[Row]) -> None:
+    import csv
+    import sys
+
+    if rows:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _chart(rows: list[Row]) -> None:
+    """A bar per row: its cost, or its tokens when nothing costs anything."""
+    from rich.bar import Bar
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        typer.echo("Nothing was used in that time.")
+        return
+    sums = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+    paid = any(float(row["cost"]) for row in rows)
+    pairs: list[tuple[str, float]] = []
+    for row in rows:
+        label = " ".join(str(value) or "-" for name, value in row.items() if name not in sums)
+        pairs.append((label, float(row["cost"] if paid else int(row["prompt_tokens"]) + int(row["completion_tokens"]))))
+    if all(label[:2].isdigit() for label, _ in pairs):
+        pairs.sort()  # days and hours in their order
+    largest = max(max(size for _, size in pairs), 1e-12)
+    grid = Table(box=None, pad_edge=False, show_header=False)
+    for label, size in pairs:
+        shown = f"${size:,.4f}" if paid else f"{size:,.0f} tokens"
+        grid.add_row(label, Bar(largest, 0, size, width=40), shown)
+    Console().print(grid)
