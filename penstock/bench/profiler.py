@@ -1,7 +1,8 @@
 """Where a step goes: device busy or idle, and which kernels take the time.
 
 A workload is brought to the point where every running sequence decodes, then a few steps are recorded. On CUDA the
-recording is the device's own timeline; on CPU it is Python's profiler, in which the native kernels are calls.
+recording is the device's own timeline; on CPU it is Python's profiler, in which the native kernels are calls, and where
+the forward pass is a tape, the tape's own times of its kernels.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Profile:
     wall_s: float
     busy_s: float
     shares: list[Share]
+    native_s: float | None = None
+    """On CPU, of a recorded forward pass: time inside its kernels. The rest is scheduling, sampling and Python."""
 
 
 def record(engine: Engine, workload: Workload) -> Profile:
@@ -96,6 +99,11 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def _on_cpu(engine: Engine, rows: int) -> Profile:
     profiler = cProfile.Profile()
+    tape = engine.runner.tape
+    native: float | None = None
+    if tape is not None:
+        tape.timed = True
+        tape.seconds()
     begin = time.perf_counter()
     profiler.enable()
     for _ in range(STEPS):
@@ -108,7 +116,21 @@ def _on_cpu(engine: Engine, rows: int) -> Profile:
         Share(name if file.startswith("~") else f"{_short(file)}:{name}", calls, own)
         for (file, _, name), (calls, _, own, _, _) in rows_of_stats.items()
     ]
-    return Profile(STEPS, rows, wall, sum(s.seconds for s in shares), sorted(shares, key=lambda s: -s.seconds))
+    if tape is not None:
+        tape.timed = False
+        kernels = tape.seconds()
+        native = sum(seconds for _, seconds in kernels.values())
+        shares = _with_kernels(shares, kernels)
+    shares.sort(key=lambda share: -share.seconds)
+    return Profile(STEPS, rows, wall, sum(share.seconds for share in shares), shares, native)
+
+
+def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]]) -> list[Share]:
+    """Python's profiler sees a tape as part of the function that runs it: take the kernels out of that one."""
+    inside = sum(seconds for _, seconds in kernels.values())
+    runs = "kernels/cpu/tape.py:__call__"
+    outer = [Share(s.name, s.calls, s.seconds - inside) if s.name.endswith(runs) else s for s in shares]
+    return outer + [Share(name, calls * STEPS, seconds) for name, (calls, seconds) in kernels.items()]
 
 
 def _short(file: str) -> str:
@@ -122,6 +144,9 @@ def show(profile: Profile, workload: Workload, console: Console) -> None:
         f"{workload.name}: {profile.rows} rows, {profile.steps} steps of {step * 1e3:.2f} ms, "
         f"busy {profile.busy_s / profile.wall_s:.0%}, idle {max(0.0, 1 - profile.busy_s / profile.wall_s):.0%}"
     )
+    if profile.native_s is not None:
+        outside = (profile.wall_s - profile.native_s) / profile.steps
+        title += f"; forward pass {profile.native_s / profile.wall_s:.0%}, the rest {outside * 1e6:,.0f} us a step"
     rows = report.table(title, "kernel", "calls/step", "us/call", "us/step", "of step")
     for share in profile.shares[:_SHOWN]:
         rows.add_row(

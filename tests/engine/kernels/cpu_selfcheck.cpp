@@ -14,7 +14,7 @@ struct RopeArgs {
     void* qkv;
     const float* cos_sin;
     const int64_t *positions, *slots;
-    void *k_cache, *v_cache;
+    void *k_cache, *v_cache, *k_scales, *v_scales;
     const void *q_norm, *k_norm;
     int64_t tokens, max_positions, num_slots;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
@@ -29,13 +29,16 @@ struct LinearArgs {
     const float* bias;
     void* out;
     int64_t rows, columns, depth;
-    int32_t bits, dtype, out_dtype, digits;
+    int32_t bits, dtype, out_dtype, digits, matrix_rows;
+    const uint8_t* matrix;
+    int64_t half_rows;
 };
 
 PK_API Context* pk_create(int, int);
 PK_API void pk_destroy(Context*);
 PK_API const char* pk_isa();
-PK_API void pk_add_rms_norm(Context*, const void*, void*, const void*, void*, int64_t, int64_t, float, int, int);
+PK_API void pk_add_rms_norm(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t, float, int,
+                            int);
 PK_API void pk_silu_mul(Context*, const void*, void*, int64_t, int64_t, int);
 PK_API int pk_rope_and_cache(Context*, const RopeArgs*);
 PK_API void pk_attention(Context*, const AttentionArgs*);
@@ -92,8 +95,8 @@ static void check_elementwise(Context* ctx, int dtype) {
     const int rows = 5, n = 83;
     Stored x(dtype, rows * n), residual(dtype, rows * n), weight(dtype, n), out(dtype, rows * n);
     Stored before = residual;
-    pk_add_rms_norm(ctx, x.bytes.data(), residual.bytes.data(), weight.bytes.data(), out.bytes.data(), rows, n, 1e-5f,
-                    dtype, dtype);
+    pk_add_rms_norm(ctx, x.bytes.data(), residual.bytes.data(), weight.bytes.data(), nullptr, out.bytes.data(), rows, n,
+                    1e-5f, dtype, dtype);
     double error = 0;
     for (int r = 0; r < rows; ++r) {
         double squares = 0;
@@ -130,9 +133,9 @@ static void check_attention(Context* ctx, int dtype, int cache_dtype, int dim, i
     for (size_t i = 0; i < size_t(blocks) * kv_heads * block_size * dim; ++i) v.set(i, normal());
     const int64_t head_stride = block_size * dim, block_stride = kv_heads * head_stride;
     const float scale = 1 / std::sqrt(float(dim));
-    AttentionArgs a{q.bytes.data(), out.bytes.data(), k.bytes.data(), v.bytes.data(), starts.data(), contexts.data(),
-                    rows.data(), tables.data(), heads * dim, span, block_stride, head_stride, block_stride, head_stride,
-                    3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, scale};
+    AttentionArgs a{q.bytes.data(), out.bytes.data(), k.bytes.data(), v.bytes.data(), nullptr, nullptr,
+                    starts.data(), contexts.data(), rows.data(), tables.data(), heads * dim, span, block_stride, head_stride, block_stride, head_stride,
+                    3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, scale, 0};
     pk_attention(ctx, &a);
     double error = 0;
     for (int s = 0; s < 3; ++s)
@@ -173,7 +176,7 @@ static void check_rope(Context* ctx, int dtype) {
         }
     const int64_t positions[] = {0, 4, 9}, slots[] = {17, 33, 50};
     RopeArgs a{qkv.bytes.data(), table.data(), positions, slots, k.bytes.data(), v.bytes.data(), nullptr, nullptr,
-               tokens, 10, 64, 16 * dim, 16 * dim, 16 * dim, 16 * dim, heads, kv_heads, dim, 16, dtype, dtype, 0, 1e-6f};
+               nullptr, nullptr, tokens, 10, 64, 16 * dim, 16 * dim, 16 * dim, 16 * dim, heads, kv_heads, dim, 16, dtype, dtype, 0, 1e-6f};
     double error = pk_rope_and_cache(ctx, &a);
     for (int t = 0; t < tokens; ++t)
         for (int h = 0; h < heads + kv_heads; ++h)
@@ -215,7 +218,7 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
     std::vector<float> x(size_t(rows) * depth), y(size_t(rows) * columns, NAN), bias(columns);
     for (size_t i = 0; i < x.size(); ++i) x[i] = (i % 32 == 5 ? 127.0f : float(int(rng() % 255) - 127)) / 64;
     for (float& v : bias) v = normal();
-    LinearArgs a{x.data(), aligned, bias.data(), y.data(), rows, columns, depth, bits, 0, 0, digits};
+    LinearArgs a{x.data(), aligned, bias.data(), y.data(), rows, columns, depth, bits, 0, 0, digits, 0, nullptr, 0};
     pk_linear(ctx, &a);
     for (int r = 0; r < rows; ++r)
         for (int n = 0; n < columns; ++n) {

@@ -89,7 +89,11 @@ def test_x86_code_is_right_under_an_emulator(tmp_path: Path, flags: list[str]) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CROSS, reason="needs x86_64-linux-gnu-g++")
-@pytest.mark.parametrize("arch", [["x86-64-v4"], ["x86-64-v4", "-mavx512vnni"], ["x86-64-v3", "-mavxvnni"]], ids=str)
+@pytest.mark.parametrize(
+    "arch",
+    [["x86-64-v4"], ["x86-64-v4", "-mavx512vnni"], ["x86-64-v3", "-mavxvnni"], ["sapphirerapids"]],
+    ids=str,
+)
 def test_newer_x86_code_compiles(tmp_path: Path, arch: list[str]) -> None:
     flags = [f"-march={arch[0]}", *arch[1:], "-std=c++17", "-O1", "-w", "-fPIC", "-pthread", "-shared"]
     sources = map(str, sorted(SOURCES.glob("*.cpp")))

@@ -151,14 +151,17 @@ PK_INLINE void prefetch_far(const uint8_t* from, int64_t bytes) {
 template <class Q, int MR, int NC, bool MIN, class S>
 PK_INLINE void tile_rows(const uint8_t* q, const S* scale, const S* minimum, const Record* r, int64_t blocks,
                          float* y) {
+    constexpr int64_t kShare = Q::kBytes + (MIN ? 4 : 2) * kColumns;  // a block's part of the tile, scales included
+    const uint8_t* ahead = q + kAhead;
     vf acc[MR][NC];
     for (int m = 0; m < MR; ++m)
         for (int c = 0; c < NC; ++c) acc[m][c] = splat(0);
     for (int64_t b = 0; b < blocks; ++b, q += Q::kBytes, scale += kColumns) {
         vf dots[MR][NC];
         if (std::is_same<S, f16>::value) {
-            prefetch(q + kAhead, Q::kBytes);
-            prefetch_far(q, Q::kBytes);
+            prefetch(ahead, kShare);
+            prefetch_far(ahead - kAhead, kShare);
+            ahead += kShare;
         }
         dot_block<MR, NC>(Q(), q, r[b], dots);
         for (int c = 0; c < NC; ++c) {
