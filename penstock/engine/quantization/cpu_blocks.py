@@ -33,15 +33,15 @@ class BlockQuantizer:
         matrix: bool = False,
         fixed: bool = False,
     ) -> None:
-        """`fixed`: one way of computing for any number of rows."""
+        """`fixed`: one way of computing for any number of rows, which also holds where `activations` names one."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
         self._matrix_budget = _MATRIX_BUDGET
         self.form = form
         self.digits = 1 if activations == "int8" else 2
-        self.fixed = fixed
-        self._tuner = Tuner(handle) if activations == "auto" and not fixed else None
+        self.fixed = fixed or activations != "auto"
+        self._tuner = Tuner(handle) if not self.fixed else None
         """`auto` is two digits for few rows and the fastest of equal quality for many: one digit is faster still, but
         changes what small models say (`penstock bench perplexity` shows by how much)."""
 
