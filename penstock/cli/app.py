@@ -19,6 +19,7 @@ from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
+from penstock.cli.soak import soak
 from penstock.cli.speculation import speculation
 from penstock.cli.structure import structure
 from penstock.cli.usage import usage
@@ -76,6 +77,7 @@ bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
 bench.command(help=structure.__doc__)(structure)
 bench.command(help=speculation.__doc__)(speculation)
+bench.command(help=soak.__doc__)(soak)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 app.add_typer(keys)

@@ -187,6 +187,11 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
         )
 
+    def check_idle(self) -> None:
+        """Assert that an engine without work holds nothing; for tests and soaks."""
+        assert not self.has_work and self._constraints.opening == 0
+        self.scheduler.check_idle()
+
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._prompt_tokens = self._generation_tokens = 0

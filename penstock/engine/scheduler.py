@@ -72,6 +72,9 @@ class Batch:
 class Scheduler:
     """Token-budget scheduling with preemption. Owns every live sequence."""
 
+    SLACK = 32
+    """Ended sequences that may stay in a heap until they come up; more are taken out at once."""
+
     def __init__(
         self,
         allocator: BlockAllocator,
@@ -133,6 +136,16 @@ class Scheduler:
             self._waiting_count -= 1
         if self.adapters is not None and seq.request.adapter:
             self.adapters.forget(seq)
+        self._tidy()
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held though nothing is live; for tests and soaks."""
+        assert not self._live and not self.running and self._waiting_count == 0, f"{len(self._live)} sequences live"
+        assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
+        assert self.allocator.pool.used == 0, f"{self.allocator.pool.used} blocks leaked"
+        self.allocator.pool.check()
+        if self.adapters is not None:
+            self.adapters.check_idle()
 
     def expired(self, now: float) -> list[Sequence]:
         """Live sequences whose deadline has passed."""
@@ -214,6 +227,16 @@ class Scheduler:
         self._waiting_count += 1
         if self.adapters is None or not seq.request.adapter or self.adapters.bind(seq):
             heapq.heappush(self._waiting, (seq.key, seq))
+
+    def _tidy(self) -> None:
+        """Heaps keep ended sequences until they come up, which a far deadline does much later; not too many of them."""
+        most = 2 * len(self._live) + self.SLACK
+        if len(self._waiting) > most:
+            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
+            heapq.heapify(self._waiting)
+        if len(self._deadlines) > most:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapq.heapify(self._deadlines)
 
     def _first_waiting(self, now: float) -> Sequence | None:
         while self._waiting:

@@ -50,4 +50,4 @@ def assert_idle(engine: Engine) -> None:
     """Nothing runs, nothing is held, the pool is whole."""
     load = engine.load_snapshot()
     assert load.running == 0 and load.waiting == 0 and load.used_blocks == 0
-    engine.scheduler.allocator.pool.check()
+    engine.check_idle()

@@ -181,3 +181,20 @@ def test_waste_is_under_four_percent() -> None:
             wasted += len(seq.blocks) * 16 - seq.computed
         emit(scheduler, batch, rng)
     assert wasted / held < 0.04
+
+
+def test_ended_sequences_do_not_stay_until_a_far_deadline() -> None:
+    """Requests come and go for minutes while every one of them has an hour; some are cancelled before they start."""
+    scheduler = make_scheduler()
+    for index in range(500):
+        seq = scheduler.add(request(f"r{index}", [1, 2, 3], 5, priority=index % 3, timeout=3600.0), float(index))
+        if index % 2:
+            assert scheduler.schedule(float(index)) is not None
+        seq.finish_reason = "abort"
+        scheduler.finish(seq)
+    assert len(scheduler._deadlines) <= scheduler.SLACK and len(scheduler._waiting) <= scheduler.SLACK
+    late = scheduler.add(request("late", [1], 5, timeout=1.0), 600.0)
+    assert scheduler.expired(602.0) == [late]
+    late.finish_reason = "timeout"
+    scheduler.finish(late)
+    scheduler.check_idle()

@@ -231,6 +231,13 @@ class AdapterPool:
             load_seconds=round(registry.load_seconds, 6),
         )
 
+    def check_idle(self) -> None:
+        """Assert that no sequence holds or awaits an adapter; for tests and soaks."""
+        self.slots.check()
+        assert not self.slots.in_use, f"{len(self.slots.in_use)} slots leaked"
+        assert not self._entries and not self._slotless and not self._since and not self._lost, "a sequence is kept"
+        assert not any(entry.users or entry.waiting for entry in self.registry), "an adapter has users"
+
     def _give(self, seq: Sequence, entry: Entry) -> None:
         assert entry.adapter is not None
         seq.adapter = entry.adapter

@@ -1,0 +1,76 @@
+"""All parts at once: nothing leaks, every answer is that of the request alone; and the soak notices when that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.bench.engine import BenchError
+from penstock.bench.soak.run import Report, Settings, Soak
+from penstock.bench.soak.traffic import VOCABULARY
+from penstock.cli.soak import forms
+from penstock.engine.adapters import pool as adapters
+from penstock.engine.core import Engine
+from penstock.engine.grammar.guidance import GuidanceCompiler
+from penstock.engine.kv.hashing import root_name
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence
+
+
+def soak(**settings: Any) -> Report:
+    heard: list[str] = []
+    run = Soak(
+        Settings(**settings),
+        forms(),
+        lambda size: GuidanceCompiler(VOCABULARY, size),
+        lambda report, what: heard.append(what),
+    )
+    report = run.run()
+    assert any("round" in what for what in heard)
+    return report
+
+
+def test_a_short_soak_of_everything() -> None:
+    report = soak(seed=3, rounds=3, requests=26, faults=0.02)
+    assert report.requests == 78 and report.tokens > 800
+    assert not report.missing, report
+    assert report.ties <= 2
+
+
+def test_a_cache_that_mixes_adapters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if blocks were named without the adapter that they were computed with."""
+    monkeypatch.setattr(adapters, "root_name", lambda salt, version: root_name(salt))
+    with pytest.raises(BenchError, match=r"(?s)alone .*penstock bench soak --seed 3 --start 0 --rounds 1"):
+        soak(seed=3, rounds=1, requests=20)
+
+
+def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a cancelled request kept one of its blocks."""
+    abort = Engine.abort
+
+    def leak(engine: Engine, request_id: str) -> None:
+        seq: Sequence | None = engine.scheduler.get(request_id)
+        if seq is not None and seq.blocks:
+            engine.scheduler.allocator.pool.share(seq.blocks[-1])
+        abort(engine, request_id)
+
+    monkeypatch.setattr(Engine, "abort", leak)
+    with pytest.raises(BenchError, match="blocks leaked"):
+        soak(seed=3, rounds=1, requests=20)
+
+
+def test_sequences_that_stay_in_memory_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    finish = Scheduler.finish
+    monkeypatch.setattr(Scheduler, "finish", lambda self, seq: (kept.append(seq), finish(self, seq))[1])
+    monkeypatch.setattr(Scheduler, "SLACK", 0)
+    with pytest.raises(BenchError, match="sequences are in memory"):
+        soak(seed=3, rounds=1, requests=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [11])
+def test_ten_minutes_of_everything(seed: int) -> None:
+    report = soak(seed=seed, minutes=10.0)
+    assert report.ties < report.requests / 100, report
