@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.loading.sources import resolve
-from tests.services import postgres_url
+from tests.services import postgres_url, valkey
 
-__all__ = ["postgres_url"]
+__all__ = ["postgres_url", "valkey"]
 
 
 @pytest.fixture(scope="session", autouse=True)

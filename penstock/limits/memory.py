@@ -1,0 +1,105 @@
+"""Limits counted in this process, for one gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.limits.model import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
+
+_SWEEP = 4096
+"""Subjects counted before those that have been idle for a window are forgotten."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """Amounts by step. Only the last STEPS + 1 steps can count."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    touched: float = 0.0
+
+
+@dataclass(slots=True)
+class _Reservation:
+    step: dict[str, int]
+
+
+class MemoryLimits(LimitStore):
+    """See `LimitStore`."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._windows: dict[str, _Window] = {}
+        self._reservations: dict[str, _Reservation] = {}
+
+    async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
+        now = self._clock()
+        for limit in limits:
+            refusal = self._refusal(limit, amounts.of(limit.metric), now)
+            if refusal is not None:
+                return Decision(self._standings(limits, now), refusal)
+        taken: dict[str, int] = {}
+        for limit in limits:
+            step = int(now / limit.step_s)
+            window = self._windows.setdefault(limit.subject, _Window())
+            window.steps[step] = window.steps.get(step, 0) + amounts.of(limit.metric)
+            window.touched = now
+            taken[limit.subject] = step
+        self._reservations[id] = _Reservation(taken)
+        if len(self._windows) > _SWEEP:
+            self._sweep(now)
+        return Decision(self._standings(limits, now))
+
+    async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
+        reservation = self._reservations.pop(id, None)
+        if reservation is None:
+            return
+        for limit in limits:
+            step, window = reservation.step.get(limit.subject), self._windows.get(limit.subject)
+            if step is None or window is None or step not in window.steps:
+                continue
+            after = 0 if limit.metric == "concurrent" else used.of(limit.metric)
+            left = window.steps[step] + after - reserved.of(limit.metric)
+            if left > 0:
+                window.steps[step] = left
+            else:
+                del window.steps[step]
+
+    def _refusal(self, limit: Limit, amount: int, now: float) -> Refusal | None:
+        if amount > limit.most:
+            return Refusal(limit, None)
+        used = self._used(limit, now)
+        if used + amount <= limit.most:
+            return None
+        # The oldest steps leave first; wait until enough of them have.
+        excess, window = used + amount - limit.most, self._windows[limit.subject]
+        for step in sorted(window.steps):
+            excess -= window.steps[step]
+            if excess <= 0:
+                return Refusal(limit, max(0.0, (step + 1) * limit.step_s + limit.window_s - now))
+        return Refusal(limit, limit.window_s)
+
+    def _used(self, limit: Limit, now: float) -> int:
+        """What counts now; steps that have left the window are forgotten on the way."""
+        window = self._windows.get(limit.subject)
+        if window is None:
+            return 0
+        first = int(now / limit.step_s) - STEPS
+        for step in [step for step in window.steps if step < first]:
+            del window.steps[step]
+        return sum(window.steps.values())
+
+    def _standings(self, limits: Sequence[Limit], now: float) -> tuple[Standing, ...]:
+        return tuple(Standing(limit, self._used(limit, now), self._reset(limit, now)) for limit in limits)
+
+    def _reset(self, limit: Limit, now: float) -> float:
+        window = self._windows.get(limit.subject)
+        if window is None or not window.steps:
+            return 0.0
+        return max(0.0, (max(window.steps) + 1) * limit.step_s + limit.window_s - now)
+
+    def _sweep(self, now: float) -> None:
+        idle = [name for name, window in self._windows.items() if not window.steps or now - window.touched > 31 * 86400]
+        for name in idle:
+            del self._windows[name]

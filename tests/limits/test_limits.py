@@ -1,0 +1,174 @@
+"""Both stores of limits keep the same promises: never exceeded, hardly under-used, nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.limits import Amounts, Limit, LimitStore
+from penstock.limits.memory import MemoryLimits
+from penstock.limits.redis import RedisLimits
+from penstock.protocol.errors import Overloaded
+
+
+class Clock:
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[LimitStore]:
+    if request.param == "memory":
+        yield MemoryLimits(clock)
+        return
+    server = request.getfixturevalue("valkey")
+    opened = RedisLimits(f"redis://127.0.0.1:{server.port}", clock=clock, fallback="closed")
+    yield opened
+    await opened.close()
+
+
+REQUESTS = Limit("tenant:acme:requests", "requests", 10, 60.0)
+TOKENS = Limit("tenant:acme:tokens", "tokens", 1000, 60.0)
+RUNNING = Limit("tenant:acme:running", "concurrent", 3, 3600.0)
+BUDGET = Limit("tenant:acme:day", "budget", 5_000_000_000, 86400.0)
+
+
+async def test_what_fits_is_granted_and_the_rest_is_told_when(store: LimitStore, clock: Clock) -> None:
+    for index in range(10):
+        decision = await store.reserve(f"r{index}", [REQUESTS], Amounts())
+        assert decision.refusal is None and decision.standings[0].remaining == 9 - index
+        clock.now += 1.0
+    refused = await store.reserve("r10", [REQUESTS], Amounts())
+    assert refused.refusal is not None and refused.refusal.limit == REQUESTS
+    assert refused.refusal.retry_s is not None and 50.0 <= refused.refusal.retry_s <= 52.0
+    clock.now += refused.refusal.retry_s
+    assert (await store.reserve("r11", [REQUESTS], Amounts())).refusal is None
+    assert (await store.reserve("r12", [REQUESTS], Amounts())).refusal is not None
+
+
+async def test_all_limits_or_none(store: LimitStore) -> None:
+    assert (await store.reserve("a", [REQUESTS, TOKENS], Amounts(tokens=900))).refusal is None
+    refused = await store.reserve("b", [REQUESTS, TOKENS], Amounts(tokens=200))
+    assert refused.refusal is not None and refused.refusal.limit == TOKENS
+    assert [standing.used for standing in refused.standings] == [1, 900]
+    assert (await store.reserve("c", [REQUESTS, TOKENS], Amounts(tokens=100))).refusal is None
+
+
+async def test_a_request_larger_than_the_limit_is_never_possible(store: LimitStore) -> None:
+    refused = await store.reserve("a", [TOKENS], Amounts(tokens=1001))
+    assert refused.refusal is not None and refused.refusal.retry_s is None
+
+
+async def test_what_was_not_used_is_given_back_once(store: LimitStore) -> None:
+    limits = [TOKENS, RUNNING, BUDGET]
+    reserved = Amounts(tokens=800, budget=4_000_000_000)
+    used = Amounts(tokens=300, budget=1_000_000_000)
+    assert (await store.reserve("a", limits, reserved)).refusal is None
+    assert (await store.reserve("b", limits, reserved)).refusal is not None
+    await store.settle("a", limits, reserved, used)
+    await store.settle("a", limits, reserved, used)
+    await store.settle("never", limits, reserved, used)
+    decision = await store.reserve("c", limits, Amounts(tokens=700, budget=4_000_000_000))
+    assert decision.refusal is None
+    assert [standing.used for standing in decision.standings] == [1000, 1, 5_000_000_000]
+
+
+async def test_using_more_than_was_reserved_counts(store: LimitStore) -> None:
+    await store.reserve("a", [TOKENS], Amounts(tokens=100))
+    await store.settle("a", [TOKENS], Amounts(tokens=100), Amounts(tokens=950))
+    assert (await store.reserve("b", [TOKENS], Amounts(tokens=51))).refusal is not None
+
+
+async def test_concurrency_comes_back_with_the_end_of_a_request(store: LimitStore) -> None:
+    for index in range(3):
+        assert (await store.reserve(f"r{index}", [RUNNING], Amounts())).refusal is None
+    assert (await store.reserve("r3", [RUNNING], Amounts())).refusal is not None
+    await store.settle("r1", [RUNNING], Amounts(), Amounts())
+    assert (await store.reserve("r4", [RUNNING], Amounts())).refusal is None
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+async def test_no_window_ever_holds_more_than_the_limit(store: LimitStore, clock: Clock, seed: int) -> None:
+    """Random arrivals and settlements; the sum over every sliding minute is counted independently."""
+    rng = random.Random(seed)
+    limit = Limit(f"s{seed}:{rng.random()}", "tokens", 100, 60.0)
+    taken: list[tuple[float, int]] = []
+    for index in range(60):
+        clock.now += rng.choice([0.0, 0.3, 1.0, 7.0])
+        amount = rng.randrange(1, 60)
+        name = f"{seed}-{rng.random()}-{index}"
+        refused = (await store.reserve(name, [limit], Amounts(tokens=amount))).refusal
+        recent = sum(size for at, size in taken if at > clock.now - 60.0)
+        if refused is None:
+            used = rng.choice([amount, amount // 2, 0])
+            if rng.random() < 0.5:
+                await store.settle(name, [limit], Amounts(tokens=amount), Amounts(tokens=used))
+                amount = used
+            taken.append((clock.now, amount))
+            assert recent + amount <= 100
+        else:
+            # Steps are a second long, so at most what lies a second beyond the window is still held against us.
+            held = sum(size for at, size in taken if at > clock.now - 62.0)
+            assert held + amount > 100
+
+
+def _gateway(port: int, number: int, results: Any) -> None:
+    async def run() -> int:
+        store = RedisLimits(f"redis://127.0.0.1:{port}", fallback="closed")
+        limit = Limit("shared", "requests", 100, 60.0)
+        decisions = await asyncio.gather(
+            *(store.reserve(f"g{number}-{index}", [limit], Amounts()) for index in range(67))
+        )
+        await store.close()
+        return sum(decision.refusal is None for decision in decisions)
+
+    results.put(asyncio.run(run()))
+
+
+def test_three_gateways_share_one_limit_exactly(valkey: Any) -> None:
+    """200 requests at once over 3 processes: exactly as many are let through as the limit says."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    gateways = [context.Process(target=_gateway, args=(valkey.port, number, results)) for number in range(3)]
+    for gateway in gateways:
+        gateway.start()
+    granted = sum(results.get(timeout=60) for _ in gateways)
+    for gateway in gateways:
+        gateway.join()
+    assert granted == 100
+
+
+@pytest.mark.parametrize("fallback", ["open", "closed"])
+async def test_when_redis_goes_away_and_comes_back(valkey: Any, fallback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.limits.redis.RETRY_S", 0.05)
+    store = RedisLimits(f"redis://127.0.0.1:{valkey.port}", fallback=fallback)
+    limit = Limit("t", "requests", 2, 60.0)
+    assert (await store.reserve("a", [limit], Amounts())).refusal is None
+    valkey.stop()
+    if fallback == "closed":
+        with pytest.raises(Overloaded):
+            await store.reserve("b", [limit], Amounts())
+    else:
+        outcomes = [(await store.reserve(f"b{i}", [limit], Amounts())).refusal is None for i in range(3)]
+        assert outcomes == [True, True, False], "counted here meanwhile, bounded by the same limit"
+    assert not store.up
+    valkey.start()
+    await asyncio.sleep(0.1)
+    assert (await store.reserve("c", [limit], Amounts())).refusal is None and store.up
+    await store.close()
