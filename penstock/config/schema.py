@@ -231,6 +231,33 @@ class AuthConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitConfig:
+    """A limit besides those of the tiers: per user, per key, per model, or for one tenant."""
+
+    per: Literal["tenant", "user", "key", "model"] = setting("user", doc="Whose usage is counted together.")
+    tier: str = setting("", doc="Only for callers of this tier.")
+    tenant: str = setting("", doc="Only for this tenant.")
+    model: str = setting("", doc="Only for this model.")
+    requests_per_minute: int | None = setting(None, doc="Requests begun in a minute.", least=1, example="60")
+    tokens_per_minute: int | None = setting(
+        None, doc="Prompt and completion tokens in a minute.", least=1, example="20000"
+    )
+    concurrent_requests: int | None = setting(None, doc="Requests running at one time.", least=1, example="4")
+    daily_budget: float | None = setting(None, doc="Money in a day (UTC).", least=0, example="1")
+    monthly_budget: float | None = setting(None, doc="Money in a calendar month (UTC).", least=0, example="20")
+
+
+@dataclass(frozen=True, slots=True)
+class CountersConfig:
+    """Where usage is counted against limits."""
+
+    url: str = setting("", doc="redis://HOST:PORT, when several gateways share limits; this process when empty.")
+    fallback: Literal["open", "closed"] = setting(
+        "open", doc="While Redis is away: open lets each gateway count for itself, closed refuses requests."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PriceConfig:
     """What tokens cost, where that differs from the model's own prices; the most specific entry applies."""
 
@@ -263,5 +290,7 @@ class Config:
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
     auth: AuthConfig = dataclasses.field(default_factory=AuthConfig)
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
+    limits: tuple[LimitConfig, ...] = ()
+    counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     prices: tuple[PriceConfig, ...] = ()
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

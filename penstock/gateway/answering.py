@@ -42,10 +42,13 @@ class Renderer(Protocol):
 async def answer(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
-    account = service.accounts.open(exchange, generation) if service.accounts is not None else None
+    reservation = await service.quotas.reserve(exchange, generation)
+    account: Account | None = None
     service.track(generation)
     watcher = asyncio.create_task(_watch(exchange, generation), name="client watcher")
     try:
+        if service.accounts is not None:
+            account = service.accounts.open(exchange, generation)
         generation.submit()
         if stream:
             await _stream(service, exchange, generation, renderer, account)
@@ -57,6 +60,8 @@ async def answer(
         _record(exchange, generation)
         if account is not None:
             account.settle(exchange.record.finish_reason or "abort")
+        if reservation is not None:
+            service.in_background(service.quotas.settle(reservation, generation))
         watcher.cancel()
         with suppress(asyncio.CancelledError):
             await watcher

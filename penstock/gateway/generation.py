@@ -134,6 +134,10 @@ class Generation:
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
     @property
+    def most_completion_tokens(self) -> int:
+        return sum(request.params.max_tokens for request in self._requests)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(choice.completion_tokens for choice in self.choices)
 

@@ -9,7 +9,7 @@ from penstock.engine.request import EngineInfo, SamplingParams
 from penstock.gateway.decoding import not_supported
 from penstock.gateway.schemas import Sampling
 from penstock.gateway.settings import GatewaySettings
-from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
+from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 
 PRIORITIES = {"priority": -1, "auto": 0, "default": 0, "flex": 1}
 """`service_tier` to engine priority (smaller first)."""
@@ -57,16 +57,25 @@ def sampling_params(
     )
 
 
-def fit(params: SamplingParams, prompt_tokens: int, limits: Limits, window: int, prompt_param: str) -> SamplingParams:
-    """Set `max_tokens` so that prompt and completion fit the window, or say why they cannot."""
+def fit(
+    params: SamplingParams,
+    prompt_tokens: int,
+    limits: Limits,
+    window: int,
+    prompt_param: str,
+    quota: int | None = None,
+) -> SamplingParams:
+    """Set `max_tokens` so that prompt and completion fit the window, or say why they cannot. `quota`: how much of the
+    window the caller may use."""
+    exceeded = ContextLengthExceeded
+    if quota is not None and quota < window:
+        window, exceeded = quota, ContextQuotaExceeded
     room = window - prompt_tokens
     if room < 1:
-        raise ContextLengthExceeded(limit=window, prompt_tokens=prompt_tokens, param=prompt_param)
+        raise exceeded(limit=window, prompt_tokens=prompt_tokens, param=prompt_param)
     if limits.max_tokens is not None:
         if limits.max_tokens > room:
-            raise ContextLengthExceeded(
-                limit=window, prompt_tokens=prompt_tokens, max_tokens=limits.max_tokens, param=prompt_param
-            )
+            raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limits.max_tokens, param=prompt_param)
         max_tokens = limits.max_tokens
     else:
         max_tokens = room if limits.default is None else min(room, limits.default)

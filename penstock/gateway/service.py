@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
+from penstock.config.schema import CountersConfig
 from penstock.gateway.accounting import Accounts
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
+from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
+from penstock.limits import LimitStore
+from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.registry import Registry, ServedModel
@@ -54,6 +58,8 @@ class Service:
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
         self._keyring: KeyRing | None = None
+        self.quotas = Quotas(_counters(settings.counters), settings.tiers, settings.limits, settings.price_book())
+        self._background: set[asyncio.Task[None]] = set()
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
     async def start(self) -> None:
@@ -77,6 +83,9 @@ class Service:
         await self.slices.close()
         for backend in self._backends():
             await backend.close()
+        if self._background:
+            await asyncio.wait(self._background, timeout=CUT_S)
+        await self.quotas.close()
         if self.accounts is not None:
             await self.accounts.close()
         if self.database is not None:
@@ -95,6 +104,12 @@ class Service:
         if scope not in caller.scopes:
             raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
         return caller
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Finish something after its request is over; waited for at the end."""
+        task = asyncio.create_task(work, name="after a request")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def identities_changed(self) -> None:
         """Tenants or keys were changed here: this process at least sees it at once."""
@@ -180,3 +195,11 @@ class Service:
             backend = model.backend
             awake = backend.state in ("awake", "drowsy")
             yield EngineView(model.name, backend.name, backend.ready, backend.info, backend.load, awake)
+
+
+def _counters(config: CountersConfig) -> LimitStore:
+    if not config.url:
+        return MemoryLimits()
+    from penstock.limits.redis import RedisLimits
+
+    return RedisLimits(config.url, fallback=config.fallback)

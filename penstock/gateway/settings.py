@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.schema import Config, PriceConfig, TierConfig
+from penstock.config.schema import Config, CountersConfig, LimitConfig, PriceConfig, TierConfig
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.telemetry.logging import LogFormat
 
@@ -58,6 +58,8 @@ class GatewaySettings:
     key_grace_s: float = 3600.0
     share_prefixes: bool = False
     tiers: tuple[TierConfig, ...] = ()
+    limits: tuple[LimitConfig, ...] = ()
+    counters: CountersConfig = CountersConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
     log_format: LogFormat = "text"
     log_level: str = "info"
@@ -113,6 +115,8 @@ class GatewaySettings:
             key_grace_s=config.auth.grace_s,
             share_prefixes=config.auth.share_prefixes,
             tiers=config.tiers,
+            limits=config.limits,
+            counters=config.counters,
             prices=config.prices,
             log_format=config.logging.format,
             log_level=config.logging.level,

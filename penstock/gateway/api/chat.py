@@ -57,7 +57,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     )
     messages, tools = for_template(messages, toolbox.tools if toolbox is not None else (), model)
     tokens = await service.encode_chat(model, messages, tools=tools)
-    params = fit(params, len(tokens), limit, info.max_model_len, "messages")
+    quota = service.quotas.context_tokens(exchange.caller)
+    params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
     generation = Generation(
         model,
         [Prompt(tokens, [with_seed(params, i) for i in range(n)])],

@@ -55,9 +55,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=request.logprobs)
     prompts = []
+    quota = service.quotas.context_tokens(exchange.caller)
     for given_prompt in given_prompts:
         tokens = await _tokens(service, model, info, given_prompt)
-        fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt")
+        fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
         prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
     generation = Generation(
         model,

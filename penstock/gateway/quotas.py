@@ -1,0 +1,161 @@
+"""What a request takes of its caller's limits: reserved before it reaches an engine, settled with what it really used.
+
+The tier's numbers hold per tenant; entries under `limits` add others per user, key or model. A reservation counts the
+prompt and the most that may be generated; the rest is given back when the answer ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config.schema import LimitConfig, TierConfig
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.generation import Generation
+from penstock.identity import Caller
+from penstock.limits import Amounts, Decision, Limit, LimitStore
+from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
+from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, RateLimitExceeded
+
+_MINUTE = 60.0
+_LIFE_S = 3600.0
+"""A request that nobody settles stops counting as running after this long."""
+_DAY = 86400.0
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What one request holds."""
+
+    id: str
+    limits: list[Limit]
+    reserved: Amounts
+    price: Price
+
+
+class Quotas:
+    """Applies the configured limits to requests."""
+
+    def __init__(
+        self, store: LimitStore, tiers: Sequence[TierConfig], limits: Sequence[LimitConfig], prices: PriceBook
+    ) -> None:
+        self._store = store
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._limits = limits
+        self._prices = prices
+
+    async def reserve(self, exchange: Exchange, generation: Generation) -> Reservation | None:
+        """Take what the request may use; raises when it is too much. None when nothing limits the caller."""
+        limits = self.limits_of(exchange, generation)
+        if not limits:
+            return None
+        model = generation.model
+        price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
+        prompt, most = generation.prompt_tokens, generation.most_completion_tokens
+        amounts = Amounts(tokens=prompt + most, budget=price.cost(Usage(prompt, 0, most)))
+        decision = await self._store.reserve(f"{exchange.request_id}:{id(generation)}", limits, amounts)
+        exchange.extra_headers += _headers(decision)
+        if decision.refusal is not None:
+            raise _refused(decision, amounts)
+        return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
+
+    async def settle(self, reservation: Reservation, generation: Generation) -> None:
+        used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
+        amounts = Amounts(tokens=used.prompt + used.completion, budget=reservation.price.cost(used))
+        await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def context_tokens(self, caller: Caller) -> int | None:
+        """How much of a model's window the caller's tier may use; None: all of it."""
+        tier = self._tiers.get(caller.tier)
+        return tier.context_tokens if tier is not None and caller.key else None
+
+    def limits_of(self, exchange: Exchange, generation: Generation) -> list[Limit]:
+        """Everything that limits this request."""
+        caller, model = exchange.caller, generation.model.base_name
+        user = exchange.record.user_id or ""
+        found: list[Limit] = []
+        tier = self._tiers.get(caller.tier)
+        if tier is not None and caller.key:  # without keys there is nobody to tell apart
+            found += _limits(f"tenant:{caller.tenant}", tier)
+        for entry in self._limits:
+            if (entry.tier and entry.tier != caller.tier) or (entry.tenant and entry.tenant != caller.tenant):
+                continue
+            if entry.model and entry.model != model:
+                continue
+            subject = {"tenant": "", "user": user, "key": caller.key, "model": model}[entry.per]
+            if entry.per in ("user", "key") and not subject:
+                continue
+            within = f":{entry.model}" if entry.model else ""
+            found += _limits(f"{entry.per}:{caller.tenant}:{subject}{within}", entry)
+        return found
+
+
+def _limits(subject: str, source: TierConfig | LimitConfig) -> list[Limit]:
+    now = datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
+    found: list[Limit] = []
+    if source.requests_per_minute is not None:
+        found.append(Limit(f"{subject}:requests", "requests", source.requests_per_minute, _MINUTE))
+    if source.tokens_per_minute is not None:
+        found.append(Limit(f"{subject}:tokens", "tokens", source.tokens_per_minute, _MINUTE))
+    if source.concurrent_requests is not None:
+        found.append(Limit(f"{subject}:running", "concurrent", source.concurrent_requests, _LIFE_S))
+    # Calendar periods: the date is part of the name, and the window long enough never to slide inside the period.
+    for budget, period, days in ((source.daily_budget, "%Y-%m-%d", 2), (source.monthly_budget, "%Y-%m", 62)):
+        if budget is not None:
+            name = f"{subject}:budget:{now.strftime(period)}"
+            found.append(Limit(name, "budget", round(budget * NANOS), days * _DAY))
+    return found
+
+
+def _refused(decision: Decision, amounts: Amounts) -> ApiError:
+    refusal = decision.refusal
+    assert refusal is not None
+    limit, standing = refusal.limit, next(s for s in decision.standings if s.limit == refusal.limit)
+    what = limit.subject.partition(":")[0]
+    if limit.metric == "budget":
+        return InsufficientQuota(
+            f"The budget of this {what} is {dollars(limit.most)} for the period, {dollars(standing.used)} is spent or "
+            f"reserved, and this request may cost {dollars(amounts.budget)}."
+        )
+    asked, unit = amounts.of(limit.metric), {"concurrent": "requests at one time"}.get(limit.metric, limit.metric)
+    if refusal.retry_s is None:
+        return InvalidRequest(
+            f"This request needs {asked:,} {unit}; this {what} may use {limit.most:,} in a minute, so it can never "
+            "run. Send a shorter prompt or a smaller `max_tokens`.",
+            code="rate_limit_exceeded",
+            reason="rate_limit",
+        )
+    per = "" if limit.metric == "concurrent" else " per minute"
+    return RateLimitExceeded(
+        f"This {what} may use {limit.most:,} {unit}{per}; {standing.used:,} are used and this request needs {asked:,}.",
+        retry_after=1.0 if limit.metric == "concurrent" else refusal.retry_s,
+    )
+
+
+def _headers(decision: Decision) -> list[tuple[bytes, bytes]]:
+    """`x-ratelimit-*` of the tightest limit on requests and on tokens."""
+    headers: list[tuple[bytes, bytes]] = []
+    for metric in ("requests", "tokens"):
+        standings = [standing for standing in decision.standings if standing.limit.metric == metric]
+        if standings:
+            tightest = min(standings, key=lambda standing: standing.remaining / standing.limit.most)
+            for name, value in (
+                ("limit", str(tightest.limit.most)),
+                ("remaining", str(tightest.remaining)),
+                ("reset", duration(tightest.reset_s)),
+            ):
+                headers.append((f"x-ratelimit-{name}-{metric}".encode(), value.encode()))
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """`6m0s`, `1.5s`, `20ms`: as clients of this kind of header read it."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
