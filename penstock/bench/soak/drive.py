@@ -14,6 +14,7 @@ from pathlib import Path
 from penstock.bench.engine import BenchError
 from penstock.bench.soak.engines import ADAPTERS, adapter_spec
 from penstock.bench.soak.traffic import Case
+from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Request, TokenLogprob
@@ -24,6 +25,8 @@ STEP_S = 0.004
 """What a step takes, for the engine's clock."""
 _CROWD = 28
 """Requests in the engine at once, running and waiting."""
+_RELOADS = 0.01
+"""Share of steps before which an adapter is replaced."""
 _MOST_STEPS = 200_000
 INJECTED = "a fault of the soak's own"
 
@@ -127,8 +130,8 @@ class Round:
     def _step(self) -> None:
         for request_id in self._cancel_at.pop(self._steps, []):
             self.engine.abort(request_id)
-        if self.rng.random() < 0.004:
-            self._reload(self.rng.choice(ADAPTERS))
+        if self.engine.adapters is not None and self.rng.random() < _RELOADS:
+            self._reload(self.engine.adapters, self.rng.choice(ADAPTERS))
         self._steps += 1
         self.clock.now += STEP_S
         output = self.engine.step()
@@ -140,10 +143,8 @@ class Round:
                 if delta.finish_reason in ("stop", "complete", "length"):
                     self.texts.append(answer.case.request.prompt + answer.tokens)
 
-    def _reload(self, name: str) -> None:
+    def _reload(self, pool: AdapterPool, name: str) -> None:
         """Forget an adapter or replace it, while it may be in use."""
-        pool = self.engine.adapters
-        assert pool is not None
         if pool.registry.get(name) is not None and self.rng.random() < 0.5:
             self.engine.unload_adapter(name)
         pool.load(adapter_spec(self.folder, name), self._reloaded)

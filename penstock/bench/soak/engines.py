@@ -57,13 +57,18 @@ class Variant:
     plain: dict[str, Any]
     """Settings that the plain engine must share, because they change numbers."""
     tie: float
+    adapters: bool = True
+    ahead: bool = False
+    """Launch steps before the last one is collected on CPU too, as is always done on CUDA."""
 
 
 VARIANTS = (
-    Variant("ngram", "base", {"speculation": "ngram"}, {}, 1e-3),
+    Variant("ngram", "base", {"speculation": "ngram"}, {}, 1e-3, ahead=True),
     # A last bit that differs may round a key to another int8; what comes of that is small, but not the last bit.
     Variant("draft-int8", "base", {"speculation": "draft"}, {"kv_dtype": "int8"}, 0.05),
-    Variant("window", "window", {"speculation": "ngram"}, {}, 1e-3),
+    Variant("window", "window", {"speculation": "ngram"}, {}, 1e-3, ahead=True),
+    # Nothing is a tie here: log-probabilities are equal to the last bit too. Adapters are not available in this mode.
+    Variant("deterministic", "base", {"speculation": "draft"}, {"deterministic": True}, 0.0, adapters=False),
 )
 
 
@@ -108,23 +113,25 @@ def load_pair(folder: Path, variant: Variant, device: str, make: MakeCompiler, c
         threads=1,
         block_size=BLOCK,
         max_model_len=WINDOW,
-        adapters=tuple(adapter_spec(folder, name) for name in ADAPTERS),
+        adapters=tuple(adapter_spec(folder, name) for name in ADAPTERS) if variant.adapters else (),
         adapter_rank=_RANK,
         **variant.plain,
     )
     plain = replace(shared, max_running=1, num_blocks=WINDOW // BLOCK + 2, prefix_cache=False)
     settings: dict[str, Any] = {
-        "num_blocks": 34,
+        "num_blocks": 26,
         "max_running": 12,
         "token_budget": 64,
         "host_memory": 1 << 20,
         "host_idle_s": 0.05,
-        "adapter_slots": 3,
+        "adapter_slots": 3 if variant.adapters else None,
         "adapter_host_slots": 5,
         "draft_model": str(folder / "draft") if variant.settings["speculation"] == "draft" else None,
     }
     crowded = Engine.load(replace(shared, **settings, **variant.settings), grammars=make)
     crowded.clock = clock
+    if variant.ahead:
+        crowded._depth = 1
     assert crowded.speculation is not None
     crowded.speculation.plain = crowded.speculation.verifying = FreeSteps()
     return Pair(variant, crowded, Engine.load(plain, grammars=make))

@@ -183,7 +183,7 @@ class Soak:
         rng = random.Random(f"{self.settings.seed} {number} round")
         round_ = Round(pair.crowded, self._clock, folder, rng)
         with Faults(pair.crowded, rng, self.settings.faults) as faults:
-            round_.run(total, lambda index, texts: self._traffic.case(number, index, texts))
+            round_.run(total, lambda index, texts: self._traffic.case(number, index, texts, pair.variant.adapters))
         pair.crowded.check_idle()
         for done, answer in enumerate(round_.answers.values()):
             self._tell(report, f"round {number}: {pair.variant.name}, {done} of {total} compared")

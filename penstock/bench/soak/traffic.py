@@ -59,7 +59,7 @@ class Traffic:
         rng = random.Random(f"{seed} documents")
         self._documents = [_tokens(rng, rng.randrange(10, 150)) for _ in range(6)]
 
-    def case(self, round_: int, index: int, earlier: Sequence[list[int]]) -> Case:
+    def case(self, round_: int, index: int, earlier: Sequence[list[int]], adapters: bool = True) -> Case:
         """The request number `index` of a round; `earlier`: texts that it may continue."""
         rng = random.Random(f"{self.seed} {round_} {index}")
         prompt = self._prompt(rng, earlier)
@@ -75,7 +75,7 @@ class Traffic:
             timeout_s=rng.choice((None, None, 3600.0)),
             cache_salt=rng.choice(("", "", "", "", "other")),
             speculation=rng.random() < 0.9,
-            adapter=rng.choice(ADAPTERS) if rng.random() < 0.55 else "",
+            adapter=rng.choice(ADAPTERS) if rng.random() < 0.55 and adapters else "",
         )
         fate = rng.choices(list(_FATES), list(_FATES.values()))[0]
         if fate == "cancel":
