@@ -91,7 +91,7 @@ def soak(
     table.add_row("MiB more than after a quarter", f"{report.growth_mib:+,.1f}")
     console.print(table)
     if json_file is not None:
-        shown.write_json(json_file, "soak", dataclasses.asdict(settings), dataclasses.asdict(report))
+        shown.write_json(json_file, "soak", dataclasses.asdict(settings), report.as_dict())
 
 
 def forms() -> list[Form]:

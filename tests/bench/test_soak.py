@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from penstock.bench.engine import BenchError
 from penstock.bench.soak.run import Report, Settings, Soak
 from penstock.bench.soak.traffic import VOCABULARY
+from penstock.cli.app import app
 from penstock.cli.soak import forms
 from penstock.engine.adapters import pool as adapters
 from penstock.engine.core import Engine
@@ -38,6 +42,15 @@ def test_a_short_soak_of_everything() -> None:
     assert report.ties <= 2
 
 
+def test_the_command_shows_and_writes_its_figures(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    command = ["bench", "soak", "--rounds", "1", "--start", "1", "--requests", "6", "--json", str(file)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "requests compared" in result.output, result.output
+    figures = json.loads(file.read_text())["results"]
+    assert figures["requests"] == 6 and figures["counts"]["steps of draft-int8"] > 0
+
+
 def test_a_cache_that_mixes_adapters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if blocks were named without the adapter that they were computed with."""
     monkeypatch.setattr(adapters, "root_name", lambda salt, version: root_name(salt))
@@ -56,8 +69,9 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         abort(engine, request_id)
 
     monkeypatch.setattr(Engine, "abort", leak)
-    with pytest.raises(BenchError, match="blocks leaked"):
-        soak(seed=3, rounds=1, requests=20)
+    result = CliRunner().invoke(app, ["bench", "soak", "--seed", "3", "--rounds", "1", "--requests", "20"])
+    assert result.exit_code == 1
+    assert "blocks leaked" in result.output and "To repeat it: penstock bench soak --seed 3" in result.output
 
 
 def test_sequences_that_stay_in_memory_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

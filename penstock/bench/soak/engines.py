@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,16 @@ class Variant:
     adapters: bool = True
     ahead: bool = False
     """Launch steps before the last one is collected on CPU too, as is always done on CUDA."""
+    on_cpu: dict[str, Any] = field(default_factory=dict)
+    """More settings that change numbers, on CPU only."""
 
 
+_INT8 = {"weights": "int8", "activations": "int16"}
+"""Few-bit weights run from a tape. One form of activations for any number of rows; the fastest would vary with it."""
 VARIANTS = (
     Variant("ngram", "base", {"speculation": "ngram"}, {}, 1e-3, ahead=True),
     # A last bit that differs may round a key to another int8; what comes of that is small, but not the last bit.
-    Variant("draft-int8", "base", {"speculation": "draft"}, {"kv_dtype": "int8"}, 0.05),
+    Variant("draft-int8", "base", {"speculation": "draft"}, {"kv_dtype": "int8"}, 0.02, on_cpu=_INT8),
     Variant("window", "window", {"speculation": "ngram"}, {}, 1e-3, ahead=True),
     # Nothing is a tie here: log-probabilities are equal to the last bit too. Adapters are not available in this mode.
     Variant("deterministic", "base", {"speculation": "draft"}, {"deterministic": True}, 0.0, adapters=False),
@@ -109,13 +113,12 @@ def load_pair(folder: Path, variant: Variant, device: str, make: MakeCompiler, c
         model=str(folder / variant.model),
         device=device,
         dtype="float32",
-        weights="dense",
         threads=1,
         block_size=BLOCK,
         max_model_len=WINDOW,
         adapters=tuple(adapter_spec(folder, name) for name in ADAPTERS) if variant.adapters else (),
         adapter_rank=_RANK,
-        **variant.plain,
+        **{"weights": "dense", **variant.plain, **(variant.on_cpu if device == "cpu" else {})},
     )
     plain = replace(shared, max_running=1, num_blocks=WINDOW // BLOCK + 2, prefix_cache=False)
     settings: dict[str, Any] = {

@@ -77,6 +77,9 @@ class Report:
     memory_mib: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
 
+    def as_dict(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"counts": dict(self.counts)}
+
     @property
     def missing(self) -> list[str]:
         return [name for name in MUST_HAPPEN if not self.counts[name]]

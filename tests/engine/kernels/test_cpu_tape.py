@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,20 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(seconds > 0 for _, seconds in spent.values())
     assert all(seconds == 0 for _, seconds in tape.seconds().values())
+
+
+def test_recording_does_not_load_torchs_compiler(tmp_path: Path) -> None:
+    """It would: more than a second and 70 MiB at every start, for nothing."""
+    folder = write_checkpoint("llama-gqa", tmp_path)
+    program = f"""
+import sys
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+engine = Engine.load(EngineConfig(model={str(folder)!r}, device="cpu", weights="int8", num_blocks=20, threads=1))
+assert engine.runner.tape is not None
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_pass_with_anything_else_is_not_recorded(tmp_path: Path) -> None:

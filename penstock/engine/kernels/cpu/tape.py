@@ -121,6 +121,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.patches: list[tuple[int, int, int]] = []
         self.kept: list[Any] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, seconds and tens of megabytes, to keep it away from this class."""
+        return False
+
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("pk_"):
             raise AttributeError(name)
