@@ -56,13 +56,13 @@ def test_a_stream_says_the_same_and_reports_usage(client: openai.OpenAI) -> None
 def test_completions_from_text_and_from_token_ids(client: openai.OpenAI, server: Server) -> None:
     import httpx
 
-    prompt = "The sky is"
+    prompt = "One, two, three,"  # what follows is no close call: batches round differently in the last bits
     from_text = client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0)
     tokens = httpx.post(f"{server.url}/v1/tokenize", json={"model": MODEL, "prompt": prompt}).json()["tokens"]
     from_ids = client.completions.create(model=MODEL, prompt=tokens, max_tokens=6, temperature=0)
     assert from_text.choices[0].text == from_ids.choices[0].text
     assert from_text.choices[0].text.startswith(" ")
-    both = client.completions.create(model=MODEL, prompt=[prompt, "One, two,"], max_tokens=6, temperature=0)
+    both = client.completions.create(model=MODEL, prompt=[prompt, "The sky is"], max_tokens=6, temperature=0)
     assert both.choices[0].text == from_text.choices[0].text
     assert "three" in both.choices[1].text
 
@@ -170,9 +170,9 @@ def test_errors_are_the_classes_people_catch(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=ask("hi"),
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "function", "function": {"name": "not a name", "parameters": {}}}],
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param is not None and tools.value.param.startswith("tools")
     assert tools.value.request_id
     with pytest.raises(openai.NotFoundError):
         client.get("/nothing", cast_to=object)

@@ -85,7 +85,8 @@ def test_adapters_work_on_quantized_weights(tmp_path: Path, weights: str) -> Non
     adapter = write_adapter(tmp_path / "adapter", base)
     zero = write_adapter(tmp_path / "zero", base, alpha=0)
     specs = (AdapterSpec("tuned", str(adapter)), AdapterSpec("zero", str(zero)))
-    engine = make_engine(base, adapters=specs, weights=weights)
+    # Two digits for any number of rows: the float16 form of larger batches rounds coarser than random logits lie apart.
+    engine = make_engine(base, adapters=specs, weights=weights, activations="int16")
     prompt = prompts(1)[0]
     got = generate(engine, ask("base", prompt), ask("zero", prompt, "zero"), ask("tuned", prompt, "tuned"))
     assert got["zero"] == got["base"] != got["tuned"]
