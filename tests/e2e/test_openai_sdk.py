@@ -61,10 +61,10 @@ def test_completions_from_text_and_from_token_ids(client: openai.OpenAI, server:
     tokens = httpx.post(f"{server.url}/v1/tokenize", json={"model": MODEL, "prompt": prompt}).json()["tokens"]
     from_ids = client.completions.create(model=MODEL, prompt=tokens, max_tokens=6, temperature=0)
     assert from_text.choices[0].text == from_ids.choices[0].text
-    assert from_text.choices[0].text.startswith(" ")
+    assert from_text.choices[0].text.startswith(" four")
     both = client.completions.create(model=MODEL, prompt=[prompt, "The sky is"], max_tokens=6, temperature=0)
     assert both.choices[0].text == from_text.choices[0].text
-    assert "three" in both.choices[1].text
+    assert both.choices[1].text.startswith(" a")
 
 
 def test_logprobs_of_chat(client: openai.OpenAI) -> None:
