@@ -40,7 +40,7 @@ def soak(
     rounds: Annotated[int | None, typer.Option(min=1, help="Stop after so many rounds.")] = None,
     start: Annotated[int, typer.Option(min=0, help="Number of the first round, to repeat one that failed.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in a round.")] = 60,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")
     ] = None,
@@ -75,9 +75,8 @@ def soak(
             done = f"{report.seconds / 60:.1f} of {minutes:g} min, {report.requests:,} requests compared"
             status.update(f"{done}; {what}")
 
-        run = Soak(settings, forms(), lambda size: GuidanceCompiler(VOCABULARY, size), tell)
         try:
-            report = run.run()
+            report = Soak(settings, forms(), lambda size: GuidanceCompiler(VOCABULARY, size), tell).run()
         except PenstockError as error:
             typer.secho(f"Error: {error}", fg="red", err=True)
             raise typer.Exit(1) from None

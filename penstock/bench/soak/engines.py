@@ -63,6 +63,10 @@ class Variant:
     on_cpu: dict[str, Any] = field(default_factory=dict)
     """More settings that change numbers, on CPU only."""
 
+    def tie_on(self, device: str) -> float:
+        """On CUDA, kernels for few and for many rows differ more, in float32 too."""
+        return self.tie if device == "cpu" or not self.tie else max(self.tie, 0.02)
+
 
 _INT8 = {"weights": "int8", "activations": "int16"}
 """Few-bit weights run from a tape. One form of activations for any number of rows; the fastest would vary with it."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from penstock.bench.soak.check import check_objects, verify
 from penstock.bench.soak.drive import INJECTED, Clock, Faults, Round
 from penstock.bench.soak.engines import VARIANTS, Pair, Variant, load_pair, prepare
 from penstock.bench.soak.traffic import Form, Traffic
+from penstock.engine.device import pick_device
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.grammar.interface import GrammarCompiler, TokenMatcher
 
@@ -119,7 +120,7 @@ class Soak:
     def __init__(
         self, settings: Settings, forms: Sequence[Form], make: MakeCompiler, tell: Callable[[Report, str], None]
     ) -> None:
-        self.settings = settings
+        self.settings = replace(settings, device=str(pick_device(settings.device)))
         self.report = Report()
         self._forms = forms
         self._traffic = Traffic(settings.seed, forms)
@@ -190,7 +191,7 @@ class Soak:
         pair.crowded.check_idle()
         for done, answer in enumerate(round_.answers.values()):
             self._tell(report, f"round {number}: {pair.variant.name}, {done} of {total} compared")
-            report.ties += verify(answer, pair.plain, pair.variant.tie)
+            report.ties += verify(answer, pair.plain, pair.variant.tie_on(self.settings.device))
             report.requests += 1
             report.tokens += len(answer.tokens)
             reasons = {"abort": "cancelled", "timeout": "expired", "error": "refused"}
