@@ -11,7 +11,9 @@ from msgspec.structs import fields
 
 from penstock.bench.workloads import WORKLOADS
 from penstock.config.describe import keys
+from penstock.gateway.anthropic.schemas import MessagesRequest
 from penstock.gateway.endpoints import ENDPOINTS
+from penstock.gateway.responses.schemas import ResponsesRequest
 from penstock.gateway.schemas import ChatRequest, CompletionRequest
 from penstock.telemetry.metrics import Metrics
 
@@ -65,7 +67,7 @@ def test_paths_in_the_requirements_exist() -> None:
                 assert (ROOT / base / path).exists(), f"{identifier} cites {base}/{path}"
 
 
-@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest])
 def test_every_parameter_is_in_the_table_of_the_gateway(request_type: type) -> None:
     page = words("gateway.md")
     missing = [field.name for field in fields(request_type) if f"`{field.name}`" not in page]

@@ -211,10 +211,14 @@ DEFAULT_TIERS = (
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where tenants, keys and accounts are kept."""
+    """Where tenants, keys, accounts and responses are kept."""
 
     url: str = setting(
         "", doc="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; a file of this user when empty."
+    )
+    keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is forgotten.", least=1)
+    responses_per_tenant: int = setting(
+        10_000, doc="Stored responses a tenant has at most; the oldest go first.", least=1
     )
 
 

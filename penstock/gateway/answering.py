@@ -1,7 +1,7 @@
-"""Answer a generation request, streamed or whole: one loop each, shared by chat and text completions.
+"""Answer a generation request, streamed or whole: one loop each, shared by every API family.
 
 A stream's status line waits for the first token, so that an early failure is a real status code; after
-`hold_status_s` it goes out with comment lines instead. An error after the first byte is one `data:` line with
+`hold_status_s` it goes out with comment lines instead. An error after the first byte is one event with
 the error object, then the stream ends without `[DONE]`. A slow reader makes only this coroutine wait; tokens
 gather in its mailbox meanwhile and go out together.
 """
@@ -9,8 +9,8 @@ gather in its mailbox meanwhile and go out together.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Protocol
 
 from penstock.gateway.accounting import Account
 from penstock.gateway.choice import Piece
@@ -23,20 +23,35 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """How an endpoint writes what was generated."""
 
+    keep_alive = KEEP_ALIVE
+    """What a stream says when there is nothing to say."""
+
+    @abstractmethod
     def opening(self) -> bytes:
         """The first events of a stream."""
 
+    @abstractmethod
     def event(self, piece: Piece) -> bytes:
         """One piece of a choice, as an event."""
 
+    @abstractmethod
     def closing(self) -> bytes:
-        """What follows the last piece, before `[DONE]`."""
+        """What follows the last piece: the end of the stream."""
 
+    @abstractmethod
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         """The body of an answer that is not streamed; `pieces` per choice."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that broke."""
+        return b"data: " + encode_json(error.body()) + b"\n\n"
+
+    async def before_end(self) -> None:
+        """Called when the end has been rendered, before it is sent."""
+        return
 
 
 async def answer(
@@ -82,7 +97,9 @@ async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer,
             account.note()
     if account is not None:
         await account.settle(generation.outcome or "stop")
-    await exchange.reply(200, renderer.whole(pieces))
+    body = renderer.whole(pieces)
+    await renderer.before_end()
+    await exchange.reply(200, body)
 
 
 async def _stream(
@@ -99,20 +116,22 @@ async def _stream(
             if pieces:
                 data = head + b"".join(map(renderer.event, pieces))
             else:
-                data = head or KEEP_ALIVE
+                data = head or renderer.keep_alive
             head = b""
             if account is not None:
                 account.note()
             if generation.done:
                 if account is not None:
                     await account.settle(generation.outcome or "stop")
-                await exchange.end_stream(data + renderer.closing() + DONE)
+                data += renderer.closing()
+                await renderer.before_end()
+                await exchange.end_stream(data)
                 return
             await exchange.write(data)
             pieces = await generation.next(settings.keep_alive_s)
     except ApiError as error:
         exchange.record.finish_reason = "error"
-        await exchange.end_stream(b"data: " + encode_json(error.body()) + b"\n\n")
+        await exchange.end_stream(renderer.failure(error))
 
 
 def _record(exchange: Exchange, generation: Generation) -> None:

@@ -53,6 +53,7 @@ class App:
     async def _answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
         service = self.service
         exchange.route = exchange.record.route = endpoint.path
+        exchange.dialect = endpoint.dialect
         in_flight = service.metrics.in_flight(endpoint.path)
         in_flight.inc()
         try:

@@ -17,11 +17,12 @@ _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 
 
-def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") -> T:
+    """`at`: where in the request the bytes are, when they are a part of it."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), at) from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     except UnicodeDecodeError:
@@ -30,10 +31,10 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
 
 
-def _explain(message: str) -> InvalidRequest:
-    path = ""
+def _explain(message: str, inside: str) -> InvalidRequest:
+    path = inside
     if at := _AT.search(message):
-        path, message = at["path"], message[: at.start()]
+        path, message = _joined(inside, at["path"]), message[: at.start()]
     if field := _FIELD.match(message):
         param = _limited(f"{path}.{field['name']}" if path else field["name"])
         if field["what"] == "missing required":
@@ -47,6 +48,10 @@ def _explain(message: str) -> InvalidRequest:
         return InvalidRequest(f"The request body is wrong: {message}.")
     path = _limited(path)
     return InvalidRequest(f"Invalid `{path}`: {_lower(message)}.", param=path, code="invalid_value")
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer and inner and not inner.startswith("[") else outer + inner
 
 
 def _limited(param: str) -> str:

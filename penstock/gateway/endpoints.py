@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.api.admin import (
     AdapterLoadRequest,
     AdapterPinRequest,
@@ -31,12 +32,16 @@ from penstock.gateway.api.identity import (
     list_tenants,
     revoke_key,
 )
+from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
+from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.api.usage import usage
+from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.responses.schemas import ResponsesRequest
 from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.gateway.service import Service
 from penstock.identity import Scope
@@ -60,6 +65,7 @@ class Endpoint:
     """What a key must be allowed to do; None: no key is needed."""
     logged: bool = True
     documented: bool = True
+    dialect: Dialect = OPENAI
 
 
 ENDPOINTS = (
@@ -82,6 +88,39 @@ ENDPOINTS = (
         CompletionRequest,
         hot=True,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation, which may be stored and continued.",
+        "Inference",
+        ResponsesRequest,
+        hot=True,
+        serves_tokens=True,
+    ),
+    Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
+    Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a conversation, for clients of the Messages API.",
+        "Inference",
+        MessagesRequest,
+        hot=True,
+        serves_tokens=True,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "How many tokens a conversation has.",
+        "Tokens",
+        CountTokensRequest,
+        serves_tokens=True,
+        dialect=ANTHROPIC,
     ),
     Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),
@@ -135,23 +174,6 @@ ENDPOINTS = (
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", hot=True, logged=False),
 )
 
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
 
 def openapi_of(api: FastAPI) -> Callable[[], dict[str, Any]]:
     """FastAPI's document, with the bodies (which are msgspec structs) and the error shape added."""
@@ -165,9 +187,13 @@ def openapi_of(api: FastAPI) -> Callable[[], dict[str, Any]]:
             reference = dict(zip(bodies, references, strict=True))
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(components)
-            schemas["Error"] = _ERROR_SCHEMA
-            error = {"description": "Error", "content": _json({"$ref": "#/components/schemas/Error"})}
             for endpoint in ENDPOINTS:
+                dialect = endpoint.dialect
+                schemas[dialect.error_name] = dialect.error_schema
+                error = {
+                    "description": "Error",
+                    "content": _json({"$ref": f"#/components/schemas/{dialect.error_name}"}),
+                }
                 operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
                 operation["responses"]["default"] = error
                 operation["responses"].pop("422", None)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.gateway.dialects import OPENAI, Dialect
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
@@ -47,6 +48,7 @@ class Exchange:
         "_send",
         "body_read",
         "caller",
+        "dialect",
         "extra_headers",
         "method",
         "path",
@@ -72,6 +74,7 @@ class Exchange:
         self.status: int | None = None
         self.body_read = False
         self.caller: Caller = OPEN_CALLER
+        self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.release: Callable[[], None] | None = None
@@ -144,7 +147,7 @@ class Exchange:
 
     async def reply_error(self, error: ApiError) -> None:
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        await self.reply(error.status, encode_json(error.body()), headers=headers)
+        await self.reply(error.status, encode_json(self.dialect.error(error, self.request_id)), headers=headers)
 
     async def start_stream(self) -> None:
         self.status = 200

@@ -1,11 +1,79 @@
-"""From the model a request names to an engine that is up, with the headers that say so."""
+"""From a validated request to engine requests: an engine that is up, the prompt's tokens, the sampling parameters.
+
+Every API family that holds conversations says them as a `ChatRequest`; what follows from it is here, once.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.engine.request import EngineInfo
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.messages import template_messages
+from penstock.gateway.sampling import (
+    PRIORITIES,
+    Limits,
+    check_choices,
+    fit,
+    sampling_params,
+    stop_strings,
+    with_seed,
+)
+from penstock.gateway.schemas import ChatRequest
 from penstock.gateway.service import Service
+from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
 from penstock.routing.registry import ServedModel
+from penstock.tools.toolbox import Toolbox
+
+
+def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
+    """Note for whom the request is. A key that belongs to a user says who it is; otherwise the request may."""
+    exchange.record.user_id = exchange.caller.user or user
+    exchange.record.metadata = metadata
+
+
+async def prepare_chat(service: Service, exchange: Exchange, request: ChatRequest, limit: Limits) -> Generation:
+    """The generation that answers a conversation; raises what is wrong with the request."""
+    check_tools(request)
+    n = request.n or 1
+    check_choices(1, n, service.settings)
+    messages = template_messages(request.messages)
+    stops = stop_strings(request)
+    model, info = await open_route(service, exchange, request.model)
+    toolbox = toolbox_of(request, model)
+    params = sampling_params(
+        request,
+        info,
+        model.text.eos_token_ids,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        grammar=await grammar_for(service.grammars, request, toolbox),
+    )
+    tokens = await chat_tokens(service, model, messages, toolbox)
+    quota = service.quotas.context_tokens(exchange.caller)
+    params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
+    return Generation(
+        model,
+        [Prompt(tokens, [with_seed(params, i) for i in range(n)])],
+        request_id=exchange.request_id,
+        metrics=service.metrics,
+        started_at=exchange.started_at,
+        cache_salt=service.cache_salt(exchange.caller),
+        stops=stops,
+        priority=PRIORITIES[request.service_tier or "auto"],
+        speculation=request.speculation is not False,
+        time_limit_s=service.settings.time_limit_s,
+        want_logprobs=bool(request.logprobs),
+        toolbox=toolbox,
+    )
+
+
+async def chat_tokens(
+    service: Service, model: ServedModel, messages: list[dict[str, Any]], toolbox: Toolbox | None
+) -> list[int]:
+    """The prompt of a conversation."""
+    messages, tools = for_template(messages, toolbox.tools if toolbox is not None else (), model)
+    return await service.encode_chat(model, messages, tools=tools)
 
 
 async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[ServedModel, EngineInfo]:

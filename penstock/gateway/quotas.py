@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config.schema import LimitConfig, TierConfig
+from penstock.gateway.dialects import Dialect
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.identity import Caller
@@ -56,7 +57,7 @@ class Quotas:
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
         amounts = Amounts(tokens=prompt + most, budget=price.cost(Usage(prompt, 0, most)))
         decision = await self._store.reserve(f"{exchange.request_id}:{id(generation)}", limits, amounts)
-        exchange.extra_headers += _headers(decision)
+        exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
         return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
@@ -137,25 +138,13 @@ def _refused(decision: Decision, amounts: Amounts) -> ApiError:
     )
 
 
-def _headers(decision: Decision) -> list[tuple[bytes, bytes]]:
-    """`x-ratelimit-*` of the tightest limit on requests and on tokens."""
+def _headers(decision: Decision, dialect: Dialect) -> list[tuple[bytes, bytes]]:
+    """Where the tightest limit on requests and on tokens stands."""
     headers: list[tuple[bytes, bytes]] = []
     for metric in ("requests", "tokens"):
         standings = [standing for standing in decision.standings if standing.limit.metric == metric]
         if standings:
             tightest = min(standings, key=lambda standing: standing.remaining / standing.limit.most)
-            for name, value in (
-                ("limit", str(tightest.limit.most)),
-                ("remaining", str(tightest.remaining)),
-                ("reset", duration(tightest.reset_s)),
-            ):
-                headers.append((f"x-ratelimit-{name}-{metric}".encode(), value.encode()))
+            told = dialect.limit_headers(tightest)
+            headers += [(name.encode(), value.encode()) for name, value in told.items()]
     return headers
-
-
-def duration(seconds: float) -> str:
-    """`6m0s`, `1.5s`, `20ms`: as clients of this kind of header read it."""
-    if seconds < 1:
-        return f"{round(seconds * 1000)}ms"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -16,6 +16,9 @@ Unsupported = Raw | UnsetType
 INT64 = 2**63 - 1
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -92,10 +95,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     speculation: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None

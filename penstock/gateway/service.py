@@ -16,6 +16,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
@@ -57,6 +58,7 @@ class Service:
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
+        self.responses: ResponseStore | None = None
         self._keyring: KeyRing | None = None
         self.quotas = Quotas(_counters(settings.counters), settings.tiers, settings.limits, settings.price_book())
         self._background: set[asyncio.Task[None]] = set()
@@ -73,6 +75,10 @@ class Service:
                 fresh_s=self.settings.key_fresh_s,
                 grace_s=self.settings.key_grace_s,
             )
+            self.responses = ResponseStore(
+                self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
+            )
+            await self.responses.prepare()
             self.accounts = Accounts(Ledger(self.database), self.settings.price_book())
             await self.accounts.start()
         for backend in self._backends():

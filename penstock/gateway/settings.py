@@ -53,6 +53,8 @@ class GatewaySettings:
     max_choices: int = 16
     store_url: str | None = None
     """Where tenants and keys are; None: nowhere, and everybody is let in."""
+    keep_responses_s: float = 30 * 86400.0
+    responses_per_tenant: int = 10_000
     default_tier: str = ""
     key_fresh_s: float = 5.0
     key_grace_s: float = 3600.0
@@ -110,6 +112,8 @@ class GatewaySettings:
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
             store_url=config.store.url,
+            keep_responses_s=config.store.keep_responses_s,
+            responses_per_tenant=config.store.responses_per_tenant,
             default_tier=config.auth.default_tier,
             key_fresh_s=config.auth.fresh_s,
             key_grace_s=config.auth.grace_s,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import CountersConfig, LimitConfig, TierConfig
-from penstock.gateway.quotas import duration
+from penstock.gateway.dialects import duration
 from penstock.gateway.settings import ModelSettings
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine

@@ -8,27 +8,16 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.answering import answer
+from penstock.gateway.answering import DONE, Renderer, answer
 from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
-from penstock.gateway.generation import Generation, Prompt
-from penstock.gateway.messages import template_messages
-from penstock.gateway.preparing import open_route
-from penstock.gateway.sampling import (
-    PRIORITIES,
-    check_choices,
-    fit,
-    limits,
-    sampling_params,
-    stop_strings,
-    with_seed,
-)
+from penstock.gateway.generation import Generation
+from penstock.gateway.preparing import identify, prepare_chat
+from penstock.gateway.sampling import limits
 from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.service import Service
-from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ServedModel
 from penstock.text import TextModel
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -36,44 +25,12 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    # A key that belongs to a user says who it is; otherwise the request may.
-    exchange.record.user_id = exchange.caller.user or request.user or request.safety_identifier
-    exchange.record.metadata = request.metadata
+    identify(exchange, request.user or request.safety_identifier, request.metadata)
     _check(request)
-    n = request.n or 1
-    check_choices(1, n, service.settings)
     asked, param = _max_tokens(request)
     limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
-    messages = template_messages(request.messages)
-    stops = stop_strings(request)
-    model, info = await open_route(service, exchange, request.model)
-    toolbox = toolbox_of(request, model)
-    params = sampling_params(
-        request,
-        info,
-        model.text.eos_token_ids,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        grammar=await grammar_for(service.grammars, request, toolbox),
-    )
-    messages, tools = for_template(messages, toolbox.tools if toolbox is not None else (), model)
-    tokens = await service.encode_chat(model, messages, tools=tools)
-    quota = service.quotas.context_tokens(exchange.caller)
-    params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
-    generation = Generation(
-        model,
-        [Prompt(tokens, [with_seed(params, i) for i in range(n)])],
-        request_id=exchange.request_id,
-        metrics=service.metrics,
-        started_at=exchange.started_at,
-        cache_salt=service.cache_salt(exchange.caller),
-        stops=stops,
-        priority=PRIORITIES[request.service_tier or "auto"],
-        speculation=request.speculation is not False,
-        time_limit_s=service.settings.time_limit_s,
-        want_logprobs=bool(request.logprobs),
-        toolbox=toolbox,
-    )
-    renderer = ChatRenderer(request, model, generation)
+    generation = await prepare_chat(service, exchange, request, limit)
+    renderer = ChatRenderer(request, generation)
     await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
 
@@ -81,7 +38,6 @@ def _check(request: ChatRequest) -> None:
     for name in CHAT_UNSUPPORTED:
         if given(getattr(request, name)):
             raise not_supported(name)
-    check_tools(request)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
         raise not_supported("modalities")
     if request.store:
@@ -105,10 +61,11 @@ def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-class ChatRenderer:
+class ChatRenderer(Renderer):
     """`chat.completion` and `chat.completion.chunk` objects."""
 
-    def __init__(self, request: ChatRequest, model: ServedModel, generation: Generation) -> None:
+    def __init__(self, request: ChatRequest, generation: Generation) -> None:
+        model = generation.model
         self._generation = generation
         self._text = model.text
         self._logprobs = bool(request.logprobs)
@@ -152,8 +109,9 @@ class ChatRenderer:
 
     def closing(self) -> bytes:
         if not self._usage:
-            return b""
-        return b"data: " + encode_json({**self._head, "choices": [], "usage": self._generation.usage()}) + b"\n\n"
+            return DONE
+        usage = encode_json({**self._head, "choices": [], "usage": self._generation.usage()})
+        return b"data: " + usage + b"\n\n" + DONE
 
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         choices = []

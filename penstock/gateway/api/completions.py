@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from penstock.engine.request import EngineInfo, TokenLogprob
-from penstock.gateway.answering import answer
+from penstock.gateway.answering import DONE, Renderer, answer
 from penstock.gateway.api.chat import finite
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation, Prompt
-from penstock.gateway.preparing import open_route
+from penstock.gateway.preparing import identify, open_route
 from penstock.gateway.sampling import (
     PRIORITIES,
     check_choices,
@@ -38,9 +38,7 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 async def completions(service: Service, exchange: Exchange) -> None:
     request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    # A key that belongs to a user says who it is; otherwise the request may.
-    exchange.record.user_id = exchange.caller.user or request.user or request.safety_identifier
-    exchange.record.metadata = request.metadata
+    identify(exchange, request.user or request.safety_identifier, request.metadata)
     n = request.n or 1
     _check(request, n)
     given_prompts = _prompts(request)
@@ -119,7 +117,7 @@ async def _tokens(service: Service, model: ServedModel, info: EngineInfo, prompt
     return tokens
 
 
-class CompletionRenderer:
+class CompletionRenderer(Renderer):
     """`text_completion` objects, whole or as chunks."""
 
     def __init__(self, request: CompletionRequest, model: ServedModel, generation: Generation) -> None:
@@ -150,8 +148,9 @@ class CompletionRenderer:
 
     def closing(self) -> bytes:
         if not self._usage:
-            return b""
-        return b"data: " + encode_json({**self._head, "choices": [], "usage": self._generation.usage()}) + b"\n\n"
+            return DONE
+        usage = encode_json({**self._head, "choices": [], "usage": self._generation.usage()})
+        return b"data: " + usage + b"\n\n" + DONE
 
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         choices = [self._choice(index, parts) for index, parts in enumerate(pieces)]

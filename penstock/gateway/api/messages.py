@@ -1,0 +1,42 @@
+"""POST /v1/messages and /v1/messages/count_tokens"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.gateway.answering import answer
+from penstock.gateway.anthropic.reading import NAMES, chat_request
+from penstock.gateway.anthropic.rendering import MessageRenderer
+from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.decoding import decode
+from penstock.gateway.dialects import renamed
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.messages import template_messages
+from penstock.gateway.preparing import chat_tokens, find_model, identify, prepare_chat
+from penstock.gateway.sampling import limits
+from penstock.gateway.service import Service
+from penstock.gateway.tooling import check_tools, toolbox_of
+
+_messages = msgspec.json.Decoder(MessagesRequest)
+_count = msgspec.json.Decoder(CountTokensRequest)
+
+
+async def create_message(service: Service, exchange: Exchange) -> None:
+    request = decode(_messages, await exchange.body(service.settings.body_limit))
+    identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
+    limit = limits(request.max_tokens, service.settings, default=None, param="max_tokens")
+    with renamed(NAMES):
+        generation = await prepare_chat(service, exchange, chat_request(request), limit)
+    renderer = MessageRenderer(generation, exchange.request_id)
+    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+
+async def count_tokens(service: Service, exchange: Exchange) -> None:
+    request = decode(_count, await exchange.body(service.settings.body_limit))
+    with renamed(NAMES):
+        chat = chat_request(request)
+        check_tools(chat)
+        messages = template_messages(chat.messages)
+        model = find_model(service, exchange, request.model)
+        tokens = await chat_tokens(service, model, messages, toolbox_of(chat, model))
+    await exchange.reply_json({"input_tokens": len(tokens)})

@@ -1,0 +1,106 @@
+"""How an API family says what all of them have in common: errors, and where a caller's limits stand."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.limits import Standing
+from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, PayloadTooLarge
+
+Renaming = Sequence[tuple[str, str]]
+"""Patterns of parameter names and what they are called instead; the first that fits counts."""
+
+
+def _object(**properties: object) -> dict[str, object]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_STRING = {"type": "string"}
+_OPTIONAL = {"type": ["string", "null"]}
+
+
+class Dialect:
+    """OpenAI's way, which most endpoints speak."""
+
+    error_name = "Error"
+    error_schema = _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL))
+
+    def error(self, error: ApiError, request_id: str) -> object:
+        return error.body()
+
+    def limit_headers(self, standing: Standing) -> dict[str, str]:
+        metric = standing.limit.metric
+        return {
+            f"x-ratelimit-limit-{metric}": str(standing.limit.most),
+            f"x-ratelimit-remaining-{metric}": str(standing.remaining),
+            f"x-ratelimit-reset-{metric}": duration(standing.reset_s),
+        }
+
+
+class AnthropicDialect(Dialect):
+    """The way of `/v1/messages`."""
+
+    error_name = "MessagesError"
+    error_schema = _object(type=_STRING, error=_object(type=_STRING, message=_STRING), request_id=_STRING)
+
+    def error(self, error: ApiError, request_id: str) -> object:
+        return {
+            "type": "error",
+            "error": {"type": _anthropic_type(error), "message": error.message},
+            "request_id": request_id,
+        }
+
+    def limit_headers(self, standing: Standing) -> dict[str, str]:
+        prefix = f"anthropic-ratelimit-{standing.limit.metric}"
+        reset = datetime.datetime.fromtimestamp(time.time() + standing.reset_s, datetime.UTC)
+        return {
+            f"{prefix}-limit": str(standing.limit.most),
+            f"{prefix}-remaining": str(standing.remaining),
+            f"{prefix}-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+
+OPENAI = Dialect()
+ANTHROPIC = AnthropicDialect()
+_SAME = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error")
+
+
+def _anthropic_type(error: ApiError) -> str:
+    if isinstance(error, PayloadTooLarge):
+        return "request_too_large"
+    if isinstance(error, InsufficientQuota):
+        return "billing_error"
+    if error.type in _SAME or error.type == "timeout_error":
+        return error.type
+    return "overloaded_error" if error.type == "overloaded" else "api_error"
+
+
+def duration(seconds: float) -> str:
+    """`6m0s`, `1.5s`, `20ms`: as clients of this kind of header read it."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+@contextmanager
+def renamed(names: Renaming) -> Iterator[None]:
+    """What is shared speaks of the parameters of chat completions; errors raised inside speak of `names` instead."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.message = re.sub(r"`([^`]+)`", lambda match: f"`{_rename(match[1], names)}`", error.message)
+        if error.param is not None:
+            error.param = _rename(error.param, names)
+        raise
+
+
+def _rename(name: str, names: Renaming) -> str:
+    for pattern, instead in names:
+        if re.match(pattern, name):
+            return re.sub(f"^{pattern}", instead, name)
+    return name
