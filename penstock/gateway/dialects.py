@@ -28,6 +28,8 @@ class Dialect:
 
     error_name = "Error"
     error_schema = _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL))
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    """Where the answer says which request it is to."""
 
     def error(self, error: ApiError, request_id: str) -> object:
         return error.body()
@@ -46,6 +48,7 @@ class AnthropicDialect(Dialect):
 
     error_name = "MessagesError"
     error_schema = _object(type=_STRING, error=_object(type=_STRING, message=_STRING), request_id=_STRING)
+    id_headers = (b"x-request-id", b"request-id")
 
     def error(self, error: ApiError, request_id: str) -> object:
         return {

@@ -175,7 +175,7 @@ class Exchange:
     def _headers(self, content_type: bytes) -> list[tuple[bytes, bytes]]:
         headers = [
             (b"content-type", content_type),
-            (b"x-request-id", self.request_id.encode()),
+            *((name, self.request_id.encode()) for name in self.dialect.id_headers),
             (b"openai-processing-ms", str(round(self.elapsed_s * 1000)).encode()),
             *self.extra_headers,
         ]

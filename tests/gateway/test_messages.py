@@ -10,6 +10,7 @@ import anthropic
 import pytest
 
 from penstock.config.schema import TierConfig
+from penstock.gateway.anthropic.rendering import _input
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.test_quotas import settings, sign_in
@@ -51,6 +52,7 @@ async def test_a_message(serving: Serving, text: TextModel) -> None:
         (block,) = reply.content
         assert block.type == "text" and block.text == "Hello, world!"
         assert (reply.stop_reason, reply.model, reply.role) == ("end_turn", "tiny", "assistant")
+        assert reply._request_id is not None and reply._request_id.startswith("req_")
         seen = running.engine.seen[-1]
         assert reply.usage.cache_read_input_tokens == 3
         assert reply.usage.input_tokens + 3 == len(seen.prompt)
@@ -154,6 +156,20 @@ async def test_how_it_ended(serving: Serving, text: TextModel) -> None:
         cut = (await create(running, max_tokens=limit, tools=[WEATHER])).json()
         assert cut["stop_reason"] == "max_tokens"
         assert cut["content"][0]["input"]["INVALID_JSON"].startswith('{"c')
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', "", "[1]", '{"a', "[" * 5000])
+def test_the_input_of_a_call_is_always_an_object(arguments: str) -> None:
+    expected = {"a": 1} if arguments == '{"a": 1}' else {"INVALID_JSON": arguments} if arguments else {}
+    assert _input(arguments) == expected
+
+
+async def test_it_is_charged_to_the_user_it_names(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as running:
+        await create(running, metadata={"user_id": "ann"})
+        await create(running, metadata={"user_id": "ann"}, stream=True)
+        (row,) = (await running.client.get("/v1/usage?by=user")).json()["data"]
+        assert (row["user"], row["requests"], row["completion_tokens"]) == ("ann", 2, 28)
 
 
 async def test_formats_and_tool_choices_reach_the_engine(serving: Serving, text: TextModel) -> None:

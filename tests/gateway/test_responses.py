@@ -226,8 +226,12 @@ async def test_another_tenant_never_sees_a_response(serving: Serving, tmp_path: 
         assert (await running.client.get(path)).json() == mine
 
 
-async def test_the_store_forgets_by_age_and_by_number(tmp_path: Path) -> None:
-    database = await open_database(f"sqlite:///{tmp_path / 'responses.db'}")
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_the_store_forgets_by_age_and_by_number(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    sqlite = f"sqlite:///{tmp_path / 'responses.db'}"
+    database = await open_database(sqlite if kind == "sqlite" else request.getfixturevalue("postgres_url"))
     now = 1000.0
     store = ResponseStore(database, keep_s=60, most=3, clock=lambda: now)
     await store.prepare()

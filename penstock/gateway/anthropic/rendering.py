@@ -121,10 +121,10 @@ class MessageRenderer(Renderer):
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The input of a call; what is not a JSON object (it was cut short) stays readable under a name that says so."""
+    """The input of a call; what is no JSON object (it was cut short) stays readable under a name that says so."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {"INVALID_JSON": text}
     return value if isinstance(value, dict) else {"INVALID_JSON": text}
 
