@@ -11,7 +11,7 @@ import pytest
 
 from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.schemas import ChatMessage
-from penstock.storage import open_database
+from penstock.storage import DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.test_quotas import sign_in
@@ -168,6 +168,24 @@ async def test_formats_and_tool_choices_reach_the_engine(serving: Serving, text:
         assert not running.engine.seen[-1].params.grammar
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_cover_the_text(serving: Serving, stream: bool) -> None:
+    async with serving() as running:
+        client = sdk(running)
+        wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        reply = await client.responses.create(model="tiny", input="hi", stream=stream, **wanted)
+        if stream:
+            events = [event async for event in reply]
+            pieces = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+            assert "".join(entry.token for piece in pieces for entry in piece) == "Hello, world!"
+            reply = events[-1].response
+        (part,) = reply.output[0].content
+        assert "".join(entry.token for entry in part.logprobs) == "Hello, world!"
+        assert all(entry.logprob == -0.5 and len(entry.top_logprobs) == 2 for entry in part.logprobs)
+        again = await client.responses.create(model="tiny", input=[*reply.output, {"role": "user", "content": "more"}])
+        assert again.output_text == "Hello, world!" and not again.output[0].content[0].logprobs  # type: ignore[union-attr]
+
+
 async def test_a_stored_response_is_continued_shown_and_deleted(
     serving: Serving, text: TextModel, tmp_path: Path
 ) -> None:
@@ -250,6 +268,30 @@ async def test_the_store_forgets_by_age_and_by_number(
     await database.close()
 
 
+async def test_a_store_that_is_away_is_no_lost_response(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any) -> Any:
+        raise DatabaseError("gone")
+
+    async with serving(**stored(tmp_path)) as running:
+        first = (await create(running)).json()["id"]
+        monkeypatch.setattr(running.service.responses, "_column", away)
+        monkeypatch.setattr(running.service.responses, "put", away)
+        broken = await create(running, stream=True)
+        assert broken.status_code == 200
+        assert "event: response.completed" not in broken.text and "event: error" in broken.text
+        for reply in (
+            await create(running),
+            await create(running, previous_response_id=first),
+            await running.client.get(f"/v1/responses/{first}"),
+        ):
+            assert (
+                reply.status_code == 503 and reply.headers["retry-after"]
+            )  # not 404, nor an answer that is not stored
+        assert (await create(running, store=False)).status_code == 200
+
+
 async def test_without_a_store_there_is_nothing_to_continue(serving: Serving) -> None:
     async with serving() as running:
         for body in ({"store": True}, {"previous_response_id": "resp_1"}):
@@ -274,7 +316,8 @@ async def test_without_a_store_there_is_nothing_to_continue(serving: Serving) ->
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"conversation": "c"}, "conversation"),
         ({"stop": "x"}, "stop"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),

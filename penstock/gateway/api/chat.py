@@ -13,6 +13,7 @@ from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation
+from penstock.gateway.logprobs import logprob_entries
 from penstock.gateway.preparing import identify, prepare_chat
 from penstock.gateway.sampling import limits
 from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
@@ -99,7 +100,7 @@ class ChatRenderer(Renderer):
                     self._after,
                 )
             else:
-                logprobs = chat_logprobs(self._text, piece.tokens, self._top)
+                logprobs = _logprobs(self._text, piece.tokens, self._top)
                 data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
         if piece.calls:
             data += self._chunk(piece.index, {"tool_calls": [_call_delta(call) for call in piece.calls]})
@@ -129,7 +130,7 @@ class ChatRenderer(Renderer):
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
-                "logprobs": chat_logprobs(self._text, tokens, self._top) if self._logprobs else None,
+                "logprobs": _logprobs(self._text, tokens, self._top) if self._logprobs else None,
                 "finish_reason": parts[-1].finish_reason,
             }
             if parts[-1].stop_reason is not None:
@@ -172,23 +173,5 @@ def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
     return calls
 
 
-def chat_logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
-    content = []
-    for token in tokens:
-        pairs = zip(token.logprob.top_ids[:top], token.logprob.top_logprobs[:top], strict=True)
-        content.append(
-            {
-                **_entry(text, token.id, token.logprob.logprob),
-                "top_logprobs": [_entry(text, id, logprob) for id, logprob in pairs],
-            }
-        )
-    return {"content": content, "refusal": None}
-
-
-def _entry(text: TextModel, id: int, logprob: float) -> dict[str, Any]:
-    return {"token": text.token_text(id), "logprob": finite(logprob), "bytes": list(text.token_bytes(id))}
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's own floor stands for "impossible"."""
-    return max(logprob, -9999.0)
+def _logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
+    return {"content": logprob_entries(text, tokens, top), "refusal": None}

@@ -11,11 +11,11 @@ import msgspec
 
 from penstock.engine.request import EngineInfo, TokenLogprob
 from penstock.gateway.answering import DONE, Renderer, answer
-from penstock.gateway.api.chat import finite
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.logprobs import finite
 from penstock.gateway.preparing import identify, open_route
 from penstock.gateway.sampling import (
     PRIORITIES,

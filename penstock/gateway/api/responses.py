@@ -74,6 +74,10 @@ def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
         raise not_supported("background")
     if request.text is not None and given(request.text.verbosity):
         raise not_supported("text.verbosity")
+    if request.top_logprobs and not request.include:
+        raise InvalidRequest(
+            "`top_logprobs` needs `include` with `message.output_text.logprobs`.", param="top_logprobs"
+        )
     if request.stream_options is not None:
         if request.stream_options.include_usage is not None:
             raise not_supported("stream_options.include_usage")

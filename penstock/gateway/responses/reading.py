@@ -47,6 +47,8 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=None if request.text is None else request.text.response_format(),
         service_tier=request.service_tier,
+        logprobs=bool(request.include),
+        top_logprobs=request.top_logprobs,
     )
 
 

@@ -17,6 +17,7 @@ from penstock.gateway.answering import Renderer
 from penstock.gateway.choice import TIME_LIMIT, Piece
 from penstock.gateway.exchange import encode_json
 from penstock.gateway.generation import Generation
+from penstock.gateway.logprobs import logprob_entries
 from penstock.gateway.responses.reading import add_call
 from penstock.gateway.responses.schemas import ResponsesRequest
 from penstock.gateway.schemas import ChatMessage, FunctionCall, ToolCall
@@ -38,6 +39,9 @@ class ResponseRenderer(Renderer):
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
         """Text of the item that is open: what was said, or a call's arguments."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the message that is open."""
+        self._top = request.top_logprobs or 0
         self._last: Piece | None = None
         self._body = b""
         self._head = _head(request, generation, stored=keep is not None)
@@ -72,14 +76,17 @@ class ResponseRenderer(Renderer):
             await self._keep(self._head["id"], self._body, self._said())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
-        if piece.text:
-            if self._open is None or self._open["type"] != "message":
+        speaking = self._open is not None and self._open["type"] == "message"
+        if piece.text or (piece.tokens and speaking):
+            if not speaking:
                 yield from self._close("completed")
                 yield from self._open_message()
+            logprobs = logprob_entries(self._generation.model.text, piece.tokens, self._top)
             self._parts.append(piece.text)
+            self._logprobs += logprobs
             yield (
                 "response.output_text.delta",
-                {**self._place(), "content_index": 0, "delta": piece.text, "logprobs": []},
+                {**self._place(), "content_index": 0, "delta": piece.text, "logprobs": logprobs},
             )
         for call in piece.calls or ():
             if call.id is not None:
@@ -98,11 +105,12 @@ class ResponseRenderer(Renderer):
     def _open_message(self) -> Iterator[Event]:
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
         yield self._add({"id": f"msg_{uuid.uuid4().hex}", **item})
-        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
+        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [])}
 
     def _add(self, item: dict[str, Any]) -> Event:
         self._open = item
         self._parts.clear()
+        self._logprobs = []
         self._output.append(item)
         return "response.output_item.added", {"output_index": len(self._output) - 1, "item": item}
 
@@ -113,9 +121,9 @@ class ResponseRenderer(Renderer):
             return
         place = self._place()
         if item["type"] == "message":
-            part = _part(text)
+            part = _part(text, self._logprobs)
             item["content"] = [part]
-            yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": []}
+            yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": self._logprobs}
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         else:
             item["arguments"] = text
@@ -173,8 +181,8 @@ class ResponseRenderer(Renderer):
         return said
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
@@ -205,7 +213,7 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
         "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
         "tools": msgspec.to_builtins(request.tools or []),
-        "top_logprobs": 0,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -38,7 +38,8 @@ class InputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="input
 class OutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
     text: str
     annotations: Nothing | None = None
-    logprobs: Nothing | None = None
+    logprobs: list[Any] | None = None
+    """As they were answered; what was said does not depend on them."""
 
 
 class Refusal(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -130,13 +131,13 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     background: bool | None = None
     access_programs: Unsupported = UNSET
     context_management: Unsupported = UNSET
     conversation: Unsupported = UNSET
     image: Unsupported = UNSET
-    include: Unsupported = UNSET
     max_tool_calls: Unsupported = UNSET
     moderation: Unsupported = UNSET
     prompt: Unsupported = UNSET
@@ -157,7 +158,6 @@ UNSUPPORTED = (
     "context_management",
     "conversation",
     "image",
-    "include",
     "max_tool_calls",
     "moderation",
     "prompt",
