@@ -18,6 +18,7 @@ from penstock.cli.models import app as models
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
+from penstock.cli.requests import requests
 from penstock.cli.serve import serve
 from penstock.cli.soak import soak
 from penstock.cli.speculation import speculation
@@ -71,6 +72,7 @@ app.command(help=quantize.__doc__)(quantize)
 app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
 app.command(help=usage.__doc__)(usage)
+app.command(help=requests.__doc__)(requests)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)

@@ -277,6 +277,26 @@ class PriceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLogConfig:
+    """One record per request: who, which model, how many tokens, how long. Never its text."""
+
+    url: str = setting(
+        "", doc="sqlite:, postgresql:, kafka://HOST:PORT/TOPIC or clickhouse://HOST:PORT/DATABASE; the store when "
+        "empty; off for none.",
+    )  # fmt: skip
+    retention_days: float | None = setting(30.0, doc="Days that records are kept; null for ever.", least=0.01)
+    batch: int = setting(500, doc="Most records written together.", least=1, most=10_000)
+    flush_s: float = setting(1.0, doc="Seconds a record waits for others to be written with.", least=0.01)
+    spool: str = setting(
+        "", doc="Folder for records while the sink is away; beside the SQLite store, or this user's, when empty."
+    )
+    spool_limit: int = setting(
+        256 * 2**20, doc="Most bytes in the folder per gateway; further records are lost, and counted.", least=0,
+        size=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class LoggingConfig:
     """What is written to standard error."""
 
@@ -297,4 +317,5 @@ class Config:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     prices: tuple[PriceConfig, ...] = ()
+    request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -117,6 +117,8 @@ class App:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)
             log_request(exchange.record)
+            if self.service.request_log is not None:
+                self.service.request_log.add(exchange.record)
 
     def _routes(self) -> FastAPI:
         api = FastAPI(

@@ -35,6 +35,7 @@ from penstock.gateway.api.identity import (
 from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
+from penstock.gateway.api.requests import list_requests
 from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
@@ -161,6 +162,7 @@ ENDPOINTS = (
     ),
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts"),
+    Endpoint("GET", "/v1/admin/requests", list_requests, "The newest requests.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),
     Endpoint("POST", "/v1/admin/tenants", create_tenant, "Make a tenant.", "Admin", TenantRequest, scope="admin"),
     Endpoint(

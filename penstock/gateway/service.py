@@ -16,6 +16,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
+from penstock.gateway.requests import open_request_log
 from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
@@ -23,6 +24,7 @@ from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
+from penstock.metering.request_log import RequestLog
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.slicing import Slices
@@ -59,6 +61,7 @@ class Service:
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
         self.responses: ResponseStore | None = None
+        self.request_log: RequestLog | None = None
         self._keyring: KeyRing | None = None
         self.quotas = Quotas(_counters(settings.counters), settings.tiers, settings.limits, settings.price_book())
         self._background: set[asyncio.Task[None]] = set()
@@ -81,6 +84,9 @@ class Service:
             await self.responses.prepare()
             self.accounts = Accounts(Ledger(self.database), self.settings.price_book())
             await self.accounts.start()
+        self.request_log = open_request_log(self.settings, self.database, self.metrics)
+        if self.request_log is not None:
+            self.request_log.start()
         for backend in self._backends():
             await backend.start()
         self.slices.start()
@@ -94,6 +100,8 @@ class Service:
         await self.quotas.close()
         if self.accounts is not None:
             await self.accounts.close()
+        if self.request_log is not None:
+            await self.request_log.close()
         if self.database is not None:
             await self.database.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -69,9 +69,14 @@ class Database(ABC):
 
 def default_url() -> str:
     """The embedded store of this user."""
+    return f"sqlite:///{state_folder() / 'penstock.db'}"  # an absolute path makes four slashes
+
+
+def state_folder() -> Path:
+    """Where this user's gateways keep what must survive them."""
     root = os.environ.get("PENSTOCK_STATE") or os.environ.get("XDG_STATE_HOME")
     base = Path(root) if root else Path.home() / ".local" / "state"
-    return f"sqlite:///{base / 'penstock' / 'penstock.db'}"  # an absolute path makes four slashes
+    return base / "penstock"
 
 
 async def open_database(url: str) -> Database:

@@ -1,7 +1,7 @@
 """Structured logs: one JSON object, or one readable line, per record; request ids in, prompt text out.
 
 Fields go in `extra=`. The request log is the logger `penstock.request`: one record per request with the fields
-of `RequestRecord`, which later also feeds the request store.
+of `RequestRecord`, which also feeds the request log (`metering/request_log.py`).
 """
 
 from __future__ import annotations

@@ -96,6 +96,15 @@ class Metrics:
         self._grammars = registry.counter(
             "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
         )
+        written, spooled, lost = (
+            registry.counter(f"penstock_request_log_{name}_total", f"Request log: {help}").child()
+            for name, help in (
+                ("written", "records the sink has."),
+                ("spooled", "records that went to the disk first."),
+                ("lost", "records that fitted nowhere."),
+            )
+        )
+        self.request_log_written, self.request_log_spooled, self.request_log_lost = written, spooled, lost
         self.draining = registry.gauge("penstock_draining", "1 while shutting down.").child()
         started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.").child()
         started.set(time.time())

@@ -1,0 +1,91 @@
+"""`penstock requests`: the newest records of the request log, when it is in a database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from penstock.cli.options import ConfigFile, Settings
+
+if TYPE_CHECKING:
+    from penstock.metering.request_log import Entry
+
+
+def requests(
+    since: Annotated[str, typer.Option(help="1h, 7d, or a date.")] = "1h",
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
+    finish_reason: Annotated[str | None, typer.Option(help="Only these: stop, length, error, abort, ...")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most records; the newest are shown.")] = 100,
+    output: Annotated[Literal["table", "jsonl"], typer.Option("--output", "-o", help="table or jsonl.")] = "table",
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """
+    Show the newest requests, from the request log.
+
+    Examples:
+
+        penstock requests
+
+        penstock requests --since 24h --tenant acme --finish-reason error
+
+        penstock requests --since 7d --limit 100000 -o jsonl > requests.jsonl
+    """
+    import asyncio
+
+    from penstock.cli.console import flags
+    from penstock.config import load
+    from penstock.errors import ConfigError
+    from penstock.metering.reporting import moment
+    from penstock.metering.request_store import RequestStore
+    from penstock.storage import open_database
+
+    config = load(config_file, flags=flags(settings))
+    url = config.request_log.url or config.store.url
+    if url.startswith(("kafka:", "clickhouse", "off")):
+        raise ConfigError("request_log.url is not a database of ours: read the records where they go")
+
+    async def run() -> list[Entry]:
+        store = RequestStore(lambda: open_database(url))
+        try:
+            return await store.read(since=moment(since), tenant=tenant, finish_reason=finish_reason, limit=limit)
+        finally:
+            await store.close()
+
+    entries = asyncio.run(run())
+    if output == "jsonl":
+        from penstock.metering.request_log import encode
+
+        for entry in entries:
+            typer.echo(encode(entry).decode())
+    else:
+        _table(entries)
+
+
+def _table(entries: list[Entry]) -> None:
+    import datetime
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if not entries:
+        typer.echo("No requests in that time.")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("time", "request", "tenant", "user", "model", "route", "end"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt", "cached", "completion", "ttft ms", "total ms"):
+        table.add_column(name, justify="right")
+    for entry in entries:
+        when = datetime.datetime.fromtimestamp(entry.timestamp, datetime.UTC).strftime("%m-%d %H:%M:%S")
+        names = (entry.request_id, entry.tenant, entry.user_id, entry.adapter_id or entry.model_version, entry.route)
+        tokens = (entry.prompt_tokens, entry.cached_tokens, entry.completion_tokens)
+        times = (entry.ttft_ms, entry.total_latency_ms)
+        table.add_row(
+            when,
+            *(name or "-" for name in (*names, entry.finish_reason)),
+            *map(str, tokens),
+            *("-" if time is None else f"{time:.1f}" for time in times),
+        )
+    Console().print(table)

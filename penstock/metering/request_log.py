@@ -1,0 +1,253 @@
+"""The request log: what is kept of every request, written in batches to one sink, behind the requests' backs.
+
+`add` puts an entry into a bounded queue and returns; nothing a request does waits for the sink. While the sink is away,
+or slower than requests arrive, entries go to a bounded spool on disk and are replayed in order. What does not fit there
+either is counted as lost. Entries never hold text of prompts or answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.metering.spool import Spool
+from penstock.telemetry.exposition import Value
+from penstock.telemetry.logging import RequestRecord
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LONGEST = 256
+"""Characters kept of a field that a client chose."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One request, as every sink stores it."""
+
+    request_id: str
+    user_id: str | None
+    tenant: str | None
+    model_version: str | None
+    adapter_id: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_ms: float | None
+    total_latency_ms: float
+    finish_reason: str | None
+    route: str
+    timestamp: float
+
+
+FIELDS = Entry.__struct_fields__
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Entry)
+
+
+def encode(entry: Entry) -> bytes:
+    return _encoder.encode(entry)
+
+
+def entry_of(record: RequestRecord) -> Entry:
+    return Entry(*(_clean(getattr(record, name)) for name in FIELDS))
+
+
+def _clean(value: Any) -> Any:
+    """No sink has to choke on what a client named itself: NUL is no text to PostgreSQL."""
+    return value.replace("\0", "")[:_LONGEST] if isinstance(value, str) else value
+
+
+class SinkError(PenstockError):
+    """The sink did not take a batch; it is tried again later."""
+
+
+class Sink(ABC):
+    """Where entries go. A sink that is away at the start is one that is away."""
+
+    @abstractmethod
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Store a batch, all of it; raises SinkError otherwise. A batch may come twice."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Metrics: entries the sink has, entries that went through the spool, entries that are gone."""
+
+    written: Value
+    spooled: Value
+    lost: Value
+
+
+class RequestLog:
+    """One per gateway process: a queue, a task that sends, and a task that spools what the first cannot send."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        spool: Spool,
+        counts: Counts,
+        *,
+        capacity: int = 20_000,
+        batch: int = 500,
+        flush_s: float = 1.0,
+        retry_s: float = 2.0,
+    ) -> None:
+        self.sink = sink
+        self._spool = spool
+        self._counts = counts
+        self._capacity = capacity
+        self._batch = batch
+        self._flush_s = flush_s
+        self._retry_s = retry_s
+        self._queue: deque[Entry] = deque()
+        self._sending: list[Entry] = []
+        """Taken from the queue and not yet acknowledged."""
+        self._arrived = asyncio.Event()
+        self._batch_full = asyncio.Event()
+        self._behind = asyncio.Event()
+        """There is something for the spooling task."""
+        self._disk = asyncio.Lock()
+        self._away = False
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._send(), name="request log"),
+            asyncio.create_task(self._spill(), name="request log spool"),
+        ]
+
+    def add(self, record: RequestRecord) -> None:
+        """Never waits, never fails."""
+        waiting = len(self._queue)
+        if waiting >= self._capacity or self._closing:
+            self._counts.lost.inc()
+            return
+        self._queue.append(entry_of(record))
+        self._arrived.set()
+        if waiting + 1 >= self._batch:
+            self._batch_full.set()
+            if self._away or waiting * 2 >= self._capacity or not self._spool.empty:
+                self._behind.set()
+
+    async def close(self, within: float = 5.0) -> None:
+        """Write what waits, or keep it on disk for the next start."""
+        if not self._tasks:
+            return
+        self._closing = True
+        self._batch_full.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                # Polled, because it happens once, at the end.
+                while (  # noqa: ASYNC110
+                    self._queue or self._sending or not self._spool.empty
+                ) and not self._away:
+                    await asyncio.sleep(0.01)
+        sender, spiller = self._tasks
+        sender.cancel()
+        self._behind.set()
+        await asyncio.gather(sender, spiller, return_exceptions=True)
+        await self._put_back()
+        await self._spill_queue()
+        await self.sink.close()
+        self._spool.close()
+
+    async def _send(self) -> None:
+        while True:
+            if self._spool.empty:
+                await self._send_queued()
+            else:
+                await self._replay()
+            if self._away:
+                await asyncio.sleep(self._retry_s)
+
+    async def _send_queued(self) -> None:
+        if not self._queue:
+            self._arrived.clear()
+            self._batch_full.clear()
+            await self._arrived.wait()
+        if not self._away and len(self._queue) < self._batch:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._flush_s):
+                    await self._batch_full.wait()
+        async with self._disk:  # behind a spill that is under way, whose entries are older
+            if not self._spool.empty:
+                return
+            self._sending = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch))]
+        if len(self._queue) < self._batch and not self._closing:
+            self._batch_full.clear()
+        if self._sending and await self._write(self._sending):
+            self._sending = []
+        await self._put_back()
+
+    async def _replay(self) -> None:
+        segment, lines = await self._on_disk(self._spool.oldest)
+        entries = []
+        for line in lines:
+            try:
+                entries.append(_decoder.decode(line))
+            except msgspec.DecodeError:  # half a line: the process died while writing it
+                self._counts.lost.inc()
+        if not entries or await self._write(entries):
+            await self._on_disk(lambda: self._spool.drop(segment))
+
+    async def _write(self, entries: Sequence[Entry]) -> bool:
+        try:
+            await self.sink.write(entries)
+        except SinkError as error:
+            if not self._away:
+                log.warning("the request log cannot be written (%s); entries go to the disk", error)
+            self._away = True
+            self._behind.set()
+            return False
+        if self._away:
+            log.info("the request log is written again")
+        self._away = False
+        self._counts.written.inc(len(entries))
+        return True
+
+    async def _spill(self) -> None:
+        """While the sender is stuck or behind: move the queue to the disk, so that it never fills."""
+        while not self._closing:
+            await self._behind.wait()
+            self._behind.clear()
+            await self._spill_queue()
+            if self._away and not self._closing:
+                await asyncio.sleep(min(self._flush_s, self._retry_s))
+                self._behind.set()
+
+    async def _put_back(self) -> None:
+        await self._keep(self._sending, self._spool.put_back)
+        self._sending = []
+
+    async def _spill_queue(self) -> None:
+        async with self._disk:
+            entries = list(self._queue)
+            self._queue.clear()
+            await self._keep(entries, self._spool.append, locked=True)
+
+    async def _keep(self, entries: list[Entry], put: Callable[[Sequence[bytes]], int], *, locked: bool = False) -> None:
+        if not entries:
+            return
+        lines = [encode(entry) for entry in entries]
+        try:
+            kept = await (asyncio.to_thread(put, lines) if locked else self._on_disk(lambda: put(lines)))
+        except OSError as error:
+            log.error("the spool of the request log cannot be written: %s", error)
+            kept = 0
+        self._counts.spooled.inc(kept)
+        self._counts.lost.inc(len(entries) - kept)
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        async with self._disk:
+            return await asyncio.to_thread(work)

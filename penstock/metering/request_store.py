@@ -1,0 +1,96 @@
+"""The request log in a table of SQLite or PostgreSQL, where it can also be read back.
+
+The time a request arrived and its id together are its identity, so that a batch which comes twice is stored once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from penstock.metering.request_log import FIELDS, Entry, Sink, SinkError
+from penstock.storage import Database, DatabaseError
+
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS request_log (request_id TEXT NOT NULL, user_id TEXT, tenant TEXT, "
+        "model_version TEXT, adapter_id TEXT, prompt_tokens BIGINT NOT NULL, cached_tokens BIGINT NOT NULL, "
+        "completion_tokens BIGINT NOT NULL, ttft_ms DOUBLE PRECISION, total_latency_ms DOUBLE PRECISION NOT NULL, "
+        "finish_reason TEXT, route TEXT NOT NULL, timestamp DOUBLE PRECISION NOT NULL, "
+        "PRIMARY KEY (timestamp, request_id))",
+        "CREATE INDEX IF NOT EXISTS request_log_tenant ON request_log (tenant, timestamp)",
+    ),
+)
+_INSERT = (
+    f"INSERT INTO request_log ({', '.join(FIELDS)}) VALUES ({', '.join('?' * len(FIELDS))}) "
+    "ON CONFLICT (timestamp, request_id) DO NOTHING"
+)
+PRUNE_EVERY_S = 3600.0
+
+
+class RequestStore(Sink):
+    """See `Sink`. `open` is called when something is to be written or read and no connection exists yet."""
+
+    def __init__(
+        self,
+        open: Callable[[], Awaitable[Database]],
+        *,
+        retention_s: float | None = None,
+        owned: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`owned`: the database is closed with the log."""
+        self._open = open
+        self._owned = owned
+        self._retention_s = retention_s
+        self._clock = clock
+        self._database: Database | None = None
+        self._pruned_at = float("-inf")
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        try:
+            database = await self._ready()
+            await database.transact([(_INSERT, [getattr(entry, name) for name in FIELDS]) for entry in entries])
+            now = self._clock()
+            if self._retention_s is not None and now - self._pruned_at > PRUNE_EVERY_S:
+                await database.execute("DELETE FROM request_log WHERE timestamp < ?", now - self._retention_s)
+                self._pruned_at = now
+        except DatabaseError as error:
+            raise SinkError(str(error)) from error
+
+    async def read(
+        self,
+        *,
+        since: float = 0.0,
+        tenant: str | None = None,
+        finish_reason: str | None = None,
+        limit: int = 100,
+    ) -> list[Entry]:
+        """Requests that arrived after `since`, newest first."""
+        where, values = "timestamp >= ?", list[float | str]([since])
+        for column, value in (("tenant", tenant), ("finish_reason", finish_reason)):
+            if value is not None:
+                where += f" AND {column} = ?"
+                values.append(value)
+        rows = await (await self._ready()).fetch(
+            f"SELECT {', '.join(FIELDS)} FROM request_log WHERE {where} ORDER BY timestamp DESC LIMIT {int(limit)}",
+            *values,
+        )
+        return [Entry(*row) for row in rows]
+
+    async def close(self) -> None:
+        if self._database is not None and self._owned:
+            await self._database.close()
+        self._database = None
+
+    async def _ready(self) -> Database:
+        if self._database is None:
+            database = await self._open()
+            try:
+                await database.migrate("request_log", _VERSIONS)
+            except DatabaseError:
+                if self._owned:
+                    await database.close()
+                raise
+            self._database = database
+        return self._database

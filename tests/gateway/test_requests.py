@@ -1,0 +1,92 @@
+"""The request log of a real gateway: one record per request, read back by an administrator."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema import RequestLogConfig
+from penstock.metering.request_log import FIELDS
+from tests.gateway.conftest import Running, Serving, eventually
+
+FAST = RequestLogConfig(flush_s=0.01)
+
+
+def settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {"store_url": f"sqlite:///{tmp_path / 'store.db'}", "request_log": FAST, **more}
+
+
+async def read(running: Running, query: str = "") -> list[dict[str, Any]]:
+    reply = await running.client.get(f"/v1/admin/requests?{query}")
+    assert reply.status_code == 200, reply.text
+    return [row for row in reply.json()["data"] if row["route"] != "/v1/admin/requests"]
+
+
+async def written(running: Running, count: int) -> None:
+    await eventually(lambda: running.service.metrics.request_log_written.value >= count)
+
+
+async def test_every_request_leaves_one_record_without_its_text(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as running:
+        usage = (await running.chat(user="ann")).json()["usage"]
+        await running.chat(stream=True)
+        refused = await running.chat(model="nobody")
+        assert refused.status_code == 404
+        await written(running, 3)
+        rows = {row["request_id"]: row for row in await read(running)}
+        assert len(rows) == 3
+        whole = next(row for row in rows.values() if row["user_id"] == "ann")
+        assert set(whole) == set(FIELDS)
+        assert (whole["tenant"], whole["model_version"], whole["adapter_id"]) == ("default", "tiny", None)
+        assert (whole["prompt_tokens"], whole["completion_tokens"]) == (
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
+        assert (whole["finish_reason"], whole["route"]) == ("stop", "/v1/chat/completions")
+        assert 0 < whole["ttft_ms"] <= whole["total_latency_ms"]
+        failed = rows[refused.headers["x-request-id"]]
+        assert (failed["finish_reason"], failed["ttft_ms"], failed["tenant"]) == ("error", None, "default")
+
+
+async def test_records_can_be_asked_for_by_end_tenant_and_number(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as running:
+        for _ in range(3):
+            await running.complete()
+        await running.chat(model="nobody")
+        await written(running, 4)
+        assert len(await read(running, "finish_reason=error")) == 1
+        assert len(await read(running, "since=1h&tenant=default&limit=2&finish_reason=stop")) == 2
+        assert await read(running, "tenant=other") == []
+        for query in ("limit=0", "limit=x", "since=yesterday", "color=red"):
+            assert (await running.client.get(f"/v1/admin/requests?{query}")).status_code == 400
+
+
+async def test_what_is_still_in_memory_is_written_at_the_end(serving: Serving, tmp_path: Path) -> None:
+    slow = RequestLogConfig(flush_s=60.0)
+    async with serving(**settings(tmp_path, request_log=slow)) as running:
+        await running.chat()
+        assert await read(running) == []
+    async with serving(**settings(tmp_path)) as running:
+        assert len(await read(running)) == 1
+
+
+async def test_a_sink_that_is_away_changes_nothing_for_requests(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    away = RequestLogConfig(
+        url=f"sqlite:///{tmp_path / 'file' / 'log.db'}", spool=str(tmp_path / "spool"), flush_s=0.01
+    )
+    async with serving(**settings(tmp_path, request_log=away)) as running:
+        replies = await asyncio.gather(*(running.chat() for _ in range(20)))
+        assert {reply.status_code for reply in replies} == {200}
+        await eventually(lambda: running.service.metrics.request_log_spooled.value == 20)
+        text = (await running.client.get("/metrics")).text
+        assert "penstock_request_log_spooled_total 20" in text
+        assert "penstock_request_log_lost_total 0" in text
+
+
+async def test_off_is_off(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path, request_log=RequestLogConfig(url="off"))) as running:
+        assert (await running.chat()).status_code == 200
+        assert running.service.request_log is None
+        assert (await running.client.get("/v1/admin/requests")).status_code == 503

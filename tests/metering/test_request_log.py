@@ -1,0 +1,253 @@
+"""The request log on real sinks: nothing waits for it, nothing is lost that fits on the disk, order is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.metering.request_log import FIELDS, Counts, Entry, RequestLog, Sink, SinkError
+from penstock.metering.request_sinks import ClickHouseSink, KafkaSink, open_sink
+from penstock.metering.request_store import RequestStore
+from penstock.metering.spool import Spool
+from penstock.storage import open_database
+from penstock.telemetry.exposition import Value
+from penstock.telemetry.logging import RequestRecord
+
+
+def record(number: int, **more: Any) -> RequestRecord:
+    given = {"tenant": "acme", "user_id": "ann", "finish_reason": "stop", **more}
+    return RequestRecord(f"req_{number}", "/v1/chat/completions", 1_700_000_000.0 + number, **given)
+
+
+class Memory(Sink):
+    """A sink that can be away, or slow, on demand."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.batches: list[int] = []
+        self.away = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        await self.gate.wait()
+        if self.away:
+            raise SinkError("away")
+        self.batches.append(len(entries))
+        self.ids += [entry.request_id for entry in entries]
+
+    async def close(self) -> None:
+        return
+
+
+@asynccontextmanager
+async def logging_to(
+    sink: Sink, folder: Path, limit: int = 10**7, **more: Any
+) -> AsyncIterator[tuple[RequestLog, Counts]]:
+    counts = Counts(Value(), Value(), Value())
+    log = RequestLog(sink, Spool(folder, limit), counts, **{"flush_s": 0.01, "retry_s": 0.01, **more})
+    log.start()
+    try:
+        yield log, counts
+    finally:
+        await log.close(within=1.0)
+
+
+def segments(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.jsonl"))
+
+
+async def until(condition: Callable[[], bool], within: float = 10.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true in time"
+        await asyncio.sleep(0.005)
+
+
+async def test_records_are_written_in_batches_and_in_order(tmp_path: Path) -> None:
+    sink = Memory()
+    async with logging_to(sink, tmp_path, batch=100, flush_s=5.0) as (log, counts):
+        for number in range(250):
+            log.add(record(number))
+        await until(lambda: counts.written.value == 200)
+    assert sink.ids == [f"req_{number}" for number in range(250)]
+    assert sink.batches == [100, 100, 50]
+    assert (counts.spooled.value, counts.lost.value) == (0, 0)
+
+
+async def test_while_the_sink_is_away_records_wait_on_disk_and_are_replayed_in_order(tmp_path: Path) -> None:
+    sink = Memory()
+    sink.away = True
+    async with logging_to(sink, tmp_path, batch=10) as (log, counts):
+        for number in range(95):
+            log.add(record(number))
+            await asyncio.sleep(0)
+        await until(lambda: counts.spooled.value == 95)
+        sink.away = False
+        for number in range(95, 120):
+            log.add(record(number))
+        await until(lambda: counts.written.value == 120)
+    assert sink.ids == [f"req_{number}" for number in range(120)]
+    assert counts.lost.value == 0
+    assert segments(tmp_path) == []
+
+
+async def test_a_slow_sink_fills_the_disk_and_never_the_queue(tmp_path: Path) -> None:
+    sink = Memory()
+    sink.gate.clear()
+    async with logging_to(sink, tmp_path, batch=10, capacity=100) as (log, counts):
+        for number in range(1000):
+            log.add(record(number))
+            await asyncio.sleep(0.0005)
+        assert counts.lost.value == 0
+        assert counts.spooled.value >= 800
+        sink.gate.set()
+        await until(lambda: counts.written.value == 1000)
+    assert sink.ids == [f"req_{number}" for number in range(1000)]
+
+
+async def test_what_fits_nowhere_is_counted(tmp_path: Path) -> None:
+    sink = Memory()
+    sink.away = True
+    async with logging_to(sink, tmp_path, limit=2000, batch=10) as (log, counts):
+        for number in range(100):
+            log.add(record(number))
+        await until(lambda: counts.spooled.value + counts.lost.value == 100)
+        kept = int(counts.spooled.value)
+        assert 0 < kept < 100
+        sink.away = False
+        await until(lambda: counts.written.value == kept)
+    assert sink.ids == [f"req_{number}" for number in range(kept)]
+
+
+async def test_the_next_start_delivers_what_the_last_one_could_not(tmp_path: Path) -> None:
+    sink = Memory()
+    sink.away = True
+    async with logging_to(sink, tmp_path, flush_s=60.0) as (log, _):
+        log.add(record(1))
+        log.add(record(2))
+    [segment] = segments(tmp_path)
+    segment.write_bytes(segment.read_bytes() + b'{"request_id": "half a li')
+    other = Spool(tmp_path, 1000)  # another process beside it has its own slot
+    sink.away = False
+    async with logging_to(sink, tmp_path) as (_, counts):
+        await asyncio.sleep(0.1)
+        assert sink.ids == []  # the slot is taken by `other`
+    other.close()
+    async with logging_to(sink, tmp_path) as (_, counts):
+        await until(lambda: counts.written.value == 2)
+    assert sink.ids == ["req_1", "req_2"]
+    assert counts.lost.value == 1
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'log.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+async def test_a_database_holds_exactly_the_fields_once_and_forgets(url: str, tmp_path: Path) -> None:
+    database = await open_database(url)
+    await database.execute("DROP TABLE IF EXISTS request_log")
+    await database.create("CREATE TABLE IF NOT EXISTS schema_versions (component TEXT PRIMARY KEY, version INTEGER)")
+    await database.execute("DELETE FROM schema_versions WHERE component = 'request_log'")
+    sink = open_sink(url, retention_s=None)
+    assert isinstance(sink, RequestStore)
+    one = record(1, adapter_id="legal", model_version="m", prompt_tokens=7, ttft_ms=1.5, user_id="nul\0l" + "x" * 999)
+    async with logging_to(sink, tmp_path / "spool") as (log, counts):
+        for item in (one, record(2, finish_reason="error", tenant=None), one):
+            log.add(item)
+        await until(lambda: counts.written.value == 3)
+        entries = await sink.read()
+        assert [entry.request_id for entry in entries] == ["req_2", "req_1"]
+        assert [entry.request_id for entry in await sink.read(finish_reason="error")] == ["req_2"]
+        assert [entry.request_id for entry in await sink.read(tenant="acme")] == ["req_1"]
+        assert [entry.request_id for entry in await sink.read(since=1_700_000_001.5, limit=5)] == ["req_2"]
+        first = entries[1]
+        assert (first.adapter_id, first.prompt_tokens, first.ttft_ms) == ("legal", 7, 1.5)
+        assert first.user_id is not None and first.user_id.startswith("null") and len(first.user_id) == 256
+    forgetting = RequestStore(lambda: open_database(url), retention_s=10.0, clock=lambda: 1_700_000_011.5)
+    await forgetting.write([entries[0]])
+    assert [entry.request_id for entry in await forgetting.read()] == ["req_2"]
+    await forgetting.close()
+    await database.close()
+
+
+async def test_a_database_that_is_away_at_the_start_is_no_reason_to_lose_records(tmp_path: Path) -> None:
+    (tmp_path / "place").write_text("a file where the folder of the database should be")
+    sink = open_sink(f"sqlite:///{tmp_path / 'place' / 'log.db'}", retention_s=None)
+    assert isinstance(sink, RequestStore)
+    async with logging_to(sink, tmp_path / "spool") as (log, counts):
+        log.add(record(1))
+        await until(lambda: counts.spooled.value == 1)
+        (tmp_path / "place").unlink()
+        await until(lambda: counts.written.value == 1)
+        assert len(await sink.read()) == 1
+
+
+async def test_kafka_gets_one_json_object_per_request_in_order(tmp_path: Path) -> None:
+    kafka = pytest.importorskip("confluent_kafka", reason="pip install confluent-kafka to test the request log")
+    admin = kafka.Producer({"bootstrap.servers": "", "test.mock.num.brokers": 1})
+    [broker] = admin.list_topics(timeout=10).brokers.values()
+    topic = f"requests-{uuid.uuid4().hex[:8]}"
+    sink = KafkaSink(f"kafka://{broker.host}:{broker.port}/{topic}")
+    async with logging_to(sink, tmp_path) as (log, counts):
+        for number in range(20):
+            log.add(record(number))
+        await until(lambda: counts.written.value == 20, 30)
+    consumer = kafka.Consumer(
+        {"bootstrap.servers": f"{broker.host}:{broker.port}", "group.id": "test", "auto.offset.reset": "earliest"}
+    )
+    # One tenant, so one partition: order holds. The mock cluster has several; read them all.
+    partitions = consumer.list_topics(topic, timeout=10).topics[topic].partitions
+    consumer.assign([kafka.TopicPartition(topic, number, 0) for number in partitions])
+    values = []
+    deadline = time.monotonic() + 20
+    while len(values) < 20 and time.monotonic() < deadline:
+        values += [json.loads(message.value()) for message in consumer.consume(20, 0.5) if message.error() is None]
+    consumer.close()
+    assert [value["request_id"] for value in values] == [f"req_{number}" for number in range(20)]
+    assert set(values[0]) == set(FIELDS)
+
+
+async def test_kafka_that_is_away_means_the_disk(tmp_path: Path) -> None:
+    pytest.importorskip("confluent_kafka", reason="pip install confluent-kafka to test the request log")
+    sink = KafkaSink("kafka://127.0.0.1:9/requests?message.timeout.ms=300")
+    async with logging_to(sink, tmp_path) as (log, counts):
+        log.add(record(1))
+        await until(lambda: counts.spooled.value == 1, 20)
+    assert counts.written.value == 0
+
+
+async def test_clickhouse_table_is_made_and_filled() -> None:
+    pytest.importorskip("chdb", reason="pip install chdb (over 500 MB) to test the request log on ClickHouse")
+    connect = pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect")
+    client = connect.get_client(interface="chdb")
+    sink = ClickHouseSink("clickhouse://localhost/default", retention_s=10**9, client=client)
+    entry = Entry("req_1", None, "acme", "m", None, 7, 0, 3, 1.5, 20.25, "stop", "/v1/chat/completions", 1.7e9 + 0.25)
+    await sink.write([entry])
+    [row] = client.query(f"SELECT {', '.join(FIELDS)} FROM request_log").result_rows
+    assert row[:12] == tuple(getattr(entry, name) for name in FIELDS[:12])
+    assert row[12].timestamp() == entry.timestamp
+    await sink.close()
+
+
+async def test_clickhouse_that_is_away_is_a_sink_error() -> None:
+    pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect to test the request log")
+    sink = ClickHouseSink("clickhouse://127.0.0.1:9/default", retention_s=None)
+    with pytest.raises(SinkError, match="ClickHouse"):
+        await sink.write([])
+
+
+def test_a_url_that_names_no_sink_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigError, match="no sink") as refused:
+        open_sink("mysql://me:secret@host/db", retention_s=None)
+    assert "secret" not in str(refused.value)
