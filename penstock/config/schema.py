@@ -218,7 +218,7 @@ class StoreConfig:
     )
     keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is forgotten.", least=1)
     responses_per_tenant: int = setting(
-        10_000, doc="Stored responses a tenant has at most; the oldest go first.", least=1
+        10_000, doc="Stored responses a tenant has at most; the oldest go first. 0: none are stored.", least=0
     )
 
 

@@ -78,10 +78,11 @@ class Service:
                 fresh_s=self.settings.key_fresh_s,
                 grace_s=self.settings.key_grace_s,
             )
-            self.responses = ResponseStore(
-                self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
-            )
-            await self.responses.prepare()
+            if self.settings.responses_per_tenant:
+                self.responses = ResponseStore(
+                    self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
+                )
+                await self.responses.prepare()
             self.accounts = Accounts(Ledger(self.database), self.settings.price_book())
             await self.accounts.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)

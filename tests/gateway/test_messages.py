@@ -243,6 +243,21 @@ async def test_other_errors_are_what_the_sdk_knows(serving: Serving, text: TextM
         assert broken.value.body["error"]["type"] == "api_error"  # type: ignore[index,call-overload]
 
 
+async def test_a_silence_is_filled_with_pings(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text)
+    engine.hold = True
+    async with serving(engine, hold_status_s=0.02, keep_alive_s=0.02) as running:
+        body = {"model": "tiny", "messages": HI, "max_tokens": 50, "stream": True}
+        async with running.client.stream("POST", "/v1/messages", json=body) as reply:
+            seen: list[str] = []
+            async for line in reply.aiter_lines():
+                seen.append(line)
+                if seen.count("event: ping") == 4:
+                    engine.hold = False
+        events = [line.removeprefix("event: ") for line in seen if line.startswith("event: ")]
+        assert events[0] == "message_start" and set(events[1:5]) == {"ping"} and events[-1] == "message_stop"
+
+
 async def test_limits_are_told_as_this_api_tells_them(serving: Serving, tmp_path: Path) -> None:
     async with serving(**settings(tmp_path, TierConfig(name="free", requests_per_minute=1))) as running:
         await sign_in(running)

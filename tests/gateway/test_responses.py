@@ -292,8 +292,9 @@ async def test_a_store_that_is_away_is_no_lost_response(
         assert (await create(running, store=False)).status_code == 200
 
 
-async def test_without_a_store_there_is_nothing_to_continue(serving: Serving) -> None:
-    async with serving() as running:
+@pytest.mark.parametrize("database", [False, True])
+async def test_without_a_store_there_is_nothing_to_continue(serving: Serving, tmp_path: Path, database: bool) -> None:
+    async with serving(**stored(tmp_path) if database else {}, responses_per_tenant=0) as running:
         for body in ({"store": True}, {"previous_response_id": "resp_1"}):
             refused = await create(running, **body)
             assert refused.status_code == 400 and "needs a store" in refused.json()["error"]["message"]

@@ -90,7 +90,7 @@ def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
         for name, value in wanted.items():
             if value:
                 raise InvalidRequest(
-                    f"`{name}` needs a store, and this gateway runs without one; send the whole conversation.",
+                    f"`{name}` needs a store, and this gateway stores no responses; send the whole conversation.",
                     param=name,
                     code="unsupported_parameter",
                 )
