@@ -106,7 +106,21 @@ def _conflicts(config: Config) -> list[str]:
         problems.append(
             f'auth.default_tier: there is no tier "{config.auth.default_tier}"; there are {", ".join(tiers)}'
         )
-    return problems + _shares(config)
+    return problems + _guardrails(config) + _shares(config)
+
+
+def _guardrails(config: Config) -> list[str]:
+    names = [rule.name for rule in config.guardrails]
+    tiers = {tier.name for tier in config.tiers}
+    problems = []
+    for index, rule in enumerate(config.guardrails):
+        where = f"guardrails[{index}]"
+        if not rule.name or names.index(rule.name) < index:
+            problems.append(f"{where}: a name of its own is needed")
+        if not (rule.words or rule.patterns) or not all((*rule.words, *rule.patterns)):
+            problems.append(f"{where}: words or patterns are needed, and none of them empty")
+        problems += [f'{where}.tiers: there is no tier "{name}"' for name in rule.tiers if name not in tiers]
+    return problems
 
 
 def _shares(config: Config) -> list[str]:

@@ -277,6 +277,25 @@ class PriceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GuardrailConfig:
+    """A rule for what goes into models or comes out of them."""
+
+    name: str = setting("", doc="What errors and metrics call it.")
+    tenants: tuple[str, ...] = setting((), doc="For these tenants; for all when tiers is empty too.", example="[acme]")
+    tiers: tuple[str, ...] = setting((), doc="For tenants of these tiers.", example="[free]")
+    stage: Literal["input", "output", "both"] = setting("both", doc="What it looks at: prompts, answers or both.")
+    action: Literal["refuse", "redact"] = setting(
+        "refuse", doc="refuse: 400, or the end of the answer; redact: put the replacement in its place."
+    )
+    words: tuple[str, ...] = setting((), doc="Whole words, in any case.", example="[hunter2]")
+    patterns: tuple[str, ...] = setting(
+        (), doc="Regular expressions; in answers a match has at most 256 characters.",
+        example="['[0-9]{3}-[0-9]{2}-[0-9]{4}']",
+    )  # fmt: skip
+    replacement: str = setting("[redacted]", doc="What stands for redacted text.", example='"[redacted]"')
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLogConfig:
     """One record per request: who, which model, how many tokens, how long. Never its text."""
 
@@ -317,5 +336,6 @@ class Config:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     prices: tuple[PriceConfig, ...] = ()
+    guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

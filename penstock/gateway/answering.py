@@ -57,6 +57,8 @@ class Renderer(ABC):
 async def answer(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
+    if service.guardrails is not None and (guard := service.guardrails.output(exchange.caller)) is not None:
+        generation.guard(guard)
     reservation = await service.quotas.reserve(exchange, generation)
     account: Account | None = None
     service.track(generation)

@@ -10,11 +10,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.engine.request import Delta, TokenLogprob
+from penstock.gateway.guardrails import OutputGuard
 from penstock.text import StopStrings, TextModel
 from penstock.tools.events import CallArguments, CallBegin, Text
 from penstock.tools.parser import ToolCallParser
 from penstock.tools.toolbox import Toolbox
 
+CONTENT_FILTER = "content_filter"
+"""`finish_reason` of a choice that a guardrail cut."""
 TIME_LIMIT = "time_limit"
 """`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
 
@@ -69,6 +72,7 @@ class Choice:
         "discard",
         "finished",
         "first_at",
+        "guard",
         "index",
         "last_at",
         "outcome",
@@ -107,6 +111,7 @@ class Choice:
         self.completion_tokens = 0
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.guard: OutputGuard | None = None
         self.finished = False
         self.outcome: str | None = None
         """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
@@ -142,7 +147,13 @@ class Choice:
             if matched is None and delta.finish_reason is not None:
                 piece.text += self._stops.flush()
         self._released += len(piece.text)
-        if matched is not None:
+        blocked = False
+        if self.guard is not None:
+            final = matched is not None or delta.finish_reason is not None
+            piece.text, blocked = self.guard.push(piece.text, final=final)
+        if blocked:
+            piece.finish_reason, piece.stop_reason = CONTENT_FILTER, None
+        elif matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", matched
         elif delta.finish_reason is not None:
             piece.finish_reason = "stop" if delta.finish_reason == "complete" else delta.finish_reason
@@ -154,7 +165,7 @@ class Choice:
         if piece.finish_reason is not None:
             self.finished = True
             ended = matched is not None or delta.finish_reason == "complete"
-            self.outcome = "stop" if ended else str(delta.finish_reason)
+            self.outcome = CONTENT_FILTER if blocked else "stop" if ended else str(delta.finish_reason)
             return piece
         return piece if piece.text or piece.tokens or piece.calls else None
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.gateway.choice import Choice, Piece
-from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout
+from penstock.gateway.guardrails import OutputGuard
+from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
 from penstock.tools.toolbox import Toolbox
@@ -90,6 +91,16 @@ class Generation:
                         toolbox=toolbox,
                     )
                 )
+
+    def guard(self, make: Callable[[], OutputGuard]) -> None:
+        """Pass the text of every choice through guardrails."""
+        if self.choices[0].want_logprobs:
+            raise InvalidRequest(
+                "`logprobs` would show what the guardrails of this server keep back, so it cannot be asked for here.",
+                param="logprobs",
+            )
+        for choice in self.choices:
+            choice.guard = make()
 
     def submit(self) -> None:
         try:

@@ -39,6 +39,8 @@ async def prepare_chat(service: Service, exchange: Exchange, request: ChatReques
     n = request.n or 1
     check_choices(1, n, service.settings)
     messages = template_messages(request.messages)
+    if service.guardrails is not None:
+        messages = await service.guardrails.messages(exchange.caller, messages)
     stops = stop_strings(request)
     model, info = await open_route(service, exchange, request.model)
     toolbox = toolbox_of(request, model)

@@ -14,6 +14,7 @@ from penstock.config.schema import CountersConfig
 from penstock.gateway.accounting import Accounts
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
+from penstock.gateway.guardrails import Guardrails
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.requests import open_request_log
@@ -57,6 +58,7 @@ class Service:
         self._idle.set()
         self.grammars = GrammarDesk(self.metrics)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self.guardrails = Guardrails(settings.guardrails, self.metrics) if settings.guardrails else None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None

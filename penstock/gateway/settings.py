@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.schema import Config, CountersConfig, LimitConfig, PriceConfig, RequestLogConfig, TierConfig
+from penstock.config.schema import (
+    Config,
+    CountersConfig,
+    GuardrailConfig,
+    LimitConfig,
+    PriceConfig,
+    RequestLogConfig,
+    TierConfig,
+)
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.telemetry.logging import LogFormat
 
@@ -63,6 +71,7 @@ class GatewaySettings:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
+    guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
     log_level: str = "info"
@@ -123,6 +132,7 @@ class GatewaySettings:
             limits=config.limits,
             counters=config.counters,
             prices=config.prices,
+            guardrails=config.guardrails,
             request_log=config.request_log,
             log_format=config.logging.format,
             log_level=config.logging.level,

@@ -92,6 +92,12 @@ class InvalidRequest(ApiError):
     type = "invalid_request_error"
 
 
+class ContentBlocked(InvalidRequest):
+    """A guardrail refused what the request says."""
+
+    code = "content_blocked"
+
+
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the prompt and what was asked for, does not fit the context window."""
 

@@ -96,6 +96,9 @@ class Metrics:
         self._grammars = registry.counter(
             "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
         )
+        self._guardrails = registry.counter(
+            "penstock_guardrails_total", "Text that a guardrail refused or redacted.", ("rule", "stage", "action")
+        )
         written, spooled, lost = (
             registry.counter(f"penstock_request_log_{name}_total", f"Request log: {help}").child()
             for name, help in (
@@ -137,6 +140,9 @@ class Metrics:
 
     def grammar(self, outcome: Literal["known", "compiled", "refused"]) -> None:
         self._grammars.child(outcome).inc()
+
+    def guardrail(self, rule: str, stage: Literal["input", "output"], action: str, times: int = 1) -> None:
+        self._guardrails.child(rule, stage, action).inc(times)
 
     def render(self) -> bytes:
         return self.registry.render()

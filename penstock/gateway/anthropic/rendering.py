@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.answering import Renderer
-from penstock.gateway.choice import Piece
+from penstock.gateway.choice import CONTENT_FILTER, Piece
 from penstock.gateway.dialects import ANTHROPIC
 from penstock.gateway.exchange import encode_json
 from penstock.gateway.generation import Generation
 from penstock.protocol.errors import ApiError
 
-_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", CONTENT_FILTER: "refusal"}
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 

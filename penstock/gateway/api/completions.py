@@ -29,6 +29,7 @@ from penstock.gateway.sampling import (
 )
 from penstock.gateway.schemas import CompletionRequest
 from penstock.gateway.service import Service
+from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 
@@ -55,7 +56,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     prompts = []
     quota = service.quotas.context_tokens(exchange.caller)
     for given_prompt in given_prompts:
-        tokens = await _tokens(service, model, info, given_prompt)
+        tokens = await _tokens(service, exchange.caller, model, info, given_prompt)
         fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
         prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
     generation = Generation(
@@ -106,11 +107,20 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if kind is int else list(prompt)  # type: ignore[list-item, arg-type]
 
 
-async def _tokens(service: Service, model: ServedModel, info: EngineInfo, prompt: str | list[int]) -> list[int]:
+async def _tokens(
+    service: Service, caller: Caller, model: ServedModel, info: EngineInfo, prompt: str | list[int]
+) -> list[int]:
     if isinstance(prompt, list):
         check_token_ids(prompt, info.vocab_size, "prompt")
         tokens = prompt
+        if service.guardrails is not None:
+            text = model.text.decode(tokens)
+            guarded = await service.guardrails.prompt(caller, text)
+            if guarded != text:
+                tokens = await service.encode(model, guarded)
     else:
+        if service.guardrails is not None:
+            prompt = await service.guardrails.prompt(caller, prompt)
         tokens = await service.encode(model, prompt)
     if not tokens:
         raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")

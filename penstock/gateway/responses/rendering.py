@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.answering import Renderer
-from penstock.gateway.choice import TIME_LIMIT, Piece
+from penstock.gateway.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.exchange import encode_json
 from penstock.gateway.generation import Generation
 from penstock.gateway.logprobs import logprob_entries
@@ -24,6 +24,8 @@ from penstock.gateway.schemas import ChatMessage, FunctionCall, ToolCall
 from penstock.protocol.errors import ApiError
 
 Event = tuple[str, dict[str, Any]]
+_CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
+"""Finish reasons of an incomplete response, as it says them."""
 Keep = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
 """Stores a response: its id, the object, what the assistant said."""
 
@@ -100,7 +102,7 @@ class ResponseRenderer(Renderer):
             self._last = piece
             if not self._output:
                 yield from self._open_message()
-            yield from self._close("incomplete" if piece.finish_reason == "length" else "completed")
+            yield from self._close("incomplete" if piece.finish_reason in _CUT else "completed")
 
     def _open_message(self) -> Iterator[Event]:
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
@@ -148,10 +150,10 @@ class ResponseRenderer(Renderer):
 
     def _finished(self) -> dict[str, Any]:
         assert self._last is not None
-        cut = self._last.finish_reason == "length"
+        cut = _CUT.get(self._last.finish_reason or "")
         response = self._object("incomplete" if cut else "completed")
         if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["incomplete_details"] = {"reason": cut}
             if self._last.stop_reason == TIME_LIMIT:
                 response["incomplete_details"]["stop_reason"] = TIME_LIMIT
         else:
