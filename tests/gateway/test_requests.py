@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
 from penstock.config.schema import RequestLogConfig
 from penstock.metering.request_log import FIELDS
 from tests.gateway.conftest import Running, Serving, eventually
@@ -83,6 +88,19 @@ async def test_a_sink_that_is_away_changes_nothing_for_requests(serving: Serving
         text = (await running.client.get("/metrics")).text
         assert "penstock_request_log_spooled_total 20" in text
         assert "penstock_request_log_lost_total 0" in text
+
+
+async def test_the_command_shows_the_same_records(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as running:
+        await running.chat(user="ann")
+        await written(running, 1)
+        [row] = await read(running)
+    store = ["--set", f"store.url=sqlite:///{tmp_path / 'store.db'}"]
+    ask = functools.partial(asyncio.to_thread, CliRunner().invoke, app)
+    lines = (await ask(["requests", "-o", "jsonl", "--finish-reason", "stop", *store])).output.splitlines()
+    assert [json.loads(line) for line in lines] == [row]
+    assert (await ask(["requests", "--tenant", "other", *store])).output == "No requests in that time.\n"
+    assert "/v1/chat/completions" in (await ask(["requests", *store], env={"COLUMNS": "300"})).output
 
 
 async def test_off_is_off(serving: Serving, tmp_path: Path) -> None:

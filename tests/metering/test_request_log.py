@@ -234,6 +234,7 @@ async def test_clickhouse_table_is_made_and_filled() -> None:
     sink = ClickHouseSink("clickhouse://localhost/default", retention_s=10**9, client=client)
     entry = Entry("req_1", None, "acme", "m", None, 7, 0, 3, 1.5, 20.25, "stop", "/v1/chat/completions", 1.7e9 + 0.25)
     await sink.write([entry])
+    await sink.write([entry])  # the acknowledgement got lost
     [row] = client.query(f"SELECT {', '.join(FIELDS)} FROM request_log").result_rows
     assert row[:12] == tuple(getattr(entry, name) for name in FIELDS[:12])
     assert row[12].timestamp() == entry.timestamp
