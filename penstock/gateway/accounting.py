@@ -26,6 +26,7 @@ BEAT_S = 5.0
 DEAD_S = 20.0
 """A gateway that has not been seen for this long has died."""
 _FEATURE_LENGTH = 64
+_USER_LENGTH = 256
 
 
 class Account:
@@ -95,9 +96,9 @@ class Accounts:
             gateway=self.gateway,
             opened_at=time.time(),
             tenant=caller.tenant,
-            user=record.user_id or "",
+            user=_storable(record.user_id or ""),
             key=caller.key,
-            feature=named[:_FEATURE_LENGTH],
+            feature=_storable(named)[:_FEATURE_LENGTH],
             model=model.base_name,
             adapter=model.adapter,
             tier=caller.tier,
@@ -131,3 +132,8 @@ class Accounts:
             except DatabaseError as error:
                 log.warning("the ledger cannot be reached: %s", error)
             await asyncio.sleep(BEAT_S)
+
+
+def _storable(text: str) -> str:
+    """What every store can hold: one client's odd characters must not stop the ledger for all."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()[:_USER_LENGTH]

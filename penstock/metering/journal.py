@@ -100,8 +100,10 @@ class Journal:
         statements += [progressed(id, *tokens) for id, tokens in notes.items()]
         try:
             await self._ledger.write(statements)
-        except DatabaseError as error:
-            if self.store_up:
+        except Exception as error:
+            if not isinstance(error, DatabaseError):
+                log.exception("writing to the ledger failed")  # the task must outlive it
+            elif self.store_up:
                 log.error("the ledger cannot be written (%s); entries wait", error)
             self.store_up = False
             return False

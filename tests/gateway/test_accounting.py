@@ -121,3 +121,17 @@ async def test_questions_that_cannot_be_answered_are_400(serving: Serving, tmp_p
     async with serving(**settings(tmp_path)) as running:
         for query in ("by=password", "since=yesterday", "color=red"):
             assert (await running.client.get(f"/v1/usage?{query}")).status_code == 400
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_odd_characters_do_not_stop_the_ledger(
+    serving: Serving, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    options = settings(tmp_path)
+    if kind == "postgres":
+        options["store_url"] = request.getfixturevalue("postgres_url")
+    async with serving(**options) as running:
+        assert (await running.chat(user="a\0b" + "x" * 500)).status_code in (200, 400)
+        assert (await running.chat(user="ann", metadata={"feature": "f\0g"})).status_code == 200
+        rows = (await running.client.get("/v1/usage?by=user,feature")).json()["data"]
+        assert ("ann", "fg") in {(row["user"], row["feature"]) for row in rows}
