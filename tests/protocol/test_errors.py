@@ -22,6 +22,7 @@ EVERY = [
         "invalid_request_error",
         "context_length_exceeded",
     ),
+    (errors.ContentBlocked("no"), 400, "invalid_request_error", "content_blocked"),
     (errors.AuthenticationError("no key"), 401, "authentication_error", "invalid_api_key"),
     (errors.PermissionDenied("no"), 403, "permission_error", "permission_denied"),
     (errors.NotFound("no such path"), 404, "not_found_error", "not_found"),

@@ -5,6 +5,7 @@ Both take the fused calls of a step of few tokens as well, in separate launches 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -14,11 +15,11 @@ from torch.nn import functional as F
 from penstock.engine.layers.linear import Linear
 
 
-class _Fused:
+class _Fused(ABC):
     """`FusedLinear` by plain operations, around `__call__`."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
 
     def fused(
         self,
