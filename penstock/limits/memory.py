@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.limits.model import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
 
 _SWEEP = 4096
-"""Subjects counted before those that have been idle for a window are forgotten."""
+"""Subjects counted before those whose windows have passed are forgotten; then twice as many as are left."""
 
 
 @dataclass(slots=True)
@@ -17,7 +17,8 @@ class _Window:
     """Amounts by step. Only the last STEPS + 1 steps can count."""
 
     steps: dict[int, int] = field(default_factory=dict)
-    touched: float = 0.0
+    expires: float = 0.0
+    """When nothing in it can count any more."""
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class MemoryLimits(LimitStore):
         self._clock = clock
         self._windows: dict[str, _Window] = {}
         self._reservations: dict[str, _Reservation] = {}
+        self._sweep_at = _SWEEP
 
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
         now = self._clock()
@@ -44,10 +46,10 @@ class MemoryLimits(LimitStore):
             step = int(now / limit.step_s)
             window = self._windows.setdefault(limit.subject, _Window())
             window.steps[step] = window.steps.get(step, 0) + amounts.of(limit.metric)
-            window.touched = now
+            window.expires = now + limit.window_s + 2 * limit.step_s
             taken[limit.subject] = step
         self._reservations[id] = _Reservation(taken)
-        if len(self._windows) > _SWEEP:
+        if len(self._windows) > self._sweep_at:
             self._sweep(now)
         return Decision(self._standings(limits, now))
 
@@ -100,6 +102,5 @@ class MemoryLimits(LimitStore):
         return max(0.0, (max(window.steps) + 1) * limit.step_s + limit.window_s - now)
 
     def _sweep(self, now: float) -> None:
-        idle = [name for name, window in self._windows.items() if not window.steps or now - window.touched > 31 * 86400]
-        for name in idle:
-            del self._windows[name]
+        self._windows = {name: window for name, window in self._windows.items() if window.expires > now}
+        self._sweep_at = max(_SWEEP, 2 * len(self._windows))

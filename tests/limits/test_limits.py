@@ -172,3 +172,13 @@ async def test_when_redis_goes_away_and_comes_back(valkey: Any, fallback: Any, m
     await asyncio.sleep(0.1)
     assert (await store.reserve("c", [limit], Amounts())).refusal is None and store.up
     await store.close()
+
+
+async def test_subjects_that_have_passed_are_forgotten(clock: Clock) -> None:
+    store = MemoryLimits(clock)
+    for index in range(10_000):
+        clock.now += 0.1
+        limit = Limit(f"s{index}", "requests", 1, 60.0)
+        await store.reserve(f"r{index}", [limit], Amounts())
+        await store.settle(f"r{index}", [limit], Amounts(), Amounts())
+    assert len(store._windows) <= 4097 and not store._reservations
