@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -61,12 +62,12 @@ class Penstock:
         return list(firsts.values())
 
 
-class _Threaded:
+class _Threaded(ABC):
     """Engines that answer one blocking call per request: as many threads as requests at once."""
 
+    @abstractmethod
     def complete(self, prompt: Prompt, output: int) -> float:
         """Run one request and return the time to its first token."""
-        raise NotImplementedError
 
     def run(self, prompts: Sequence[Prompt], output: int, at_once: int) -> list[float]:
         waiting: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
@@ -166,12 +167,12 @@ class LlamaServer(_Threaded):
             return _first_token(json.load(reply), output)
 
 
-class _Batched:
+class _Batched(ABC):
     """Engines that take a list of prompts: requests of equal length end together, so a loop is batch after batch."""
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], output: int) -> list[float]:
         """Run the prompts together and return the times to their first tokens."""
-        raise NotImplementedError
 
     def run(self, prompts: Sequence[Prompt], output: int, at_once: int) -> list[float]:
         parts = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]

@@ -53,7 +53,7 @@ class Account:
         """Write the end of the charge, once; the first reason stands."""
         if self._settled is None:
             cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
-            cost = cost_of(self._charge, cached, completion)
+            cost = cost_of(self._charge, cached, completion) if self._generation.billable else 0
             self._settled = self._journal.settle(
                 Settlement(self._charge, time.time(), cached, completion, cost, finish_reason)
             )
@@ -114,7 +114,8 @@ class Accounts:
         """Settle what dead gateways left open, with the tokens last noted; how many charges that were."""
         abandoned = await self.ledger.open_charges(abandoned_since=time.time() - DEAD_S)
         for entry in abandoned:
-            cost = cost_of(entry.charge, entry.cached_tokens, entry.completion_tokens)
+            produced = entry.completion_tokens > 0
+            cost = cost_of(entry.charge, entry.cached_tokens, entry.completion_tokens) if produced else 0
             self.journal.settle(
                 Settlement(
                     entry.charge, time.time(), entry.cached_tokens, entry.completion_tokens, cost, "lost", "recovery"

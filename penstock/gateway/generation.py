@@ -145,6 +145,11 @@ class Generation:
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
     @property
+    def billable(self) -> bool:
+        """Whether there is anything to pay for: a request that broke off before its first token is free."""
+        return self.completion_tokens > 0 or all(choice.finished for choice in self.choices)
+
+    @property
     def most_completion_tokens(self) -> int:
         return sum(request.params.max_tokens for request in self._requests)
 

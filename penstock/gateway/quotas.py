@@ -63,7 +63,9 @@ class Quotas:
         return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
 
     async def settle(self, reservation: Reservation, generation: Generation) -> None:
-        used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
+        used = Usage()
+        if generation.billable:
+            used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
         amounts = Amounts(tokens=used.prompt + used.completion, budget=reservation.price.cost(used))
         await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.config.schema import PriceConfig
@@ -135,3 +136,19 @@ async def test_odd_characters_do_not_stop_the_ledger(
         assert (await running.chat(user="ann", metadata={"feature": "f\0g"})).status_code == 200
         rows = (await running.client.get("/v1/usage?by=user,feature")).json()["data"]
         assert ("ann", "fg") in {(row["user"], row["feature"]) for row in rows}
+
+
+async def test_a_request_that_broke_off_before_its_first_token_is_free(
+    serving: Serving, tmp_path: Path, text: Any
+) -> None:
+    engine = ScriptedEngine(text)
+    engine.hold = True
+    async with serving(engine, **settings(tmp_path)) as running:
+        with pytest.raises(httpx.ReadTimeout):
+            await running.client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}, timeout=0.3)
+        for _ in range(200):
+            used = await total(running)
+            if used:
+                break
+            await asyncio.sleep(0.02)
+        assert (used["requests"], used["completion_tokens"], float(used["cost"])) == (1, 0, 0.0)
