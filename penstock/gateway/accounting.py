@@ -85,11 +85,12 @@ class Accounts:
             with suppress(DatabaseError):
                 await self.ledger.leave(self.gateway)
 
-    def open(self, exchange: Exchange, generation: Generation) -> Account:
+    def open(self, exchange: Exchange, generation: Generation, *, feature: str = "") -> Account:
+        """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
-        feature = exchange.header(b"x-feature")
-        named = feature.decode("latin-1") if feature is not None else (record.metadata or {}).get("feature", "")
+        sent = exchange.header(b"x-feature")
+        named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
         charge = Charge(
             id=uuid.uuid4().hex,
             request_id=exchange.request_id,
@@ -98,7 +99,7 @@ class Accounts:
             tenant=caller.tenant,
             user=_storable(record.user_id or ""),
             key=caller.key,
-            feature=_storable(named)[:_FEATURE_LENGTH],
+            feature=_storable(feature or named)[:_FEATURE_LENGTH],
             model=model.base_name,
             adapter=model.adapter,
             tier=caller.tier,

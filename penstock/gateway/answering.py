@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from penstock.gateway.accounting import Account
 from penstock.gateway.choice import Piece
@@ -57,37 +58,75 @@ class Renderer(ABC):
 async def answer(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
-    if service.guardrails is not None and (guard := service.guardrails.output(exchange.caller)) is not None:
-        generation.guard(guard)
-    reservation = await service.quotas.reserve(exchange, generation)
-    account: Account | None = None
-    service.track(generation)
-    watcher = asyncio.create_task(_watch(exchange, generation), name="client watcher")
-    try:
-        if service.accounts is not None:
-            account = service.accounts.open(exchange, generation)
-        generation.submit()
+    guard_output(service, exchange, generation)
+    async with watched(exchange, generation.fail), engaged(service, exchange, generation) as account:
         if stream:
             await _stream(service, exchange, generation, renderer, account)
         else:
             await _whole(exchange, generation, renderer, account)
+
+
+def guard_output(service: Service, exchange: Exchange, generation: Generation) -> None:
+    """Pass what is generated through the caller's guardrails, if there are any."""
+    if service.guardrails is not None and (guard := service.guardrails.output(exchange.caller)) is not None:
+        generation.guard(guard)
+
+
+@asynccontextmanager
+async def engaged(
+    service: Service, exchange: Exchange, generation: Generation, *, aside: str = ""
+) -> AsyncIterator[Account | None]:
+    """A generation that runs, with its charge; limits are reserved before, and however it ends it is settled.
+
+    `aside`: what it is for, when it is not the answer that the request asks for. It is then no request of its own to
+    limits, the ledger has it under that feature, and the request does not end as it does.
+    """
+    reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside))
+    account: Account | None = None
+    service.track(generation)
+    try:
+        if service.accounts is not None:
+            account = service.accounts.open(exchange, generation, feature=aside)
+        generation.submit()
+        yield account
     finally:
         generation.close()
         service.untrack(generation)
-        _record(exchange, generation)
+        _record(exchange, generation, aside=bool(aside))
         if account is not None:
-            account.settle(exchange.record.finish_reason or "abort")
+            account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
         if reservation is not None:
             service.in_background(service.quotas.settle(reservation, generation))
+
+
+@asynccontextmanager
+async def watched(exchange: Exchange, fail: Callable[[Exception], None]) -> AsyncIterator[None]:
+    """While inside, `fail` is called as soon as the client leaves, whatever the answering coroutine is doing."""
+
+    async def watch() -> None:
+        await exchange.gone()
+        fail(ClientGone())
+
+    watcher = asyncio.create_task(watch(), name="client watcher")
+    try:
+        yield
+    finally:
         watcher.cancel()
         with suppress(asyncio.CancelledError):
             await watcher
 
 
-async def _watch(exchange: Exchange, generation: Generation) -> None:
-    """Stops generating as soon as the client leaves, whatever the answering coroutine is doing."""
-    await exchange.gone()
-    generation.fail(ClientGone())
+async def complete(service: Service, exchange: Exchange, generation: Generation, *, aside: str) -> str:
+    """The text of a generation that serves the request without being its answer; see `engaged`."""
+    parts: list[str] = []
+    async with engaged(service, exchange, generation, aside=aside) as account:
+        while not generation.done:
+            parts += (piece.text for piece in await generation.next())
+            if account is not None:
+                account.note()
+        if account is not None:
+            await account.settle(generation.outcome or "stop")
+    return "".join(parts)
 
 
 async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: Account | None) -> None:
@@ -136,12 +175,15 @@ async def _stream(
         await exchange.end_stream(renderer.failure(error))
 
 
-def _record(exchange: Exchange, generation: Generation) -> None:
+def _record(exchange: Exchange, generation: Generation, *, aside: bool) -> None:
+    """Add what was used to what is kept of the request, which may have taken several generations."""
     record = exchange.record
-    record.prompt_tokens = generation.prompt_tokens
-    record.cached_tokens = generation.cached_tokens
-    record.completion_tokens = generation.completion_tokens
-    if generation.first_token_at is not None:
+    record.prompt_tokens += generation.prompt_tokens
+    record.cached_tokens += generation.cached_tokens
+    record.completion_tokens += generation.completion_tokens
+    if aside:
+        return
+    if generation.first_token_at is not None and record.ttft_ms is None:
         record.ttft_ms = round((generation.first_token_at - exchange.started_at) * 1000, 3)
     if record.finish_reason is None:
         record.finish_reason = generation.outcome

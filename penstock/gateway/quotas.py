@@ -47,17 +47,22 @@ class Quotas:
         self._limits = limits
         self._prices = prices
 
-    async def reserve(self, exchange: Exchange, generation: Generation) -> Reservation | None:
-        """Take what the request may use; raises when it is too much. None when nothing limits the caller."""
+    async def reserve(self, exchange: Exchange, generation: Generation, *, aside: bool = False) -> Reservation | None:
+        """Take what the request may use; raises when it is too much. None when nothing limits the caller.
+
+        `aside`: the generation is a part of a request that counts already; it takes tokens and money only.
+        """
         limits = self.limits_of(exchange, generation)
         if not limits:
             return None
         model = generation.model
         price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
-        amounts = Amounts(tokens=prompt + most, budget=price.cost(Usage(prompt, 0, most)))
+        count = 0 if aside else 1
+        amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most)))
         decision = await self._store.reserve(f"{exchange.request_id}:{id(generation)}", limits, amounts)
-        exchange.extra_headers += _headers(decision, exchange.dialect)
+        if not aside:
+            exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
         return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
@@ -66,7 +71,10 @@ class Quotas:
         used = Usage()
         if generation.billable:
             used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
-        amounts = Amounts(tokens=used.prompt + used.completion, budget=reservation.price.cost(used))
+        counted = reservation.reserved
+        amounts = Amounts(
+            counted.requests, used.prompt + used.completion, counted.concurrent, reservation.price.cost(used)
+        )
         await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
 
     async def close(self) -> None:
