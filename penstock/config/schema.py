@@ -261,6 +261,19 @@ class CountersConfig:
     )
 
 
+ReplicaPolicyName = Literal["predicted", "power_of_two", "round_robin", "random"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which replica of a model runs a request."""
+
+    policy: ReplicaPolicyName = setting(  # noqa: RUF009
+        "predicted",
+        doc="predicted: soonest first token by queue, prefix cache and memory; or power_of_two, round_robin, random.",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
     """What tokens cost, where that differs from the model's own prices; the most specific entry applies."""
@@ -335,6 +348,7 @@ class Config:
     tiers: tuple[TierConfig, ...] = DEFAULT_TIERS
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
+    routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)

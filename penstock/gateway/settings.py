@@ -11,6 +11,7 @@ from penstock.config.schema import (
     LimitConfig,
     PriceConfig,
     RequestLogConfig,
+    RoutingConfig,
     TierConfig,
 )
 from penstock.metering.prices import Price, PriceBook, PriceEntry
@@ -70,6 +71,7 @@ class GatewaySettings:
     tiers: tuple[TierConfig, ...] = ()
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
+    routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
@@ -131,6 +133,7 @@ class GatewaySettings:
             tiers=config.tiers,
             limits=config.limits,
             counters=config.counters,
+            routing=config.routing,
             prices=config.prices,
             guardrails=config.guardrails,
             request_log=config.request_log,

@@ -1,0 +1,115 @@
+"""One replica as this gateway sees it: the engine's snapshot, corrected by the work sent to it and not yet reported.
+
+A snapshot is as old as the last step. What was sent since then is known only here, and without it a burst would go to
+one replica that still looks idle. The tokens of this gateway's own requests and the speed at which they come back are
+counted together, so with several gateways each sees its share of both, and their quotient, the wait, stays right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.request import Delta, EngineInfo, Load
+from penstock.routing.policy import ReplicaView
+from penstock.routing.rate import BusyRate
+
+SHARE_STEP = 0.1
+"""Weight of the newest request in the mean share of a prompt that the cache does not have."""
+
+
+@dataclass(slots=True)
+class _Work:
+    prompt_tokens: int
+    expected_output: int
+    started: bool = False
+    generated: int = 0
+
+
+class ReplicaMeter:
+    """Counts what goes to one replica and what comes back. The caller passes the time."""
+
+    def __init__(self) -> None:
+        self._work: dict[str, _Work] = {}
+        self._queued_tokens = 0
+        self._decoding_tokens = 0
+        self._unstarted = 0
+        self._prefill = BusyRate()
+        self._decode = BusyRate()
+        self._fresh_share = 1.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._work)
+
+    def sent(self, request_id: str, prompt_tokens: int, expected_output: int, now: float) -> None:
+        """A request went to the replica."""
+        self._work[request_id] = _Work(prompt_tokens, expected_output)
+        self._queued_tokens += prompt_tokens
+        self._decoding_tokens += expected_output
+        self._unstarted += 1
+        if self._unstarted == 1:
+            self._prefill.busy(now, True)
+
+    def received(self, delta: Delta, now: float) -> None:
+        """A delta of one of its requests came. Others are ignored."""
+        work = self._work.get(delta.request_id)
+        if work is None:
+            return
+        count = len(delta.tokens)
+        if count and not work.started:
+            self._started(work, now)
+            fresh = max(work.prompt_tokens - (delta.cached_tokens or 0), 1)
+            self._prefill.add(now, fresh)
+            self._fresh_share += SHARE_STEP * (fresh / work.prompt_tokens - self._fresh_share)
+        if count:
+            self._decode.add(now, count)
+            before = self._left(work)
+            work.generated += count
+            self._decoding_tokens += self._left(work) - before
+        if delta.finish_reason is not None:
+            self.ended(delta.request_id, now)
+
+    def ended(self, request_id: str, now: float) -> None:
+        """A request is over, however it ended. Safe to call twice."""
+        work = self._work.pop(request_id, None)
+        if work is None:
+            return
+        if not work.started:
+            self._started(work, now)
+        self._decoding_tokens -= self._left(work)
+        if len(self._work) == self._unstarted:
+            self._decode.busy(now, False)
+
+    def lost(self, now: float) -> None:
+        """The replica is gone, and all it had."""
+        for request_id in list(self._work):
+            self.ended(request_id, now)
+
+    def view(self, name: str, load: Load, info: EngineInfo | None, now: float, weight: float = 1.0) -> ReplicaView:
+        unreported = max(0, len(self._work) - load.running - load.waiting)
+        return ReplicaView(
+            name=name,
+            running=load.running,
+            waiting=load.waiting + unreported,
+            slots=info.max_running if info is not None else 0,
+            queued_tokens=round(self._queued_tokens * self._fresh_share),
+            decoding_tokens=self._decoding_tokens,
+            kv_use=load.used_blocks / load.total_blocks if load.total_blocks else 0.0,
+            total_blocks=load.total_blocks,
+            prefill_tokens_per_s=self._prefill.per_s(now),
+            decode_tokens_per_s=self._decode.per_s(now),
+            weight=weight,
+        )
+
+    def _started(self, work: _Work, now: float) -> None:
+        work.started = True
+        self._queued_tokens -= work.prompt_tokens
+        self._unstarted -= 1
+        if not self._unstarted:
+            self._prefill.busy(now, False)
+        if len(self._work) - self._unstarted == 1:
+            self._decode.busy(now, True)
+
+    @staticmethod
+    def _left(work: _Work) -> int:
+        return max(work.expected_output - work.generated, 0)

@@ -1,0 +1,178 @@
+"""The policies of replica choice. Their formulas, defaults and trade-offs are explained in docs/routing.md."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config.schema import ReplicaPolicyName
+from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
+from penstock.routing.prefix_index import PrefixIndex
+
+SESSIONS = 65_536
+"""Sessions whose replica is remembered; those not seen for longest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the predicted policy trades against seconds of waiting."""
+
+    prefill_tokens_per_s: float = 2000.0
+    """Speed of a replica nobody has measured yet, when no other has been either."""
+    decode_tokens_per_s: float = 500.0
+    kv_knee: float = 0.8
+    """Use of the KV cache from which on it counts."""
+    kv_full_s: float = 2.0
+    """What a full cache costs: sequences are preempted and computed again."""
+    busy_s: float = 0.1
+    """What a replica with all slots taken costs in slower tokens, compared with an empty one."""
+    session_s: float = 0.05
+    """What it is worth to stay where the session was, beyond the cached prefix that is known of."""
+
+
+class RoundRobin:
+    """One after the other."""
+
+    wants_blocks = False
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
+        allowed = usable(candidates)
+        self._next += 1
+        return allowed[self._next % len(allowed)]
+
+    def forget(self, replica: str) -> None:
+        """Nothing is remembered."""
+
+
+class Random:
+    """Any of them, each in proportion to its weight."""
+
+    wants_blocks = False
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
+        return draw(self._rng, candidates, usable(candidates))
+
+    def forget(self, replica: str) -> None:
+        """Nothing is remembered."""
+
+
+class PowerOfTwo:
+    """The less busy of two drawn at random: nearly as even as asking all, and no herd when views are old."""
+
+    wants_blocks = False
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
+        allowed = usable(candidates)
+        first = draw(self._rng, candidates, allowed)
+        if len(allowed) == 1:
+            return first
+        second = draw(self._rng, candidates, [index for index in allowed if index != first])
+        return min((first, second), key=lambda index: candidates[index].running + candidates[index].waiting)
+
+    def forget(self, replica: str) -> None:
+        """Nothing is remembered."""
+
+
+class Predicted:
+    """The replica where the first token will come soonest, with an eye on its memory and on the session."""
+
+    wants_blocks = True
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self._weights = weights or Weights()
+        self._prefixes = PrefixIndex()
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._turn = 0
+
+    def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
+        allowed = usable(candidates)
+        chosen = allowed[0]
+        if len(allowed) > 1:
+            known = [view.prefill_tokens_per_s for view in candidates if view.prefill_tokens_per_s is not None]
+            decoding = [view.decode_tokens_per_s for view in candidates if view.decode_tokens_per_s is not None]
+            typical = (
+                sum(known) / len(known) if known else self._weights.prefill_tokens_per_s,
+                sum(decoding) / len(decoding) if decoding else self._weights.decode_tokens_per_s,
+            )
+            # Equal scores take turns.
+            self._turn += 1
+            turn = self._turn % len(allowed)
+            chosen = min(
+                allowed[turn:] + allowed[:turn], key=lambda index: self._seconds(request, candidates[index], typical)
+            )
+        view = candidates[chosen]
+        self._prefixes.sent(view.name, request.blocks, view.total_blocks)
+        self._remember(request, view.name)
+        return chosen
+
+    def forget(self, replica: str) -> None:
+        self._prefixes.forget(replica)
+
+    def seconds(self, request: ReplicaRequest, view: ReplicaView) -> float:
+        """What sending `request` to this replica costs, in seconds."""
+        return self._seconds(request, view, (self._weights.prefill_tokens_per_s, self._weights.decode_tokens_per_s))
+
+    def _seconds(self, request: ReplicaRequest, view: ReplicaView, typical: tuple[float, float]) -> float:
+        weights = self._weights
+        prefill = view.prefill_tokens_per_s or typical[0]
+        decode = view.decode_tokens_per_s or typical[1]
+        cached = self._prefixes.matched(view.name, request.blocks) * request.block_size
+        fresh = max(request.prompt_tokens - cached, 1)
+        seconds = (view.queued_tokens + fresh) / prefill
+        present = view.running + view.waiting
+        if view.slots:
+            excess = present + 1 - view.slots
+            if excess > 0:  # somebody has to finish first
+                seconds += excess * view.decoding_tokens / max(present, 1) / decode
+            seconds += weights.busy_s * min(present / view.slots, 1.0)
+        seconds += self._pressure(request, fresh, view)
+        if self._sessions.get((request.tenant, request.session)) == view.name:
+            seconds -= weights.session_s
+        # A replica on trial looks as much slower as its breaker trusts it less.
+        return seconds / view.weight if view.weight > 0 and seconds > 0 else seconds
+
+    def _pressure(self, request: ReplicaRequest, fresh: int, view: ReplicaView) -> float:
+        if not view.total_blocks:
+            return 0.0
+        needed = (fresh + request.expected_output) / request.block_size / view.total_blocks
+        over = (view.kv_use + needed - self._weights.kv_knee) / (1.0 - self._weights.kv_knee)
+        return self._weights.kv_full_s * max(0.0, over) ** 2
+
+    def _remember(self, request: ReplicaRequest, replica: str) -> None:
+        if request.session:
+            key = (request.tenant, request.session)
+            self._sessions[key] = replica
+            self._sessions.move_to_end(key)
+            if len(self._sessions) > SESSIONS:
+                self._sessions.popitem(last=False)
+
+
+def usable(candidates: Sequence[ReplicaView]) -> list[int]:
+    """Those that may be chosen: all with a weight, or all when none has one."""
+    allowed = [index for index, view in enumerate(candidates) if view.weight > 0]
+    return allowed or list(range(len(candidates)))
+
+
+def draw(rng: random.Random, candidates: Sequence[ReplicaView], allowed: Sequence[int]) -> int:
+    weights = [candidates[index].weight for index in allowed]
+    return rng.choices(allowed, weights if any(weights) else None)[0]
+
+
+def make_policy(name: ReplicaPolicyName) -> ReplicaPolicy:
+    """The policy that the configuration names (`routing.policy`). Each model's replicas need one of their own."""
+    if name == "predicted":
+        return Predicted()
+    if name == "power_of_two":
+        return PowerOfTwo()
+    return RoundRobin() if name == "round_robin" else Random()

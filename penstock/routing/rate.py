@@ -1,0 +1,52 @@
+"""How fast something goes while it has something to do: work per busy second, the recent past counting most.
+
+Idle time does not count, so the figure is a capacity and not a demand. Both sums fade with the same time constant of
+busy time, so their quotient is a weighted mean that follows a change of speed within a few time constants.
+"""
+
+from __future__ import annotations
+
+import math
+
+FADE_S = 10.0
+"""Busy seconds after which an observation counts 1/e."""
+SETTLED_S = 0.5
+"""With less busy time than this, a rate is not known."""
+
+
+class BusyRate:
+    """Work per busy second. The caller passes the time and says when there is work."""
+
+    __slots__ = ("_busy_since", "_fade_s", "_seconds", "_work")
+
+    def __init__(self, fade_s: float = FADE_S) -> None:
+        self._fade_s = fade_s
+        self._work = 0.0
+        self._seconds = 0.0
+        self._busy_since: float | None = None
+
+    def busy(self, now: float, busy: bool) -> None:
+        """From now on there is work, or there is none."""
+        self._pass(now)
+        self._busy_since = now if busy else None
+
+    def add(self, now: float, work: float) -> None:
+        """So much work was done just now."""
+        self._pass(now)
+        self._work += work
+
+    def per_s(self, now: float) -> float | None:
+        """None while too little has been seen."""
+        self._pass(now)
+        if self._seconds < SETTLED_S or self._work <= 0:
+            return None
+        return self._work / self._seconds
+
+    def _pass(self, now: float) -> None:
+        if self._busy_since is None or now <= self._busy_since:
+            return
+        elapsed = now - self._busy_since
+        kept = math.exp(-elapsed / self._fade_s)
+        self._work *= kept
+        self._seconds = self._seconds * kept + self._fade_s * (1.0 - kept)
+        self._busy_since = now

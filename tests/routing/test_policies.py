@@ -1,0 +1,176 @@
+"""Replica choice: where a request goes, and what is known of where it could go."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.kv.hashing import block_names
+from penstock.engine.request import Delta, Load, Request, SamplingParams
+from penstock.routing.meter import ReplicaMeter
+from penstock.routing.policies import PowerOfTwo, Predicted, Random, RoundRobin, make_policy
+from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
+from penstock.routing.prefix_index import PrefixIndex
+
+NAMES = ("predicted", "power_of_two", "round_robin", "random")
+views = st.lists(
+    st.builds(
+        ReplicaView,
+        name=st.sampled_from("abcd"),
+        running=st.integers(0, 300),
+        waiting=st.integers(0, 300),
+        slots=st.integers(0, 256),
+        queued_tokens=st.integers(0, 100_000),
+        decoding_tokens=st.integers(0, 100_000),
+        kv_use=st.floats(0, 1),
+        total_blocks=st.integers(0, 10_000),
+        prefill_tokens_per_s=st.none() | st.floats(0.1, 1e6),
+        decode_tokens_per_s=st.none() | st.floats(0.1, 1e6),
+        weight=st.sampled_from((0.0, 0.1, 1.0)),
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda view: view.name,
+)
+
+
+def ask(prompt: Sequence[int] = range(100), session: str = "", tenant: str = "", output: int = 50) -> ReplicaRequest:
+    request = Request("r", list(prompt), SamplingParams())
+    return ReplicaRequest.of(request, 16, expected_output=output, wants_blocks=True, session=session, tenant=tenant)
+
+
+def fleet(count: int = 4, **same: float) -> list[ReplicaView]:
+    base = ReplicaView("", slots=64, total_blocks=1000, prefill_tokens_per_s=1000.0, decode_tokens_per_s=200.0)
+    return [replace(base, name=str(index), **same) for index in range(count)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(candidates=views)
+def test_every_policy_chooses_one_that_is_trusted(name: str, candidates: list[ReplicaView]) -> None:
+    policy: ReplicaPolicy = make_policy(name)  # type: ignore[arg-type]
+    for _ in range(3):
+        chosen = policy.choose(ask(), candidates)
+        assert 0 <= chosen < len(candidates)
+        assert candidates[chosen].weight > 0 or all(view.weight == 0 for view in candidates)
+
+
+def test_round_robin_is_even_and_random_follows_weights() -> None:
+    turns, luck = RoundRobin(), Random(random.Random(1))
+    assert set(Counter(turns.choose(ask(), fleet()) for _ in range(40)).values()) == {10}
+    candidates = fleet(2)
+    candidates[1] = replace(candidates[1], weight=0.1)
+    counts = Counter(luck.choose(ask(), candidates) for _ in range(1100))
+    assert 60 < counts[1] < 150
+
+
+def test_power_of_two_prefers_the_less_busy() -> None:
+    policy, candidates = PowerOfTwo(random.Random(1)), fleet(4)
+    candidates[0] = replace(candidates[0], waiting=50)
+    counts = Counter(policy.choose(ask(), candidates) for _ in range(1000))
+    assert counts[0] == 0, "of any two, the other is less busy"
+
+
+def test_a_prefix_draws_requests_until_its_replica_is_busier_than_computing_it_anew() -> None:
+    policy, candidates = Predicted(), fleet()
+    home = policy.choose(ask(range(1000)), candidates)
+    assert all(policy.choose(ask(range(1000)), candidates) == home for _ in range(5))
+    # About 1 s of prompt is in its cache: 0.5 s of queue is worth it, 1.5 s is not.
+    candidates[home] = replace(candidates[home], queued_tokens=500)
+    assert policy.choose(ask(range(1000)), candidates) == home
+    candidates[home] = replace(candidates[home], queued_tokens=1500)
+    assert policy.choose(ask(range(1000)), candidates) != home
+
+
+def test_a_replica_that_lost_its_cache_draws_nobody() -> None:
+    policy, candidates = Predicted(), fleet()
+    home = policy.choose(ask(range(1000)), candidates)
+    policy.forget(str(home))
+    candidates[home] = replace(candidates[home], queued_tokens=10)
+    assert policy.choose(ask(range(1000)), candidates) != home
+
+
+def test_a_session_stays_where_it_was_and_tenants_do_not_share_sessions() -> None:
+    policy, candidates = Predicted(), fleet()
+    home = policy.choose(ask([1], session="s", tenant="a"), candidates)
+    for _ in range(8):
+        assert policy.choose(ask([2], session="s", tenant="a"), candidates) == home
+    others = {policy.choose(ask([3 + n], session="s", tenant=f"b{n}"), candidates) for n in range(8)}
+    assert others != {home}
+
+
+def test_full_memory_and_full_slots_repel() -> None:
+    policy, candidates = Predicted(), fleet(2)
+    candidates[0] = replace(candidates[0], kv_use=0.99)
+    assert {policy.choose(ask([n]), candidates) for n in range(4)} == {1}
+    candidates = fleet(2)
+    candidates[0] = replace(candidates[0], running=64, decoding_tokens=6400)
+    candidates[1] = replace(candidates[1], running=32, decoding_tokens=3200)
+    assert {policy.choose(ask([n]), candidates) for n in range(4)} == {1}
+
+
+def test_without_any_measurement_the_load_still_decides() -> None:
+    policy = Predicted()
+    candidates = [ReplicaView("a", waiting=9, queued_tokens=900), ReplicaView("b"), ReplicaView("c", queued_tokens=1)]
+    assert policy.choose(ask(), candidates) == 1
+
+
+def test_blocks_have_the_names_that_engines_give_them() -> None:
+    request = Request("r", list(range(100)), SamplingParams(), cache_salt="acme")
+    found = ReplicaRequest.of(request, 16, expected_output=5, wants_blocks=True)
+    assert found.blocks == block_names(list(range(100)), 16, "acme") and len(found.blocks) == 6
+    assert not ReplicaRequest.of(request, 16, expected_output=5, wants_blocks=False).blocks
+
+
+def test_the_index_forgets_ends_before_beginnings() -> None:
+    index, names = PrefixIndex(), block_names(list(range(160)), 16)
+    index.sent("a", names, capacity=6)
+    assert index.matched("a", names) == 6
+    index.sent("a", block_names(list(range(500, 548)), 16), capacity=6)
+    assert index.matched("a", names) == 3
+    assert index.matched("b", names) == 0
+
+
+def test_the_meter_counts_what_the_snapshot_does_not_know_yet() -> None:
+    meter = ReplicaMeter()
+    for name in "abc":
+        meter.sent(name, 100, 20, now=0.0)
+    view = meter.view("0", Load(running=1, total_blocks=10, used_blocks=5), None, now=0.0)
+    assert (view.running, view.waiting, view.queued_tokens, view.decoding_tokens, view.kv_use) == (1, 2, 300, 60, 0.5)
+    meter.received(Delta("a", [1], cached_tokens=0), now=1.0)
+    meter.received(Delta("a", [2], finish_reason="stop"), now=2.0)
+    meter.ended("b", now=2.0)
+    view = meter.view("0", Load(), None, now=2.0)
+    assert (view.queued_tokens, view.decoding_tokens) == (100, 20)
+    assert view.prefill_tokens_per_s is not None and 45 < view.prefill_tokens_per_s < 55
+    meter.lost(now=3.0)
+    assert meter.view("0", Load(), None, now=3.0).queued_tokens == 0 == meter.in_flight
+
+
+events = st.lists(st.tuples(st.sampled_from("stpe"), st.integers(0, 5), st.integers(1, 40)), max_size=60)
+
+
+@given(events=events)
+def test_a_meter_whose_work_is_over_holds_nothing(events: list[tuple[str, int, int]]) -> None:
+    meter, now = ReplicaMeter(), 0.0
+    live: set[str] = set()
+    for kind, who, amount in events:
+        now, name = now + 0.1, f"r{who}"
+        if kind == "s" and name not in live:
+            meter.sent(name, amount, amount, now)
+            live.add(name)
+        elif kind in "tp":
+            meter.received(Delta(name, [0] * amount), now)
+        elif kind == "e":
+            meter.ended(name, now)
+            live.discard(name)
+        view = meter.view("0", Load(), None, now)
+        assert view.queued_tokens >= 0 and view.decoding_tokens >= 0 and view.waiting == len(live)
+    meter.lost(now)
+    view = meter.view("0", Load(), None, now)
+    assert (view.queued_tokens, view.decoding_tokens, view.waiting) == (0, 0, 0)
