@@ -7,6 +7,7 @@ with exactly one final delta or one error, also when the engine dies; after `abo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -324,16 +325,17 @@ class EngineClient(ABC):
     def _send_abort(self, request_id: str) -> None: ...
 
     def _came_up(self, info: EngineInfo, state: EngineState = "awake") -> None:
+        if self._info is not None and info.instance != self._info.instance:
+            self._load = Load()  # its counters start again; those of one that was only out of reach go on
         self._info = info
         self._state = state
-        self._load = Load()
         self._progress_at = self._clock()
         self._ready.set()
 
     def _went_down(self, error: ApiError) -> None:
         """The engine is gone, and with it every request it held."""
         self._ready.clear()
-        self._load = Load(total_blocks=self._load.total_blocks)
+        self._load = dataclasses.replace(self._load, running=0, waiting=0, used_blocks=0)
         routes, self._routes = self._routes, {}
         for mailbox, _ in routes.values():
             mailbox.fail(error)

@@ -83,4 +83,5 @@ def _merge(older: Delta, newer: Delta) -> None:
             older.logprobs.extend(newer.logprobs)
     if newer.finish_reason is not None:
         older.finish_reason = newer.finish_reason
+        older.decode_s = newer.decode_s
         older.error = newer.error

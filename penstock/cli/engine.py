@@ -120,6 +120,7 @@ def _run(
         begin = time.perf_counter()
         from penstock.engine.config import EngineConfig
         from penstock.engine.core import Engine
+        from penstock.engine.meter import open_meter
         from penstock.engine.slumber import Slumber
         from penstock.text.vocabulary import grammars_of
 
@@ -129,6 +130,7 @@ def _run(
             engine = Engine.load(
                 config, lambda phase, fraction: status.send(Progress(phase, fraction)), grammars=grammars_of(path)
             )
+            engine.meter = open_meter(engine.info.device, engine.info.ranks)
             if engine.ranks is not None:
                 engine.ranks.watch(lambda why: server.fail(why))
             return engine

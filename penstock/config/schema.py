@@ -151,6 +151,9 @@ class ModelConfig:
     )
     input_price: float = setting(0.0, doc="Price of a million prompt tokens, for estimates.", least=0)
     output_price: float = setting(0.0, doc="Price of a million completion tokens, for estimates.", least=0)
+    cost_per_hour: float = setting(
+        0.0, doc="Dollars that an engine's hardware costs per hour, for metrics of cost.", least=0
+    )
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings for the engine of this model, whose source was resolved to `path`."""
@@ -337,6 +340,15 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """What is measured and traced."""
+
+    most_series: int = setting(
+        1000, doc="Combinations of tenant, model, adapter and feature with metrics of their own; then `other`.", least=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration, complete and checked."""
 
@@ -352,4 +364,5 @@ class Config:
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

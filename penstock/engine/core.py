@@ -28,6 +28,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
+from penstock.engine.meter import DeviceMeter
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
     QUEUE_FULL,
@@ -73,6 +74,8 @@ class Engine:
         self.speculation = speculation
         self.ranks = ranks
         """The processes of the other devices, when there are several."""
+        self.meter: DeviceMeter | None = None
+        """Reads its GPUs; given by the process that serves the engine."""
         self.clock = clock
         self.steps = 0
         self._depth = 1 if overlap else 0
@@ -97,7 +100,9 @@ class Engine:
         return load_engine(config, progress, checkpoint, grammars)
 
     def close(self) -> None:
-        """End the other ranks, if there are any. The engine cannot be used afterwards."""
+        """End what runs beside it: the other ranks, the meter. The engine cannot be used afterwards."""
+        if self.meter is not None:
+            self.meter.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -185,6 +190,7 @@ class Engine:
             draft_tokens=self.speculation.draft_tokens if self.speculation else 0,
             accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
+            devices=None if self.meter is None else self.meter.latest,
         )
 
     def check_idle(self) -> None:
@@ -267,8 +273,7 @@ class Engine:
             if self.speculation is not None:
                 self.speculation.learn(sampled.chunk, tokens)
             if reason is not None:
-                self._deltas[-1].finish_reason = reason
-                self._retire(seq, reason)
+                self._end(seq, self._deltas[-1], reason)
         if self.speculation is not None:
             self.speculation.step_done(step.batch)
             if not self.scheduler.has_work:
@@ -280,6 +285,12 @@ class Engine:
         if not seq.started:
             self._introduce(seq, delta)
         return delta
+
+    def _end(self, seq: Sequence, delta: Delta, reason: FinishReason) -> None:
+        delta.finish_reason = reason
+        if seq.first_token is not None:
+            delta.decode_s = self.clock() - seq.first_token
+        self._retire(seq, reason)
 
     def _retire(self, seq: Sequence, reason: FinishReason) -> None:
         """A sequence is over: its blocks are free at once."""
@@ -293,9 +304,10 @@ class Engine:
         seq.started = True
         delta.cached_tokens = seq.cached_tokens or 0
         delta.prompt_logprobs = seq.prompt_logprobs
+        seq.first_token = now = self.clock()
         if seq.first_scheduled is not None:
             delta.queue_s = seq.first_scheduled - seq.arrived
-            delta.prefill_s = self.clock() - seq.first_scheduled
+            delta.prefill_s = now - seq.first_scheduled
 
     def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.params.stop_token_ids:
@@ -308,8 +320,9 @@ class Engine:
         return None
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        self._retire(seq, reason)
-        self._deltas.append(Delta(seq.id, finish_reason=reason, error=error))
+        delta = Delta(seq.id, error=error)
+        self._end(seq, delta, reason)
+        self._deltas.append(delta)
 
     def _problem(self, request: Request) -> str | None:
         """Why a request can never run, or None."""

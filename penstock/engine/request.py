@@ -108,6 +108,20 @@ class Delta:
     """On the first delta: time from arrival to first being scheduled."""
     prefill_s: float | None = None
     """On the first delta: time from first being scheduled to the first token."""
+    decode_s: float | None = None
+    """On the last delta: time from the first token to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoad:
+    """One GPU of an engine, as its driver sees it: what other programs use of it counts too."""
+
+    index: int
+    """Which of the engine's GPUs, from 0."""
+    memory_used: int
+    memory_total: int
+    busy: float
+    """Share of the last moments in which something ran on it, 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -141,6 +155,8 @@ class Load:
     accepted_tokens: int = 0
     adapters: AdapterLoad | None = None
     """None when the engine has no adapter slots."""
+    devices: list[DeviceLoad] | None = None
+    """None on CPU."""
 
 
 @dataclass(slots=True)

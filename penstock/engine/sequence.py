@@ -30,6 +30,7 @@ class Sequence:
         "epoch",
         "finish_reason",
         "first_scheduled",
+        "first_token",
         "key",
         "matcher",
         "named",
@@ -74,6 +75,7 @@ class Sequence:
         self.epoch = 0
         """Grows with every (re)start, so that a row can tell a resumed sequence from one that never left."""
         self.first_scheduled: float | None = None
+        self.first_token: float | None = None
         self.cached_tokens: int | None = None
         self.started = False
         """Whether a delta has been sent."""

@@ -19,6 +19,7 @@ from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, Settlement, cost_of
 from penstock.metering.prices import PriceBook
 from penstock.storage import DatabaseError
+from penstock.telemetry.usage_metrics import UsageMetrics
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,13 @@ _USER_LENGTH = 256
 class Account:
     """The charge of one request."""
 
-    __slots__ = ("_charge", "_generation", "_journal", "_opened", "_settled")
+    __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled")
 
-    def __init__(self, journal: Journal, charge: Charge, generation: Generation) -> None:
+    def __init__(
+        self, journal: Journal, charge: Charge, generation: Generation, metrics: UsageMetrics | None = None
+    ) -> None:
         self._journal = journal
+        self._metrics = metrics
         self._charge = charge
         self._generation = generation
         self._opened = journal.open(charge)
@@ -54,17 +58,19 @@ class Account:
         if self._settled is None:
             cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
             cost = cost_of(self._charge, cached, completion) if self._generation.billable else 0
-            self._settled = self._journal.settle(
-                Settlement(self._charge, time.time(), cached, completion, cost, finish_reason)
-            )
+            settlement = Settlement(self._charge, time.time(), cached, completion, cost, finish_reason)
+            self._settled = self._journal.settle(settlement)
+            if self._metrics is not None:
+                _count(self._metrics, settlement)
         return self._settled
 
 
 class Accounts:
     """One per gateway process."""
 
-    def __init__(self, ledger: Ledger, prices: PriceBook) -> None:
+    def __init__(self, ledger: Ledger, prices: PriceBook, metrics: UsageMetrics | None = None) -> None:
         self.ledger = ledger
+        self._metrics = metrics
         self.prices = prices
         self.journal = Journal(ledger)
         self.gateway = uuid.uuid4().hex
@@ -109,7 +115,7 @@ class Accounts:
             price_cached=price.cached,
             price_output=price.output,
         )
-        return Account(self.journal, charge, generation)
+        return Account(self.journal, charge, generation, self._metrics)
 
     async def recover(self) -> int:
         """Settle what dead gateways left open, with the tokens last noted; how many charges that were."""
@@ -134,6 +140,20 @@ class Accounts:
             except DatabaseError as error:
                 log.warning("the ledger cannot be reached: %s", error)
             await asyncio.sleep(BEAT_S)
+
+
+def _count(metrics: UsageMetrics, settlement: Settlement) -> None:
+    charge = settlement.charge
+    metrics.settled(
+        charge.tenant,
+        charge.model,
+        charge.adapter,
+        charge.feature,
+        prompt=charge.prompt_tokens,
+        cached=settlement.cached_tokens,
+        completion=settlement.completion_tokens,
+        nanodollars=settlement.cost_nanos,
+    )
 
 
 def _storable(text: str) -> str:

@@ -172,6 +172,7 @@ async def _stream(
             pieces = await generation.next(settings.keep_alive_s)
     except ApiError as error:
         exchange.record.finish_reason = "error"
+        service.metrics.failed(exchange.route, error.status, error.code or error.type)
         await exchange.end_stream(renderer.failure(error))
 
 

@@ -87,6 +87,7 @@ class App:
             except ApiError as error:
                 if error.reason is not None:
                     self.service.metrics.rejected(error.reason)
+                self.service.metrics.failed(exchange.route, error.status, error.code or error.type)
                 exchange.record.finish_reason = "error"
                 await exchange.reply_error(error)
             except ClientGone:
@@ -94,6 +95,7 @@ class App:
             except Exception:
                 log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
                 exchange.record.finish_reason = "error"
+                self.service.metrics.failed(exchange.route, ServerError.status, "unhandled")
                 if not exchange.response_started:
                     await exchange.reply_error(
                         ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")

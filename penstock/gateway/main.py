@@ -69,6 +69,7 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
         adapters=model.adapters,
         input_price=model.input_price,
         output_price=model.output_price,
+        cost_per_hour=model.cost_per_hour,
         tool_format=model.tool_format,
     )
 

@@ -48,7 +48,7 @@ class Service:
     def __init__(self, settings: GatewaySettings, registry: Registry) -> None:
         self.settings = settings
         self.registry = registry
-        self.metrics = Metrics(self._views)
+        self.metrics = Metrics(self._views, settings.telemetry.most_series)
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -85,7 +85,7 @@ class Service:
                     self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
                 )
                 await self.responses.prepare()
-            self.accounts = Accounts(Ledger(self.database), self.settings.price_book())
+            self.accounts = Accounts(Ledger(self.database), self.settings.price_book(), self.metrics.usage)
             await self.accounts.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
@@ -211,7 +211,9 @@ class Service:
         for model in self.registry:
             backend = model.backend
             awake = backend.state in ("awake", "drowsy")
-            yield EngineView(model.name, backend.name, backend.ready, backend.info, backend.load, awake)
+            yield EngineView(
+                model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
+            )
 
 
 def _counters(config: CountersConfig) -> LimitStore:

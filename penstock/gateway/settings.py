@@ -12,6 +12,7 @@ from penstock.config.schema import (
     PriceConfig,
     RequestLogConfig,
     RoutingConfig,
+    TelemetryConfig,
     TierConfig,
 )
 from penstock.metering.prices import Price, PriceBook, PriceEntry
@@ -32,6 +33,8 @@ class ModelSettings:
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
+    cost_per_hour: float = 0.0
+    """Dollars that the hardware of one engine costs."""
     tool_format: str = "auto"
     max_in_flight: int = 4096
     """Requests running or waiting in its engine; more are refused."""
@@ -75,6 +78,7 @@ class GatewaySettings:
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
+    telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -107,6 +111,7 @@ class GatewaySettings:
                     silence_s=model.watchdog_s + 15.0,
                     input_price=model.input_price,
                     output_price=model.output_price,
+                    cost_per_hour=model.cost_per_hour,
                     tool_format=model.tool_format,
                     max_in_flight=model.max_waiting + (model.max_running or 0),
                 )
@@ -137,6 +142,7 @@ class GatewaySettings:
             prices=config.prices,
             guardrails=config.guardrails,
             request_log=config.request_log,
+            telemetry=config.telemetry,
             log_format=config.logging.format,
             log_level=config.logging.level,
         )

@@ -29,6 +29,8 @@ class ServedModel:
     input_price: float = 0.0
     """Money per million prompt tokens."""
     output_price: float = 0.0
+    cost_per_hour: float = 0.0
+    """Dollars that the hardware of one engine costs."""
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template says."""
     time_slice: str = ""

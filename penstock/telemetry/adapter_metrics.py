@@ -10,7 +10,7 @@ from penstock.engine.adapters.spec import AdapterLoad
 from penstock.telemetry.exposition import Registry
 
 if TYPE_CHECKING:
-    from penstock.telemetry.metrics import EngineView
+    from penstock.telemetry.engine_metrics import EngineView
 
 _Samples = tuple[str, str, str, Callable[[AdapterLoad], float]]
 _METRICS: tuple[_Samples, ...] = (

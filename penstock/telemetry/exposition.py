@@ -1,20 +1,36 @@
 """Counters, gauges and histograms that cost a fraction of a microsecond, rendered as Prometheus text.
 
-The event loop is the only writer, so there are no locks; labels are rendered once, when a child is made, so
-that a scraper polling every 50 ms costs little. That, and sums over thousands of streams per second, is why
-this is not the client library (the tests parse our output with it).
+The event loop is the only writer, so there are no locks; labels are rendered once, when a child is made, and the text
+of a histogram nobody touched since the last scrape is kept, so that a scraper polling every 50 ms costs little. That,
+and sums over thousands of streams per second, is why this is not the client library (the tests parse our output with
+it).
+
+A family says how its values combine when several processes answer on one port (`merge`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
 
 _MOST_RENDERED = 1024
+MOST_CHILDREN = 4096
+"""Label combinations of one family; what comes later is counted under the label `other`. A last resort: labels whose
+values clients choose are bounded where they are chosen."""
+OTHER = "other"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+"""The format in which histograms also name a trace per bucket (exemplars)."""
+
+Merge = Literal["sum", "max"]
+"""What several processes that answer on one port say together: the sum of what each has, or, where each sees the same
+thing (an engine), the largest."""
 
 
 def render_labels(names: Sequence[str], values: Sequence[str]) -> str:
@@ -57,23 +73,42 @@ class Value:
 class Buckets:
     """A histogram's child."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "count", "counts", "exemplars", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.count = 0
         self.sum = 0.0
+        self.exemplars: dict[int, str] | None = None
+        """Per bucket, the newest trace that fell into it, as OpenMetrics writes it."""
 
-    def observe(self, value: float, count: int = 1) -> None:
+    def observe(self, value: float, count: int = 1, trace: str | None = None) -> None:
         """Record `value`, `count` times (several tokens may share one measured interval)."""
-        self.counts[bisect_left(self.bounds, value)] += count
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += count
+        self.count += count
         self.sum += value * count
+        if trace is not None:
+            if self.exemplars is None:
+                self.exemplars = {}
+            self.exemplars[bucket] = f' # {{trace_id="{trace}"}} {number(value)} {time.time():.3f}'
+
+
+class Readings(msgspec.Struct, frozen=True, array_like=True):
+    """A family as one process read it: its head, and its samples by the text before their number."""
+
+    head: str
+    kind: str
+    merge: Merge
+    samples: dict[str, float]
 
 
 class Family(ABC):
-    """A metric name with its help text; `lines` writes it."""
+    """A metric name with its help text; `samples` reads it: the text before each number, and the number."""
 
     kind = "untyped"
+    merge: Merge = "sum"
 
     def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
         self.name = name
@@ -81,7 +116,10 @@ class Family(ABC):
         self.head = f"# HELP {name} {help}\n# TYPE {name} {self.kind}\n"
 
     @abstractmethod
-    def lines(self) -> Iterable[str]: ...
+    def samples(self) -> Iterable[tuple[str, float]]: ...
+
+    def lines(self, openmetrics: bool) -> Iterable[str]:
+        return [f"{prefix}{number(value)}\n" for prefix, value in self.samples()]
 
 
 class _Scalar(Family):
@@ -95,12 +133,14 @@ class _Scalar(Family):
     def child(self, *values: str) -> Value:
         found = self._children.get(values)
         if found is None:
+            if len(self._children) >= MOST_CHILDREN and (values := (OTHER,) * len(values)) in self._children:
+                return self._children[values]
             found = self._children[values] = Value()
             self._prefixes.append((f"{self.name}{render_labels(self.labels, values)} ", found))
         return found
 
-    def lines(self) -> Iterable[str]:
-        return (f"{prefix}{number(child.value)}\n" for prefix, child in self._prefixes)
+    def samples(self) -> Iterable[tuple[str, float]]:
+        return ((prefix, child.value) for prefix, child in self._prefixes)
 
 
 class Counter(_Scalar):
@@ -110,6 +150,45 @@ class Counter(_Scalar):
 class Gauge(_Scalar):
     kind = "gauge"
 
+    def __init__(self, name: str, help: str, labels: Sequence[str] = (), *, merge: Merge = "sum") -> None:
+        self.merge = merge
+        super().__init__(name, help, labels)
+
+
+class _HistogramText:
+    """How one child is written; the text is kept while its count stays the same."""
+
+    __slots__ = ("_buckets", "_child", "_count", "_sum", "_text", "_written")
+
+    def __init__(self, name: str, labels: Sequence[str], values: Sequence[str], child: Buckets) -> None:
+        edges = [*(repr(float(bound)) for bound in child.bounds), "+Inf"]
+        own = render_labels(labels, values)
+        self._buckets = [f"{name}_bucket{render_labels((*labels, 'le'), (*values, edge))} " for edge in edges]
+        self._sum, self._count = f"{name}_sum{own} ", f"{name}_count{own} "
+        self._child = child
+        self._written = -1
+        self._text = ""
+
+    def samples(self) -> Iterator[tuple[str, float]]:
+        child, total = self._child, 0
+        for prefix, count in zip(self._buckets, child.counts, strict=True):
+            total += count
+            yield prefix, total
+        yield self._sum, child.sum
+        yield self._count, total
+
+    def text(self, openmetrics: bool) -> str:
+        child = self._child
+        if child.count != self._written:
+            self._text = "".join([f"{prefix}{number(value)}\n" for prefix, value in self.samples()])
+            self._written = child.count
+        if not openmetrics or child.exemplars is None:
+            return self._text
+        lines = self._text.splitlines()
+        for bucket, exemplar in child.exemplars.items():
+            lines[bucket] += exemplar
+        return "\n".join(lines) + "\n"
+
 
 class Histogram(Family):
     kind = "histogram"
@@ -118,29 +197,24 @@ class Histogram(Family):
         super().__init__(name, help, labels)
         self.bounds = tuple(bounds)
         self._children: dict[tuple[str, ...], Buckets] = {}
-        self._prefixes: list[tuple[list[str], str, str, Buckets]] = []
+        self._texts: list[_HistogramText] = []
         if not self.labels:
             self.child()
 
     def child(self, *values: str) -> Buckets:
         found = self._children.get(values)
         if found is None:
+            if len(self._children) >= MOST_CHILDREN and (values := (OTHER,) * len(values)) in self._children:
+                return self._children[values]
             found = self._children[values] = Buckets(self.bounds)
-            names = (*self.labels, "le")
-            edges = [*(number(float(bound)) for bound in self.bounds), "+Inf"]
-            buckets = [f"{self.name}_bucket{render_labels(names, (*values, edge))} " for edge in edges]
-            own = render_labels(self.labels, values)
-            self._prefixes.append((buckets, f"{self.name}_sum{own} ", f"{self.name}_count{own} ", found))
+            self._texts.append(_HistogramText(self.name, self.labels, values, found))
         return found
 
-    def lines(self) -> Iterable[str]:
-        for buckets, sum_prefix, count_prefix, child in self._prefixes:
-            total = 0
-            for prefix, count in zip(buckets, child.counts, strict=True):
-                total += count
-                yield f"{prefix}{total}\n"
-            yield f"{sum_prefix}{number(child.sum)}\n"
-            yield f"{count_prefix}{total}\n"
+    def samples(self) -> Iterable[tuple[str, float]]:
+        return (sample for text in self._texts for sample in text.samples())
+
+    def lines(self, openmetrics: bool) -> Iterable[str]:
+        return [text.text(openmetrics) for text in self._texts]
 
 
 class Sampled(Family):
@@ -153,20 +227,31 @@ class Sampled(Family):
         help: str,
         labels: Sequence[str],
         read: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
+        merge: Merge = "max",
     ) -> None:
         self.kind = kind
+        self.merge = merge
         super().__init__(name, help, labels)
         self._read = read
         self._rendered: dict[tuple[str, ...], str] = {}
 
-    def lines(self) -> Iterable[str]:
+    def samples(self) -> Iterable[tuple[str, float]]:
         for values, value in self._read():
             prefix = self._rendered.get(values)
             if prefix is None:
                 if len(self._rendered) >= _MOST_RENDERED:
                     self._rendered.clear()  # labels that keep changing must not pile up
                 prefix = self._rendered[values] = f"{self.name}{render_labels(self.labels, values)} "
-            yield f"{prefix}{number(value)}\n"
+            yield prefix, value
+
+
+def render(families: Iterable[tuple[str, Iterable[tuple[str, float]]]]) -> bytes:
+    """Heads and samples, whosever they are, as text."""
+    parts: list[str] = []
+    for head, samples in families:
+        parts.append(head)
+        parts.extend([f"{prefix}{number(value)}\n" for prefix, value in samples])
+    return "".join(parts).encode()
 
 
 FamilyT = TypeVar("FamilyT", bound=Family)
@@ -181,8 +266,8 @@ class Registry:
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return self._add(Counter(name, help, labels))
 
-    def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
-        return self._add(Gauge(name, help, labels))
+    def gauge(self, name: str, help: str, labels: Sequence[str] = (), *, merge: Merge = "sum") -> Gauge:
+        return self._add(Gauge(name, help, labels, merge=merge))
 
     def histogram(self, name: str, help: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
         return self._add(Histogram(name, help, bounds, labels))
@@ -194,15 +279,33 @@ class Registry:
         help: str,
         labels: Sequence[str],
         read: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
+        *,
+        merge: Merge = "max",
     ) -> None:
-        self._add(Sampled(kind, name, help, labels, read))
+        self._add(Sampled(kind, name, help, labels, read, merge))
 
-    def render(self) -> bytes:
+    def names(self) -> dict[str, str]:
+        """Every family's kind, by name."""
+        return {family.name: family.kind for family in self._families.values()}
+
+    def render(self, openmetrics: bool = False) -> bytes:
         parts: list[str] = []
         for family in self._families.values():
-            parts.append(family.head)
-            parts.extend(family.lines())
+            head = family.head
+            if openmetrics and family.kind == "counter":
+                head = head.replace(f" {family.name} ", f" {family.name.removesuffix('_total')} ")
+            parts.append(head)
+            parts.extend(family.lines(openmetrics))
+        if openmetrics:
+            parts.append("# EOF\n")
         return "".join(parts).encode()
+
+    def readings(self) -> list[Readings]:
+        """Everything, for other processes to add theirs."""
+        return [
+            Readings(family.head, family.kind, family.merge, dict(family.samples()))
+            for family in self._families.values()
+        ]
 
     def _add(self, family: FamilyT) -> FamilyT:
         if family.name in self._families:

@@ -1,39 +1,33 @@
-"""What is measured: engine metrics under the names autoscalers already scrape, gateway metrics as `penstock_*`.
+"""Every metric of a gateway process: engines (`engine_metrics.py`), latencies as its clients saw them, usage
+(`usage_metrics.py`), and the gateway's own as `penstock_*`.
 
-Counters of the engine come from its newest load snapshot, so they start again from zero when it restarts, as
-Prometheus expects; latencies are what the gateway's clients saw.
+A part of the gateway with figures of its own adds them to `Metrics.registry` once, when it is made: `counter`, `gauge`
+and `histogram` for what it counts, `sampled` for what it can be asked at scrape time. Labels must be bounded, `merge`
+says how gateway processes combine: what each counts is a sum (the default), what all of them see is taken once (`max`,
+the default of `sampled`), and docs/operations.md names it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.engine.request import EngineInfo, Load
-from penstock.telemetry.adapter_metrics import add_adapter_samples
+from penstock.telemetry.engine_metrics import ENGINE_LABELS, Engines, EngineView, add_engine_metrics
 from penstock.telemetry.exposition import Buckets, Registry, Value
+from penstock.telemetry.usage_metrics import UsageMetrics
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+__all__ = ["EngineView", "Metrics", "RequestMetrics"]
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 600.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
-ENGINE_LABELS = ("model_name", "engine")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One engine as the metrics see it."""
-
-    model: str
-    engine: str
-    ready: bool
-    info: EngineInfo | None
-    load: Load
-    awake: bool = True
+MOST_SERIES = 1000
+"""Combinations of tenant, model, adapter and feature that are told apart."""
 
 
 @dataclass(slots=True)
@@ -54,11 +48,10 @@ class RequestMetrics:
 class Metrics:
     """Every metric of one gateway process."""
 
-    def __init__(self, engines: Callable[[], Iterable[EngineView]]) -> None:
+    def __init__(self, engines: Engines, most_series: int = MOST_SERIES) -> None:
         self.registry = registry = Registry()
-        self._engines = engines
         self._requests: dict[tuple[str, str], RequestMetrics] = {}
-        self._add_engine_samples(registry)
+        add_engine_metrics(registry, engines)
 
         def histogram(name: str, help: str, bounds: tuple[float, ...]) -> Callable[[str, str], Buckets]:
             return registry.histogram(name, help, bounds, ENGINE_LABELS).child
@@ -90,6 +83,12 @@ class Metrics:
         self.stalled_readers = registry.counter(
             "penstock_stalled_readers_total", "Streams closed because the client did not read."
         ).child()
+        self.usage = UsageMetrics(registry, most_series)
+        self._errors = registry.counter(
+            "penstock_errors_total",
+            "Requests that failed, also those whose stream had begun.",
+            ("route", "status", "code"),
+        )
         self._rejections = registry.counter(
             "penstock_rejections_total", "Requests refused for lack of capacity.", ("reason",)
         )
@@ -108,14 +107,24 @@ class Metrics:
             )
         )
         self.request_log_written, self.request_log_spooled, self.request_log_lost = written, spooled, lost
-        self.draining = registry.gauge("penstock_draining", "1 while shutting down.").child()
-        started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.").child()
-        started.set(time.time())
+        self.draining = registry.gauge("penstock_draining", "1 while shutting down.", merge="max").child()
+        started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", merge="max")
+        started.child().set(time.time())
         registry.sampled(
-            "gauge", "process_resident_memory_bytes", "Memory of this process.", (), lambda: [((), _resident_bytes())]
+            "gauge",
+            "process_resident_memory_bytes",
+            "Memory of the gateway processes.",
+            (),
+            lambda: [((), _resident_bytes())],
+            merge="sum",
         )
         registry.sampled(
-            "counter", "process_cpu_seconds_total", "CPU time of this process.", (), lambda: [((), time.process_time())]
+            "counter",
+            "process_cpu_seconds_total",
+            "CPU time of the gateway processes.",
+            (),
+            lambda: [((), time.process_time())],
+            merge="sum",
         )
 
     def request(self, model: str, engine: str) -> RequestMetrics:
@@ -135,6 +144,9 @@ class Metrics:
     def in_flight(self, route: str) -> Value:
         return self._in_flight.child(route)
 
+    def failed(self, route: str, status: int, code: str) -> None:
+        self._errors.child(route, str(status), code).inc()
+
     def rejected(self, reason: str) -> None:
         self._rejections.child(reason).inc()
 
@@ -144,107 +156,8 @@ class Metrics:
     def guardrail(self, rule: str, stage: Literal["input", "output"], action: str, times: int = 1) -> None:
         self._guardrails.child(rule, stage, action).inc(times)
 
-    def render(self) -> bytes:
-        return self.registry.render()
-
-    def _add_engine_samples(self, registry: Registry) -> None:
-        def add(kind: str, name: str, help: str, value: Callable[[Load], float]) -> None:
-            registry.sampled(
-                kind,
-                name,
-                help,
-                ENGINE_LABELS,
-                lambda: [((view.model, view.engine), value(view.load)) for view in self._engines()],
-            )
-
-        add("gauge", "vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running)
-        add("gauge", "vllm:num_requests_waiting", "Requests waiting in the engine.", lambda load: load.waiting)
-        add("gauge", "vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", _usage)
-        add(
-            "counter",
-            "vllm:prefix_cache_queries_total",
-            "Prompt tokens looked up in the prefix cache.",
-            lambda load: load.prefix_query_tokens,
-        )
-        add(
-            "counter",
-            "vllm:prefix_cache_hits_total",
-            "Prompt tokens found in the prefix cache.",
-            lambda load: load.prefix_hit_tokens,
-        )
-        add("counter", "vllm:prompt_tokens_total", "Prompt tokens processed.", lambda load: load.prompt_tokens)
-        add("counter", "vllm:generation_tokens_total", "Tokens generated.", lambda load: load.generation_tokens)
-        add("counter", "vllm:num_preemptions_total", "Sequences preempted.", lambda load: load.preemptions)
-        for name, help, value in _SPECULATION:
-            add("counter", f"vllm:spec_decode_num_{name}_total", help, value)
-        add_adapter_samples(registry, ENGINE_LABELS, lambda: self._engines())
-        add("gauge", "penstock_kv_blocks_used", "KV blocks held by sequences.", lambda load: load.used_blocks)
-        add(
-            "gauge",
-            "penstock_kv_blocks_cached",
-            "Free KV blocks with a reusable prefix.",
-            lambda load: load.cached_blocks,
-        )
-        add("gauge", "penstock_kv_blocks", "KV blocks in all.", lambda load: load.total_blocks)
-        add("gauge", "penstock_kv_host_blocks_used", "KV blocks in host memory.", lambda load: load.host_blocks)
-        add(
-            "gauge", "penstock_kv_host_blocks", "KV blocks that host memory holds.", lambda load: load.total_host_blocks
-        )
-        add(
-            "counter",
-            "penstock_kv_blocks_offloaded_total",
-            "KV blocks copied to host memory.",
-            lambda load: load.offloaded_blocks,
-        )
-        add(
-            "counter",
-            "penstock_kv_blocks_restored_total",
-            "KV blocks copied back from host memory.",
-            lambda load: load.restored_blocks,
-        )
-        add(
-            "counter",
-            "penstock_kv_host_hit_tokens_total",
-            "Prompt tokens found in host memory.",
-            lambda load: load.host_hit_tokens,
-        )
-        add("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps)
-        registry.sampled(
-            "gauge",
-            "penstock_engine_up",
-            "1 when the engine takes requests.",
-            ENGINE_LABELS,
-            lambda: [((view.model, view.engine), int(view.ready)) for view in self._engines()],
-        )
-        registry.sampled(
-            "gauge",
-            "penstock_engine_awake",
-            "1 when the engine holds its weights, 0 while it sleeps.",
-            ENGINE_LABELS,
-            lambda: [((view.model, view.engine), int(view.ready and view.awake)) for view in self._engines()],
-        )
-        registry.sampled(
-            "gauge",
-            "vllm:cache_config_info",
-            "Layout of the KV cache.",
-            (*ENGINE_LABELS, "block_size", "num_gpu_blocks"),
-            lambda: [
-                ((view.model, view.engine, str(view.info.block_size), str(view.info.num_blocks)), 1)
-                for view in self._engines()
-                if view.info is not None
-            ],
-        )
-
-
-_SPECULATION: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("drafts", "Times that guessed tokens of a sequence were verified.", lambda load: load.drafts),
-    ("draft_tokens", "Tokens guessed and verified.", lambda load: load.draft_tokens),
-    ("accepted_tokens", "Guessed tokens that held.", lambda load: load.accepted_tokens),
-)
-
-
-def _usage(load: Load) -> float:
-    return load.used_blocks / load.total_blocks if load.total_blocks else 0.0
+    def render(self, openmetrics: bool = False) -> bytes:
+        return self.registry.render(openmetrics)
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

@@ -150,8 +150,11 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
     with pytest.raises(EngineLost):
         async for _ in stream:
             pass
+    counted = backend.load.generation_tokens
+    assert counted > 0 and backend.load.running == 0
     gate.set()
     await backend.wait_ready(5)
+    assert backend.load.generation_tokens >= counted, "it is the same engine: its counters go on"
     await eventually(lambda: engine.load_snapshot().running == 0)
     assert [delta async for delta in backend.generate(request("b", 3))][-1].finish_reason == "length"
     await backend.close()

@@ -46,6 +46,26 @@ def test_a_stop_token_ends_the_sequence_and_is_its_last_token(engine: Engine) ->
     assert len(collect(drain(engine))["c"]) >= 8
 
 
+def test_a_request_tells_how_long_each_of_its_phases_took(engine: Engine) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.25
+        return now
+
+    engine.clock = clock
+    begin = now
+    engine.submit(greedy("a", prompt(20), 5))
+    deltas = drain(engine)
+    first, last = deltas[0], deltas[-1]
+    assert first.queue_s and first.prefill_s and last.decode_s
+    assert first.queue_s + first.prefill_s + last.decode_s <= now - begin
+    assert last.decode_s > first.prefill_s, "four more steps than one"
+    for delta in deltas[1:-1]:
+        assert delta.queue_s is delta.prefill_s is delta.decode_s is None, "nothing is said per token"
+
+
 def test_the_window_ends_a_sequence(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, max_model_len=32)
     engine.submit(greedy("a", prompt(20), 100))

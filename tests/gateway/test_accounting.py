@@ -48,6 +48,10 @@ async def test_what_a_request_used_is_in_the_ledger_before_its_answer_ends(servi
         assert used["cached_tokens"] == cached
         nanos = whole["prompt_tokens"] * 1000 - cached * 500 + ANSWER * 2000
         assert used["cost"] == f"0.{nanos:09d}".rstrip("0")
+        labels = 'tenant="default",model_name="tiny",adapter="",feature=""'
+        for kind, count in (("prompt", whole["prompt_tokens"]), ("cached", cached), ("completion", ANSWER)):
+            assert await running.metric(f'penstock_usage_tokens_total{{{labels},kind="{kind}"}}') == count
+        assert await running.metric(f"penstock_usage_cost_dollars_total{{{labels}}}") == nanos / 1e9
         await running.chat(stream=True, n=2)
         used = await total(running)
         assert (used["requests"], used["completion_tokens"]) == (2, 3 * ANSWER)

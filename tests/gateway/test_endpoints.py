@@ -10,10 +10,12 @@ import sys
 import time
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import ConfigError
 from penstock.gateway.main import check_port
+from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually
 from tests.scripted import ScriptedEngine
@@ -158,6 +160,28 @@ async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> N
         assert samples[count, (("method", "POST"), ("route", route), ("status", "200"))] == 1
         assert samples[count, (("method", "POST"), ("route", route), ("status", "404"))] == 1
         assert samples["penstock_http_requests_in_flight", (("route", route),)] == 0
+
+
+async def test_errors_are_counted_also_of_streams_that_had_begun(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text, "word " * 20_000, step_s=0.005, max_model_len=10**6)
+    async with serving(engine) as gateway:
+        await gateway.chat(model="nope")
+        broken = asyncio.create_task(gateway.chat(stream=True))
+        await eventually(lambda: engine.load_snapshot().generation_tokens > 3)
+        gateway.service.registry.route("tiny").model.backend._went_down(EngineLost())  # type: ignore[attr-defined]
+        assert "engine_lost" in (await broken).text
+        count = 'penstock_errors_total{route="/v1/chat/completions",status='
+        assert await gateway.metric(count + '"404",code="model_not_found"}') == 1
+        assert await gateway.metric(count + '"503",code="engine_lost"}') == 1
+
+
+async def test_scrapers_that_ask_for_openmetrics_get_it(serving: Serving) -> None:
+    async with serving() as gateway:
+        await gateway.chat()
+        reply = await gateway.client.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+        assert reply.headers["content-type"].startswith("application/openmetrics-text")
+        names = {family.name for family in openmetrics_families(reply.text)}
+        assert {"vllm:generation_tokens", "vllm:time_to_first_token_seconds"} <= names
 
 
 async def test_documents(serving: Serving) -> None:

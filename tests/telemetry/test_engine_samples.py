@@ -1,6 +1,6 @@
-"""What an engine counts about its host tier is what `/metrics` shows."""
+"""What an engine says of its host tier, its GPUs and its cost is what `/metrics` shows."""
 
-from penstock.engine.request import Load
+from penstock.engine.request import DeviceLoad, Load
 from penstock.telemetry.metrics import EngineView, Metrics
 
 
@@ -19,3 +19,20 @@ def test_the_host_tier_is_visible() -> None:
         line = next(line for line in text.splitlines() if line.startswith(name + "{"))
         assert line.endswith((f" {value}", f" {value}.0")), line
         assert 'model_name="m"' in line
+
+
+def test_gpus_and_cost_are_visible_where_there_are_any() -> None:
+    gpus = [DeviceLoad(0, 30, 80, 0.25), DeviceLoad(1, 40, 80, 0.5)]
+    views = [
+        EngineView("big", "0", True, None, Load(devices=gpus), cost_per_hour=7.2),
+        EngineView("small", "0", True, None, Load()),
+    ]
+    lines = Metrics(lambda: views).render().decode().splitlines()
+    for line in (
+        'penstock_gpu_memory_used_bytes{model_name="big",engine="0",gpu="1"} 40',
+        'penstock_gpu_memory_total_bytes{model_name="big",engine="0",gpu="0"} 80',
+        'penstock_gpu_utilization_ratio{model_name="big",engine="0",gpu="0"} 0.25',
+        'penstock_engine_cost_dollars_per_second{model_name="big",engine="0"} 0.002',
+    ):
+        assert line in lines
+    assert not [line for line in lines if line.startswith("penstock_gpu_") and "small" in line]

@@ -1,11 +1,13 @@
-"""GET /metrics"""
+"""GET /metrics: as text, or as OpenMetrics where the scraper asks for it (Prometheus does), with exemplars."""
 
 from __future__ import annotations
 
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
-from penstock.telemetry.exposition import CONTENT_TYPE
+from penstock.telemetry.exposition import CONTENT_TYPE, OPENMETRICS
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, service.metrics.render(), CONTENT_TYPE.encode())
+    openmetrics = b"application/openmetrics-text" in (exchange.header(b"accept") or b"")
+    body = service.metrics.render(openmetrics)
+    await exchange.reply(200, body, (OPENMETRICS if openmetrics else CONTENT_TYPE).encode())

@@ -1,0 +1,173 @@
+"""What engines say of themselves, under the names that autoscalers already scrape.
+
+Everything comes from an engine's newest load snapshot at scrape time: nothing is counted twice, and a counter starts
+again from zero when its engine restarts, as Prometheus expects. Several gateway processes see the same engines, so
+merged values are the largest, not the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.engine.request import DeviceLoad, EngineInfo, Load
+from penstock.telemetry.adapter_metrics import add_adapter_samples
+from penstock.telemetry.exposition import Registry
+
+ENGINE_LABELS = ("model_name", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine as the metrics see it."""
+
+    model: str
+    engine: str
+    ready: bool
+    info: EngineInfo | None
+    load: Load
+    awake: bool = True
+    cost_per_hour: float = 0.0
+    """Dollars that its hardware costs."""
+
+
+Engines = Callable[[], Iterable[EngineView]]
+
+_LOADS: tuple[tuple[str, str, str, Callable[[Load], float]], ...] = (
+    ("gauge", "vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
+    ("gauge", "vllm:num_requests_waiting", "Requests waiting in the engine.", lambda load: load.waiting),
+    ("gauge", "vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", lambda load: _usage(load)),
+    (
+        "counter",
+        "vllm:prefix_cache_queries_total",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda load: load.prefix_query_tokens,
+    ),
+    (
+        "counter",
+        "vllm:prefix_cache_hits_total",
+        "Prompt tokens found in the prefix cache.",
+        lambda load: load.prefix_hit_tokens,
+    ),
+    ("counter", "vllm:prompt_tokens_total", "Prompt tokens processed.", lambda load: load.prompt_tokens),
+    ("counter", "vllm:generation_tokens_total", "Tokens generated.", lambda load: load.generation_tokens),
+    ("counter", "vllm:num_preemptions_total", "Sequences preempted.", lambda load: load.preemptions),
+    (
+        "counter",
+        "vllm:spec_decode_num_drafts_total",
+        "Times that guessed tokens of a sequence were verified.",
+        lambda load: load.drafts,
+    ),
+    (
+        "counter",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "Tokens guessed and verified.",
+        lambda load: load.draft_tokens,
+    ),
+    (
+        "counter",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "Guessed tokens that held.",
+        lambda load: load.accepted_tokens,
+    ),
+    ("gauge", "penstock_kv_blocks_used", "KV blocks held by sequences.", lambda load: load.used_blocks),
+    ("gauge", "penstock_kv_blocks_cached", "Free KV blocks with a reusable prefix.", lambda load: load.cached_blocks),
+    ("gauge", "penstock_kv_blocks", "KV blocks in all.", lambda load: load.total_blocks),
+    ("gauge", "penstock_kv_host_blocks_used", "KV blocks in host memory.", lambda load: load.host_blocks),
+    ("gauge", "penstock_kv_host_blocks", "KV blocks that host memory holds.", lambda load: load.total_host_blocks),
+    (
+        "counter",
+        "penstock_kv_blocks_offloaded_total",
+        "KV blocks copied to host memory.",
+        lambda load: load.offloaded_blocks,
+    ),
+    (
+        "counter",
+        "penstock_kv_blocks_restored_total",
+        "KV blocks copied back from host memory.",
+        lambda load: load.restored_blocks,
+    ),
+    (
+        "counter",
+        "penstock_kv_host_hit_tokens_total",
+        "Prompt tokens found in host memory.",
+        lambda load: load.host_hit_tokens,
+    ),
+    ("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps),
+)
+
+_VIEWS: tuple[tuple[str, str, Callable[[EngineView], float]], ...] = (
+    ("penstock_engine_up", "1 when the engine takes requests.", lambda view: int(view.ready)),
+    (
+        "penstock_engine_awake",
+        "1 when the engine holds its weights, 0 while it sleeps.",
+        lambda view: int(view.ready and view.awake),
+    ),
+    (
+        "penstock_engine_cost_dollars_per_second",
+        "What the engine's hardware costs, running or idle.",
+        lambda view: view.cost_per_hour / 3600,
+    ),
+)
+
+_DEVICES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
+    ("penstock_gpu_memory_used_bytes", "Used memory of a GPU.", lambda device: device.memory_used),
+    ("penstock_gpu_memory_total_bytes", "Memory of a GPU.", lambda device: device.memory_total),
+    ("penstock_gpu_utilization_ratio", "Share of time in which a GPU was busy, 0 to 1.", lambda device: device.busy),
+)
+
+
+def add_engine_metrics(registry: Registry, engines: Engines) -> None:
+    def loads(kind: str, name: str, help: str, value: Callable[[Load], float]) -> None:
+        registry.sampled(
+            kind,
+            name,
+            help,
+            ENGINE_LABELS,
+            lambda: [((view.model, view.engine), value(view.load)) for view in engines()],
+        )
+
+    def views(name: str, help: str, value: Callable[[EngineView], float]) -> None:
+        registry.sampled(
+            "gauge",
+            name,
+            help,
+            ENGINE_LABELS,
+            lambda: [((view.model, view.engine), value(view)) for view in engines()],
+        )
+
+    def devices(name: str, help: str, value: Callable[[DeviceLoad], float]) -> None:
+        registry.sampled(
+            "gauge",
+            name,
+            help,
+            (*ENGINE_LABELS, "gpu"),
+            lambda: [
+                ((view.model, view.engine, str(device.index)), value(device))
+                for view in engines()
+                for device in view.load.devices or ()
+            ],
+        )
+
+    for load in _LOADS:
+        loads(*load)
+    for view in _VIEWS:
+        views(*view)
+    for device in _DEVICES:
+        devices(*device)
+    add_adapter_samples(registry, ENGINE_LABELS, engines)
+    registry.sampled(
+        "gauge",
+        "vllm:cache_config_info",
+        "Layout of the KV cache.",
+        (*ENGINE_LABELS, "block_size", "num_gpu_blocks"),
+        lambda: [
+            ((view.model, view.engine, str(view.info.block_size), str(view.info.num_blocks)), 1)
+            for view in engines()
+            if view.info is not None
+        ],
+    )
+
+
+def _usage(load: Load) -> float:
+    return load.used_blocks / load.total_blocks if load.total_blocks else 0.0

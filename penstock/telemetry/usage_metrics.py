@@ -1,0 +1,72 @@
+"""Tokens and money by tenant, model, adapter and feature, in a bounded number of series.
+
+Clients choose features and can be many tenants, and every combination is a series for ever. So there are `most` of
+them; after that a new combination loses its adapter and feature first (`other`), and its tenant only when that many
+again are taken. Sums over a label stay right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.telemetry.exposition import OTHER, Registry, Value
+
+LABELS = ("tenant", "model_name", "adapter", "feature")
+KINDS = ("prompt", "cached", "completion")
+NANOS = 1e9
+
+
+@dataclass(slots=True)
+class _Series:
+    requests: Value
+    prompt: Value
+    cached: Value
+    completion: Value
+    cost: Value
+
+
+class UsageMetrics:
+    """What was settled, as the ledger has it."""
+
+    def __init__(self, registry: Registry, most: int) -> None:
+        self._most = most
+        self._series: dict[tuple[str, str, str, str], _Series] = {}
+        self._requests = registry.counter(
+            "penstock_usage_requests_total", "Requests that were settled in the ledger.", LABELS
+        )
+        self._tokens = registry.counter(
+            "penstock_usage_tokens_total", "Tokens that were settled; prompt includes cached.", (*LABELS, "kind")
+        )
+        self._cost = registry.counter("penstock_usage_cost_dollars_total", "What was charged for them.", LABELS)
+
+    def settled(
+        self,
+        tenant: str,
+        model: str,
+        adapter: str,
+        feature: str,
+        *,
+        prompt: int,
+        cached: int,
+        completion: int,
+        nanodollars: int,
+    ) -> None:
+        series = self._series.get((tenant, model, adapter, feature)) or self._find(tenant, model, adapter, feature)
+        series.requests.inc()
+        series.prompt.inc(prompt)
+        series.cached.inc(cached)
+        series.completion.inc(completion)
+        series.cost.inc(nanodollars / NANOS)
+
+    def _find(self, tenant: str, model: str, adapter: str, feature: str) -> _Series:
+        key = (tenant, model, adapter, feature)
+        if len(self._series) >= self._most:
+            key = (tenant, model, OTHER, OTHER)
+            if key not in self._series and len(self._series) >= 2 * self._most:
+                key = (OTHER, model, OTHER, OTHER)
+        found = self._series.get(key)
+        if found is None:
+            prompt, cached, completion = (self._tokens.child(*key, kind) for kind in KINDS)
+            found = _Series(self._requests.child(*key), prompt, cached, completion, self._cost.child(*key))
+            self._series[key] = found
+        return found
