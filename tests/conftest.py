@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.loading.sources import resolve
+from tests.encoders import encoder_endpoint, encoder_model
 from tests.services import postgres_url, valkey
 
-__all__ = ["postgres_url", "valkey"]
+__all__ = ["encoder_endpoint", "encoder_model", "postgres_url", "valkey"]
 
 
 @pytest.fixture(scope="session", autouse=True)

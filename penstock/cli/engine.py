@@ -21,14 +21,17 @@ from penstock.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from penstock.config import ModelConfig
+    from penstock.config import Config, ModelConfig
+    from penstock.config.schema import EncoderConfig
     from penstock.protocol.server import EngineServer
     from penstock.protocol.transport import CurveServer
     from penstock.supervisor.lifeline import StatusPipe
 
 
 def engine(
-    model: Annotated[str, typer.Argument(help="A model of the configuration, or a source.")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Argument(help="A model or an encoder of the configuration, or a source.")
+    ] = "smollm2-135m",
     endpoint: Annotated[
         str, typer.Option("--endpoint", "-e", help="Where to listen: ipc://PATH or tcp://HOST:PORT.")
     ] = "tcp://127.0.0.1:5555",
@@ -51,7 +54,7 @@ def engine(
     supervised: Supervised = None,
 ) -> None:
     """
-    Run one engine: token ids in, token ids out.
+    Run one engine: token ids in, token ids out; or vectors, when it is an encoder.
 
     `penstock serve` starts these by itself; run one by hand to put it on another machine.
 
@@ -61,10 +64,14 @@ def engine(
 
         penstock engine smollm2-135m --endpoint tcp://127.0.0.1:5555
 
+        penstock engine minilm --endpoint tcp://127.0.0.1:5556
+
         penstock engine --make-curve-key engine.key
 
         penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
     """
+    from dataclasses import replace
+
     from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
@@ -78,8 +85,14 @@ def engine(
         die_with_parent()
     status = StatusPipe(supervised)
     with _reported(status):
+        config = load(config_file, flags=flags(settings)) if resolved is None else load_resolved(resolved)
+        encoder = next((entry for entry in config.encoders if entry.name == model), None)
+        if encoder is not None:
+            encoder = replace(encoder, device=device or encoder.device)
+            _configure_logging(config, log_level)
+            code = _run_encoder(encoder, endpoint, _curve(curve_key, curve_clients), config.server.drain_s, status)
+            raise typer.Exit(code)
         if resolved is not None:
-            config = load_resolved(resolved)
             chosen = next((entry for entry in config.models if entry.name == model), None)
             if chosen is None:
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
@@ -95,9 +108,7 @@ def engine(
             config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
-        from penstock.telemetry import logging as telemetry_logging
-
-        telemetry_logging.configure(config.logging.format, config.logging.level)
+        _configure_logging(config)
         code = _run(chosen, path, endpoint, _curve(curve_key, curve_clients), config.server.drain_s, status)
     raise typer.Exit(code)
 
@@ -155,6 +166,39 @@ def _run(
         log.info("serving %s on %s", info.model, listener.endpoint)
         status.send(Started(info))
         return server.run()
+
+
+def _run_encoder(
+    encoder: EncoderConfig, endpoint: str, curve: CurveServer | None, drain_s: float, status: StatusPipe
+) -> int:
+    """Fetches the model too, if it is not here: nobody waits for an encoder before somebody asks for it."""
+    import logging
+
+    from penstock.engine.loading.sources import resolve
+    from penstock.protocol.server import EngineServer
+    from penstock.protocol.transport import Listener
+    from penstock.protocol.watchdog import Watchdog
+    from penstock.supervisor.lifeline import Progress, Started
+
+    with Listener(endpoint, curve=curve) as listener:
+        path = resolve(encoder.source, lambda what, done, all: status.send(Progress(what, done / all if all else 0.0)))
+        status.send(Progress("import", 0.0))
+        from penstock.engine.encoder.core import EncoderEngine
+
+        engine = EncoderEngine.load(
+            encoder.engine_config(str(path)), lambda phase, fraction: status.send(Progress(phase, fraction))
+        )
+        server = EngineServer(engine, listener, watchdog=Watchdog(encoder.watchdog_s))
+        _stop_on_signals(server, drain_s)
+        logging.getLogger("penstock.engine").info("encoding with %s on %s", engine.info.model, listener.endpoint)
+        status.send(Started(engine.info))
+        return server.run()
+
+
+def _configure_logging(config: Config, level: str | None = None) -> None:
+    from penstock.telemetry import logging as telemetry_logging
+
+    telemetry_logging.configure(config.logging.format, level or config.logging.level)
 
 
 def _stop_on_signals(server: EngineServer, drain_s: float) -> None:

@@ -17,7 +17,10 @@ def gateway(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine", "-e", metavar="MODEL=ENDPOINT", help="Where a model's engine listens; may be repeated."
+            "--engine",
+            "-e",
+            metavar="MODEL=ENDPOINT",
+            help="Where the engine of a model or encoder is; may be repeated.",
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -52,7 +55,7 @@ def gateway(
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.lifeline import Failed, StatusPipe
+    from penstock.supervisor.lifeline import Asked, Failed, StatusPipe
 
     if supervised is not None:
         die_with_parent()
@@ -63,11 +66,13 @@ def gateway(
             config = load_resolved(resolved)
         else:
             given = flags(settings, server__host=host, server__port=port, logging__level=log_level)
-            config = load(config_file, models=list(endpoints), flags=given)
+            encoders = {encoder.name for encoder in load(config_file, flags=given).encoders}
+            config = load(config_file, models=[name for name in endpoints if name not in encoders], flags=given)
             config = with_paths(config, resolve_models(config, stderr()))
         from penstock.gateway.main import run
 
-        run(config, endpoints, curve)
+        status = StatusPipe(supervised)
+        run(config, endpoints, curve, ask=lambda encoder: status.send(Asked(encoder)))
     except PenstockError as error:
         StatusPipe(supervised).send(Failed(str(error)))
         raise

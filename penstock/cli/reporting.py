@@ -48,7 +48,7 @@ class ConsoleReporter(Reporter):
 
     def engine_started(self, child: str, info: EngineInfo) -> None:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.startup.items())
-        if not info.num_blocks:
+        if not info.num_blocks and not info.dimensions:
             self._note(f"{child}: asleep until it is asked for")
         else:
             where = info.device if info.ranks == 1 else f"{info.ranks} ranks from {info.device} on"

@@ -63,7 +63,14 @@ def check(root: Node) -> Config:
     config: Config = checker.section(Config, root, "")
     problems = checker.problems
     if not problems:
-        config = dataclasses.replace(config, models=tuple(_named(model) for model in config.models))
+        config = dataclasses.replace(
+            config,
+            models=tuple(_named(model) for model in config.models),
+            encoders=tuple(
+                dataclasses.replace(encoder, name=encoder.name or model_name(encoder.source))
+                for encoder in config.encoders
+            ),
+        )
         problems = list(_conflicts(config))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -99,6 +106,11 @@ def _conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: speculation: draft needs a draft_model")
         if model.speculation != "draft" and model.draft_model is not None:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
+    for index, encoder in enumerate(config.encoders):
+        for name in (encoder.name, *encoder.aliases):
+            if name in seen:
+                problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
+            seen[name] = f"encoders[{index}]"
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
     problems += [f'tiers: "{name}" is there twice' for name in sorted(set(tiers)) if name and tiers.count(name) > 1]

@@ -185,3 +185,7 @@ class EngineInfo:
     """Seconds spent in each phase of starting."""
     ranks: int = 1
     """Devices that the model is spread over."""
+    dimensions: int = 0
+    """Length of an encoder's vectors; 0 for a model that generates."""
+    scores: bool = False
+    """Whether an encoder scores pairs of texts (a cross-encoder)."""

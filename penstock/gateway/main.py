@@ -19,8 +19,10 @@ import uvloop
 from granian.constants import Interfaces
 from granian.server.embed import Server
 
+from penstock.backends.embedder import Embedder
+from penstock.backends.encoder import EncoderBackend
 from penstock.backends.native import NativeBackend
-from penstock.config.schema import Config
+from penstock.config.schema import Config, EncoderConfig
 from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.app import App
@@ -28,6 +30,7 @@ from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
 from penstock.identity.doors import check_doors
 from penstock.protocol.transport import CurveClient
+from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.telemetry import logging as telemetry_logging
 from penstock.text import load_text
@@ -39,24 +42,42 @@ CLOSE_S = 1.5
 """How long the listener may take to close its connections once the drain is over."""
 
 
-def run(config: Config, endpoints: dict[str, str], curve: Mapping[str, CurveClient] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's engine, by model name;
-    `curve`: the keys for those on other machines."""
+def run(
+    config: Config,
+    endpoints: dict[str, str],
+    curve: Mapping[str, CurveClient] | None = None,
+    ask: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's and encoder's engine, by name;
+    `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started."""
     settings = GatewaySettings.from_config(config)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
     if missing:
         raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
     check_port(settings.host, settings.port)
-    uvloop.run(_run(settings, endpoints, curve or {}))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask))
 
 
-async def _run(settings: GatewaySettings, endpoints: dict[str, str], curve: Mapping[str, CurveClient]) -> None:
+async def _run(
+    settings: GatewaySettings,
+    endpoints: dict[str, str],
+    curve: Mapping[str, CurveClient],
+    ask: Callable[[str], None] | None,
+) -> None:
     await check_doors(settings.host, settings.store_url or "")
     registry = Registry(_served(model, endpoints[model.name], curve.get(model.name)) for model in settings.models)
+    encoders = Encoders(
+        (
+            served_encoder(encoder, endpoints[encoder.name], curve.get(encoder.name), ask)
+            for encoder in settings.encoders
+            if encoder.name in endpoints
+        ),
+        settings.encoders,
+    )
     stop = asyncio.Event()
     with _signals(stop):
-        await serve(settings, registry, stop)
+        await serve(settings, registry, stop, encoders=encoders)
 
 
 def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> ServedModel:
@@ -74,14 +95,26 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
     )
 
 
+def served_encoder(
+    encoder: EncoderConfig, endpoint: str, curve: CurveClient | None = None, ask: Callable[[str], None] | None = None
+) -> Embedder:
+    backend = EncoderBackend(
+        endpoint, curve=curve, silence_s=encoder.watchdog_s + 15.0, max_in_flight=encoder.max_waiting
+    )
+    return Embedder(
+        encoder.name, encoder.source, backend, ask=ask, wait_s=encoder.wait_s, input_price=encoder.input_price
+    )
+
+
 async def serve(
     settings: GatewaySettings,
     registry: Registry,
     stop: asyncio.Event,
     listening: Callable[[Service], None] | None = None,
+    encoders: Encoders | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    service = Service(settings, registry)
+    service = Service(settings, registry, encoders)
     await service.start()
     server = Server(
         App(service),

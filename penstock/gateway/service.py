@@ -27,9 +27,11 @@ from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
+from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
+from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.text import ChatTemplateError
 
@@ -45,10 +47,12 @@ INLINE_CHARACTERS = 4096
 class Service:
     """One gateway process."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry) -> None:
+    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
         self.settings = settings
         self.registry = registry
+        self.encoders = encoders or Encoders((), ())
         self.metrics = Metrics(self._views, settings.telemetry.most_series)
+        self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -98,6 +102,7 @@ class Service:
         await self.slices.close()
         for backend in self._backends():
             await backend.close()
+        await self.encoders.close()
         if self._background:
             await asyncio.wait(self._background, timeout=CUT_S)
         await self.quotas.close()

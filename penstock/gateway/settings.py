@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.config.schema import (
     Config,
     CountersConfig,
+    EncoderConfig,
     GuardrailConfig,
     LimitConfig,
     PriceConfig,
@@ -45,6 +46,7 @@ class ModelSettings:
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     models: tuple[ModelSettings, ...]
+    encoders: tuple[EncoderConfig, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20
@@ -87,7 +89,7 @@ class GatewaySettings:
         own = [
             PriceEntry(Price.per_million(model.input_price, model.output_price), model=model.name)
             for model in self.models
-        ]
+        ] + [PriceEntry(Price.per_million(encoder.input_price, 0.0), model=encoder.name) for encoder in self.encoders]
         listed = [
             PriceEntry(
                 Price.per_million(entry.input_price, entry.output_price, entry.cached_price),
@@ -117,6 +119,7 @@ class GatewaySettings:
                 )
                 for model in config.models
             ),
+            encoders=config.encoders,
             host=server.host,
             port=server.port,
             body_limit=server.body_limit,

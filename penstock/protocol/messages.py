@@ -12,6 +12,8 @@ of its own):
     LoadAdapter, UnloadAdapter, PinAdapter ─────►
                      ◄──────────────────  AdapterResult   one per operation, when it is done
                      ◄──────────────────  Adapters  after `Ready` and when they change
+    Encode           ──────────────────►            to an encoder engine, in place of Submit
+                     ◄──────────────────  Encoded   what a step of it finished for this gateway
     Sleep, Wake      ──────────────────►
                      ◄──────────────────  State     to every gateway, whenever it changes
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
@@ -30,7 +32,8 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
-from penstock.engine.request import EngineInfo, EngineState, Request, StepOutput
+from penstock.engine.encoder.request import EncodeRequest, Encoding
+from penstock.engine.request import EngineInfo, EngineState, Load, Request, StepOutput
 
 PROTOCOL_VERSION = 1
 HELLO_S = 1.0
@@ -61,6 +64,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Stop this request, in prefill too. Unknown ids are ignored."""
 
     request_id: str
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """Encode these texts. The answer comes back in an `Encoded`, a refusal in a `Step`."""
+
+    request: EncodeRequest
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -107,7 +116,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
 
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
-ToEngine: TypeAlias = Hello | Submit | Abort | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
+ToEngine: TypeAlias = Hello | Submit | Abort | Encode | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -133,6 +142,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     output: StepOutput
 
 
+class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+    """Finished requests of the receiver, with the engine's load."""
+
+    encodings: list[Encoding]
+    load: Load
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The engine is leaving; every request of the receiver is lost."""
 
@@ -153,4 +169,4 @@ class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
     error: str = ""
 
 
-FromEngine: TypeAlias = Ready | State | Step | Stopped | Adapters | AdapterResult
+FromEngine: TypeAlias = Ready | State | Step | Encoded | Stopped | Adapters | AdapterResult

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from penstock.engine.encoder.request import Encoding
 from penstock.engine.request import Delta, Load, StepOutput
 from penstock.protocol.codec import encode
-from penstock.protocol.messages import FromEngine, Step
+from penstock.protocol.messages import Encoded, FromEngine, Step
 
 BACKLOG_LIMIT = 4096
 """Messages kept for a gateway beyond those its socket holds: minutes of steps. Tokens cannot be skipped."""
@@ -96,6 +97,14 @@ class Peers:
                 self.disown(delta.request_id)
         for peer, own in grouped.values():
             self.send(peer, Step(StepOutput(own, load)), now)
+
+    def deliver_encodings(self, encodings: Iterable[Encoding], load: Load, now: float) -> None:
+        """Finished requests to their gateways; that ends the ownership."""
+        for encoding in encodings:
+            peer = self._owners.get(encoding.request_id)
+            if peer is not None:
+                self.disown(encoding.request_id)
+                self.send(peer, Encoded([encoding], load), now)
 
     def heartbeat(self, load: Callable[[], Load], now: float, interval_s: float) -> None:
         """An empty `Step` to every gateway that heard nothing for `interval_s`, and what is owed to slow ones."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import zmq
 
 from penstock.engine.adapters.spec import AdapterStatus
+from penstock.engine.encoder.request import EncodeOutput, EncodeRequest
 from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
 from penstock.errors import ReplicaLost
 from penstock.protocol.adapters import AdapterHost, operate
@@ -28,6 +31,7 @@ from penstock.protocol.messages import (
     AdapterResult,
     Adapters,
     Drain,
+    Encode,
     Goodbye,
     Hello,
     LoadAdapter,
@@ -76,6 +80,13 @@ class EngineLike(AdapterHost, Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+
+@runtime_checkable
+class EncoderLike(Protocol):
+    """What the server needs of an engine that encodes, besides that."""
+
+    def encode(self, request: EncodeRequest) -> None: ...
 
 
 class Sleeper(Protocol):
@@ -178,7 +189,12 @@ class EngineServer:
         peer = self._peers.get(identity)
         match message:
             case Submit(request):
-                self._submit(identity, request)
+                self._submit(identity, request.request_id, partial(self._engine.submit, request))
+            case Encode(texts):
+                if isinstance(self._engine, EncoderLike):
+                    self._submit(identity, texts.request_id, partial(self._engine.encode, texts))
+                else:
+                    self._refuse(identity, texts.request_id, "this engine generates; it does not encode texts")
             case Abort(request_id):
                 if peer is not None and request_id in peer.requests:
                     self._engine.abort(request_id)
@@ -212,9 +228,8 @@ class EngineServer:
         if self._engine.adapters is not None:
             self._peers.send(peer, Adapters(self._engine.adapters.statuses()), time.monotonic())
 
-    def _submit(self, identity: bytes, request: Request) -> None:
+    def _submit(self, identity: bytes, request_id: str, run: Callable[[], None]) -> None:
         peer = self._peers.get(identity)
-        request_id = request.request_id
         if peer is None:
             self._refuse(identity, request_id, f"{NOT_REGISTERED}: this engine has restarted; say hello first")
         elif self._drain_until is not None:
@@ -228,7 +243,7 @@ class EngineServer:
         else:
             self._peers.own(peer, request_id)
             try:
-                self._engine.submit(request)
+                run()
             except Exception as error:
                 log.exception("request %s was not accepted", request_id)
                 self._fail([request_id], f"the engine did not accept the request: {error}")
@@ -248,6 +263,8 @@ class EngineServer:
         self._failures = 0
         if output is not None:
             self._peers.deliver(output.deltas, output.load, time.monotonic())
+            if isinstance(output, EncodeOutput):
+                self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
         # A step without deltas may still have advanced a long prefill; its counter tells.
         load = output.load if output is not None else self._engine.load_snapshot()
         # Nothing runs because adapters are still being read, which may take minutes: that is not being stuck.

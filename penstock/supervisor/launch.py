@@ -24,7 +24,7 @@ def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
 
 
 def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], Unit]:
-    """The engines, one per model, and the gateway. `config` is resolved."""
+    """The engines, one per model and encoder, and the gateway. `config` is resolved."""
     file = folder.path / "config.json"
     dump(config, file)
     run = [sys.executable, "-m", "penstock"]
@@ -35,4 +35,9 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], Unit]:
         endpoint = folder.endpoint(index)
         engines.append(Unit(f"engine {model.name}", [*run, "engine", model.name, *common, "--endpoint", endpoint]))
         gateway += ["--engine", f"{model.name}={endpoint}"]
+    for index, encoder in enumerate(config.encoders, start=len(config.models)):
+        endpoint = folder.endpoint(index)
+        command = [*run, "engine", encoder.name, *common, "--endpoint", endpoint]
+        engines.append(Unit(f"encoder {encoder.name}", command, optional=True, early=encoder.start == "now"))
+        gateway += ["--engine", f"{encoder.name}={endpoint}"]
     return engines, Unit("gateway", gateway)

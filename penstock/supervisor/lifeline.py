@@ -29,7 +29,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Status: TypeAlias = Progress | Started | Failed
+class Asked(msgspec.Struct, frozen=True, tag="asked"):
+    """Somebody needs the encoder of this name, which runs only when it is needed."""
+
+    encoder: str
+
+
+Status: TypeAlias = Progress | Started | Failed | Asked
 
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 

@@ -1,7 +1,8 @@
 """`penstock serve`: starts a gateway and an engine per model at the same time, keeps them running, stops them in order.
 
 Invariants: whatever dies after it was once ready is started again, with backoff, and nothing else is touched; what dies
-before that ends the whole start with its reason. Stopping goes from the outside in: the gateway drains first, while
+before that ends the whole start with its reason, unless it is optional: such a unit is started when it is asked for,
+and when it cannot be, it waits to be asked again. Stopping goes from the outside in: the gateway drains first, while
 its engines still work for it, then the engines leave. A second request to stop kills everything.
 """
 
@@ -19,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.lifeline import Failed, Progress, Started, Status
+from penstock.supervisor.lifeline import Asked, Failed, Progress, Started, Status
 from penstock.supervisor.reporter import Reporter
 
 ENGINE_GRACE_S = 5.0
@@ -38,6 +39,11 @@ class Unit:
 
     name: str
     command: Sequence[str]
+    optional: bool = False
+    """Started when somebody asks for it; the rest can do without."""
+    early: bool = False
+    """An optional one that is started without being asked, once the others are ready."""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     child: Child | None = None
     info: EngineInfo | None = None
     problem: str | None = None
@@ -105,6 +111,10 @@ class Supervisor:
     async def _keep(self, unit: Unit) -> None:
         backoff = Backoff(self._backoff_s)
         while not self._stopping.is_set():
+            if unit.optional and not unit.ready.is_set():
+                await self._until_asked(unit)
+                if self._stopping.is_set():
+                    return
             unit.ready_at = None
             unit.child = await Child.spawn(
                 unit.name,
@@ -119,14 +129,24 @@ class Supervisor:
                 return
             how = describe_exit(code)
             if not unit.ready.is_set():
-                raise StartFailed(
-                    f"{unit.name}: {unit.problem or f'stopped while starting ({how}); see its log above'}"
-                )
+                problem = unit.problem or f"stopped while starting ({how}); see its log above"
+                if not unit.optional:
+                    raise StartFailed(f"{unit.name}: {problem}")
+                self._reporter.line(unit.name, f"not started: {problem}")
             ready_s = 0.0 if unit.ready_at is None else time.monotonic() - unit.ready_at
             delay = backoff.delay(ready_s)
-            self._reporter.exited(unit.name, how, delay)
+            if unit.ready.is_set():
+                self._reporter.exited(unit.name, how, delay)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
+            unit.asked.clear()
+
+    async def _until_asked(self, unit: Unit) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (unit.asked, self._stopping)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
     def _on_status(self, unit: Unit, status: Status) -> None:
         match status:
@@ -139,10 +159,15 @@ class Supervisor:
                 self._reporter.engine_started(unit.name, info)
             case Failed(message):
                 unit.problem = message
+            case Asked(name):
+                for encoder in self._engines:
+                    if encoder.optional and encoder.name == f"encoder {name}":
+                        encoder.asked.set()
 
     async def _announce(self, started: float) -> None:
         """Wait until every engine and the gateway answer, and say so."""
-        for unit in self._engines:
+        needed = [unit for unit in self._engines if not unit.optional]
+        for unit in needed:
             await unit.ready.wait()
         pause = 0.02
         while not await is_ready(self._host, self._port):
@@ -150,8 +175,11 @@ class Supervisor:
             pause = min(pause * 1.5, 0.5)
         self._gateway.ready.set()
         self._gateway.ready_at = time.monotonic()
-        infos = [unit.info for unit in self._engines if unit.info is not None]
+        infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
+        for unit in self._engines:
+            if unit.early:
+                unit.asked.set()
 
     async def _shut_down(self, keepers: list[asyncio.Task[None]]) -> None:
         ready = self._gateway.ready.is_set()

@@ -79,7 +79,7 @@ def _from_folder(folder: Path) -> TextModel:
     config = _json(folder / "config.json")
     config = {**config, **config.get("text_config", {})}
     settings = _json(folder / "tokenizer_config.json")
-    tokenizer = _tokenizer_json(folder)
+    tokenizer = read_tokenizer(folder)
     special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     ends: list[int] = []
     for source in (_json(folder / "generation_config.json"), config):
@@ -97,7 +97,7 @@ def _from_folder(folder: Path) -> TextModel:
     )
 
 
-def _tokenizer_json(folder: Path) -> Tokenizer:
+def read_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
         hint = "; convert its tokenizer.model to tokenizer.json first" if (folder / "tokenizer.model").exists() else ""

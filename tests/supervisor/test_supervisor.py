@@ -18,6 +18,7 @@ import pytest
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.health import is_ready
+from penstock.supervisor.lifeline import Asked
 from penstock.supervisor.reporter import Reporter
 from penstock.supervisor.supervisor import StartFailed, Supervisor, Unit
 from tests.protocol.client import connected, eventually
@@ -174,6 +175,33 @@ async def test_an_engine_that_never_starts_ends_the_start_with_its_reason(
     with pytest.raises(StartFailed, match=message):
         await asyncio.wait_for(supervisor.run(handle_signals=False), 15)
     assert gateway.child is not None and not alive(gateway.child.pid)
+
+
+async def test_an_optional_engine_is_started_when_it_is_asked_for(folder: Path) -> None:
+    port = free_port()
+    needed, gateway = tree(folder, port)
+    run = [sys.executable, "-m", "tests.supervisor.fakes", "engine"]
+    wanted = Unit("encoder a", [*run, f"ipc://{folder}/a", STATUS_FD, "good"], optional=True)
+    broken = Unit("encoder b", [*run, f"ipc://{folder}/b", STATUS_FD, "broken"], optional=True)
+    recorder = Recorder()
+    supervisor = Supervisor(
+        engines=[needed, wanted, broken], gateway=gateway, host="127.0.0.1", port=port, drain_s=5, reporter=recorder,
+        backoff_s=0.05,
+    )  # fmt: skip
+    running = asyncio.create_task(supervisor.run(handle_signals=False))
+    try:
+        await until(lambda: recorder.count("ready") == 1)
+        assert wanted.child is None and broken.child is None
+        supervisor._on_status(gateway, Asked("a"))
+        supervisor._on_status(gateway, Asked("b"))
+        await until(lambda: wanted.ready.is_set() and any("no such model" in line for line in recorder.lines))
+        os.kill(wanted.child.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        await until(lambda: sum(event[:2] == ("started", "encoder a") for event in recorder.events) == 2)
+        assert sum(event[:2] == ("progress", "encoder b") for event in recorder.events) == 1
+        assert not running.done()
+    finally:
+        supervisor.stop()
+        await asyncio.wait_for(running, 20)
 
 
 async def test_the_gateway_drains_before_the_engine_is_told_to_leave(folder: Path) -> None:

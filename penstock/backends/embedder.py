@@ -1,0 +1,232 @@
+"""Texts to vectors and scores, for everything in the gateway that needs them.
+
+An `Embedder` is a tokenizer here and an engine elsewhere. Neither exists before it is first asked for: then the
+supervisor is asked for the engine, which may have to fetch its model, and callers wait up to `wait_s`. Invariant: no
+call blocks the event loop (long tokenizing happens in a thread), and lists of any length go out in bounded requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.backends.encoder import EncoderBackend
+from penstock.engine.encoder.request import EncodeRequest, Wanted
+from penstock.engine.loading.sources import resolve
+from penstock.engine.request import EngineInfo
+from penstock.protocol.errors import EngineUnavailable, InvalidRequest, RequestTimeout
+from penstock.text.encoder import EncoderText, load_encoder_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Matrix = NDArray[np.float32]
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 2048
+"""Texts up to this size together are tokenized on the event loop."""
+TEXTS_PER_REQUEST = 256
+FLOAT_BYTES = 4
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A unit vector per text (a row each), and how many tokens each text had."""
+
+    vectors: Matrix
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenVectors:
+    """Per text a unit vector per token, without the marks of beginning and end."""
+
+    vectors: list[Matrix]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How well each document answers the query; larger is better, comparable within one call only."""
+
+    values: list[float]
+    tokens: int
+
+
+class Embedder:
+    """One encoder model."""
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        backend: EncoderBackend,
+        *,
+        ask: Callable[[str], None] | None = None,
+        wait_s: float = 30.0,
+        time_limit_s: float = 60.0,
+        input_price: float = 0.0,
+    ) -> None:
+        """`ask` is called with the name to have the engine started. Callers wait `wait_s` for it, and `time_limit_s`
+        for each request to it."""
+        self.name = name
+        self.source = source
+        self.backend = backend
+        self.wait_s = wait_s
+        self.input_price = input_price
+        self._ask = ask
+        self._time_limit_s = time_limit_s
+        self._text: EncoderText | None = None
+        self._opening = asyncio.Lock()
+        self._started = False
+
+    async def embed(self, texts: Sequence[str], *, priority: int = 0) -> Embeddings:
+        """Vectors of texts; the cosine of two is their dot product. Longer texts are cut at the model's window. Give
+        bulk work a `priority` above 0: it then waits for everybody else's."""
+        info, ids = await self._prepared(texts)
+        numbers = await self.run(ids, "sentence", priority=priority)
+        return Embeddings(_matrix(numbers, info.dimensions), [len(text) for text in ids])
+
+    async def token_vectors(self, texts: Sequence[str], *, priority: int = 0) -> TokenVectors:
+        """Vectors of the tokens of texts, for late interaction."""
+        info, ids = await self._prepared(texts)
+        rows = _matrix(await self.run(ids, "tokens", priority=priority), info.dimensions)
+        ends = list(itertools.accumulate(len(text) for text in ids))
+        found = [rows[end - len(text) + 1 : end - 1] for text, end in zip(ids, ends, strict=True)]
+        return TokenVectors(found, [len(text) for text in ids])
+
+    async def rerank(self, query: str, documents: Sequence[str], *, priority: int = 0) -> Scores:
+        """Scores of documents for a query: by a cross-encoder if this is one, else by late interaction (each token
+        of the query takes its best match in the document; their mean). The vectors never leave the engine."""
+        info = await self.open()
+        tokens = 0
+        values: list[float] = []
+        for some in _portions(documents, TEXTS_PER_REQUEST):
+            if info.scores:
+                assert self._text is not None
+                pair = partial(self._text.encode_pairs, query, some, info.max_model_len)
+                ids, seconds = await _worked(pair, sum(map(len, some)))
+                numbers = await self.run(ids, "score", seconds=seconds, priority=priority)
+            else:
+                ids = await self._cut([query, *some], info.max_model_len)
+                if len(ids[0]) < 3:
+                    raise InvalidRequest("The query is empty.", param="query")
+                numbers = await self.run(ids, "late", priority=priority)
+            tokens += sum(map(len, ids))
+            values += memoryview(numbers).cast("f").tolist()
+        return Scores(values, tokens)
+
+    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids with the marks of beginning and end; of any length."""
+        await self.open()
+        assert self._text is not None
+        return await _worked(partial(self._text.encode, texts), sum(map(len, texts)))
+
+    async def run(
+        self,
+        ids: Sequence[list[int]],
+        wanted: Wanted,
+        *,
+        seconds: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> bytes:
+        """What the engine makes of token ids, as float32 numbers."""
+        await self.open()
+        size = len(ids) if wanted == "late" else TEXTS_PER_REQUEST
+        parts = []
+        for start in range(0, len(ids), size):
+            part = slice(start, start + size)
+            request = EncodeRequest(
+                f"{self.name}:{next(_serial)}",
+                list(ids[part]),
+                wanted,
+                None if seconds is None else list(seconds[part]),
+                priority,
+            )
+            try:
+                async with asyncio.timeout(self._time_limit_s):
+                    parts.append((await self.backend.encode(request)).numbers)
+            except TimeoutError:
+                raise RequestTimeout(f"The encoder did not answer in {self._time_limit_s:g} s.") from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def open(self) -> EngineInfo:
+        """The engine's facts, once it is up and its tokenizer is here; has it started when nobody did yet."""
+        if self._text is None or not self.backend.ready:
+            async with self._opening:
+                if not self._started:
+                    await self.backend.start()
+                    self._started = True
+            await self._wait()
+            async with self._opening:
+                if self._text is None:
+                    self._text = await asyncio.to_thread(_load_text, self.source)
+        info = self.backend.info
+        assert info is not None
+        return info
+
+    async def close(self) -> None:
+        if self._started:
+            await self.backend.close()
+
+    @property
+    def up(self) -> bool:
+        return self.backend.ready
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait in its engine."""
+        return self.backend.load.waiting
+
+    @property
+    def text(self) -> EncoderText:
+        """The tokenizer; there once `open` has returned."""
+        assert self._text is not None
+        return self._text
+
+    async def _wait(self) -> None:
+        if self._ask is not None and not self.backend.ready:
+            self._ask(self.name)
+        try:
+            await self.backend.wait_ready(self.wait_s)
+        except EngineUnavailable:
+            raise EngineUnavailable(
+                f"The encoder `{self.name}` is not up yet: it is started, and its model fetched, when it is first "
+                "asked for. Try again; the server's log says how it goes.",
+                retry_after=5.0,
+            ) from None
+
+    async def _prepared(self, texts: Sequence[str]) -> tuple[EngineInfo, list[list[int]]]:
+        info = await self.open()
+        return info, await self._cut(texts, info.max_model_len)
+
+    async def _cut(self, texts: Sequence[str], limit: int) -> list[list[int]]:
+        return [self.text.cut(ids, limit) for ids in await self.tokenize(texts)]
+
+
+def _portions(items: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _load_text(source: str) -> EncoderText:
+    """The model is here by now: its engine runs. The thread also pays for importing numpy."""
+    import numpy  # noqa: F401
+
+    return load_encoder_text(resolve(source))
+
+
+def _matrix(numbers: bytes, width: int) -> Matrix:
+    import numpy as np
+
+    return np.frombuffer(numbers, dtype=np.float32).reshape(-1, width)
+
+
+async def _worked(work: Callable[[], T], characters: int) -> T:
+    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)

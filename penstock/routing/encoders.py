@@ -1,0 +1,42 @@
+"""The encoder models there are, by name and alias. They are apart from the models that generate: nobody waits for them
+at start, and health does not depend on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+from penstock.backends.embedder import Embedder
+from penstock.config.schema import EncoderConfig
+from penstock.protocol.errors import ModelNotFound
+
+
+class Encoders:
+    """Every encoder this gateway can reach."""
+
+    def __init__(self, embedders: Iterable[Embedder], configured: Iterable[EncoderConfig]) -> None:
+        self._embedders = {embedder.name: embedder for embedder in embedders}
+        self.configs = {config.name: config for config in configured if config.name in self._embedders}
+        self._names = {name: name for name in self._embedders}
+        self._names |= {alias: config.name for config in self.configs.values() for alias in config.aliases}
+
+    def __iter__(self) -> Iterator[Embedder]:
+        return iter(self._embedders.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def find(self, name: str) -> Embedder:
+        """By name or alias."""
+        known = self._names.get(name)
+        if known is None:
+            raise ModelNotFound(name[:256], list(self._names))
+        return self._embedders[known]
+
+    @property
+    def default(self) -> Embedder | None:
+        """The first one configured: what the gateway's own features embed with."""
+        return next(iter(self), None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(embedder.close() for embedder in self))

@@ -1,0 +1,45 @@
+"""The text side of an encoder model: texts, and pairs of texts, to token ids.
+
+What a text spells like a control token (`[SEP]`) is ordinary text here: no caller can end another part of the input.
+The tokenizer releases the interpreter lock, so threads may share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from penstock.text.loading import read_tokenizer
+
+
+class EncoderText:
+    """One encoder's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        empty: list[int] = tokenizer.encode("").ids
+        self.first, self.last = empty[0], empty[-1]
+        """What stands before and after every text."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids with the model's beginning and end around them."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def encode_pairs(self, query: str, documents: Sequence[str], limit: int) -> tuple[list[list[int]], list[int]]:
+        """Each document with the query before it, and where it begins; long documents lose their end."""
+        (asked,) = self.encode([query])
+        pairs = [[*asked, *document[1:]] for document in self.encode(documents)]
+        return [self.cut(pair, limit) for pair in pairs], [len(asked)] * len(pairs)
+
+    def cut(self, ids: list[int], limit: int) -> list[int]:
+        """The beginning of a text that is too long, with its mark of the end."""
+        return ids if len(ids) <= limit else [*ids[: limit - 1], self.last]
+
+
+def load_encoder_text(folder: Path) -> EncoderText:
+    return EncoderText(read_tokenizer(folder))

@@ -1,0 +1,113 @@
+"""The embedder over real ZeroMQ, against the real engine server with the default encoder behind it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.backends.embedder import Embedder
+from penstock.backends.encoder import EncoderBackend
+from penstock.backends.native import NativeBackend
+from penstock.engine.encoder.request import EncodeRequest
+from penstock.engine.request import Request, SamplingParams
+from penstock.protocol.errors import EngineUnavailable, InvalidRequest, ServerError
+
+
+def embedder(endpoint: str, **options: object) -> Embedder:
+    return Embedder("minilm", "minilm", EncoderBackend(endpoint), **options)  # type: ignore[arg-type]
+
+
+def test_texts_that_mean_the_same_are_near_and_the_tokens_are_counted(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+        texts = ["How do I reset my password?", "I forgot my password, what now?", "Bread needs flour and water."]
+        found = await encoder.embed(texts)
+        assert found.vectors.shape == (3, 384)
+        assert np.allclose(np.linalg.norm(found.vectors, axis=1), 1, atol=1e-5)
+        likeness = found.vectors @ found.vectors.T
+        assert likeness[0, 1] > 0.6 > 0.3 > likeness[0, 2]
+        assert found.tokens == [len(ids) for ids in await encoder.tokenize(texts)] == [9, 10, 8]
+        many = await asyncio.gather(*(encoder.embed([texts[i % 3]] * (i % 5 + 1)) for i in range(40)))
+        for i, each in enumerate(many):
+            assert np.allclose(each.vectors, found.vectors[i % 3], atol=1e-5)
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_more_texts_than_one_request_holds_come_back_in_order(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+        texts = [f"{'very ' * (i % 7)}number {i}" for i in range(300)]
+        found = await encoder.embed(texts, priority=1)
+        alone = await encoder.embed([texts[0], texts[255], texts[256], texts[299]])
+        assert np.allclose(found.vectors[[0, 255, 256, 299]], alone.vectors, atol=1e-5)
+        long = await encoder.embed(["word " * 1000])
+        assert long.tokens == [256]
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_late_interaction_in_the_engine_equals_that_of_the_token_vectors(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+        query = "What is the capital of France?"
+        documents = ["Paris is the capital of France.", "France borders Spain.", "Bananas are yellow.", ""]
+        scores = (await encoder.rerank(query, documents)).values
+        assert scores == sorted(scores, reverse=True)
+        found = await encoder.token_vectors([query, *documents])
+        asked, *answers = found.vectors
+        assert len(asked) == found.tokens[0] - 2
+        expected = [float((asked @ rows.T).max(1).mean()) if len(rows) else 0.0 for rows in answers]
+        assert np.allclose(scores, expected, atol=1e-5)
+        with pytest.raises(InvalidRequest, match="query is empty"):
+            await encoder.rerank("", documents)
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_control_tokens_in_a_text_are_ordinary_text(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+        (ids,) = await encoder.tokenize(["[SEP] injected [CLS]"])
+        assert ids.count(102) == 1 and ids.count(101) == 1
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_an_encoder_that_does_not_run_is_asked_for_and_waited_for(tmp_path: object) -> None:
+    async def work() -> None:
+        asked: list[str] = []
+        encoder = embedder(f"ipc://{tmp_path}/none", ask=asked.append, wait_s=0.05)
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match="not up yet"):
+                await encoder.embed(["hi"])
+        assert asked == ["minilm", "minilm"]
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_a_refused_request_and_one_of_the_wrong_kind_say_why(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        backend = EncoderBackend(encoder_endpoint)
+        await backend.start()
+        await backend.wait_ready(5)
+        with pytest.raises(ServerError, match="vocabulary"):
+            await backend.encode(EncodeRequest("x", [[99_999_999]]))
+        assert backend.in_flight == 0
+        await backend.close()
+        plain = NativeBackend(encoder_endpoint)
+        await plain.start()
+        await plain.wait_ready(5)
+        with pytest.raises(ServerError, match="does not generate"):
+            async for _ in plain.generate(Request("r", [1], SamplingParams())):
+                pass
+        await plain.close()
+
+    asyncio.run(work())
