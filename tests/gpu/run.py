@@ -11,6 +11,7 @@ the launch-shape sweeps.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import inspect
 import os
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+PATIENCE_S = 90
+"""A test that takes longer hangs: say where, and stop."""
 
 
 def arguments() -> argparse.Namespace:
@@ -88,6 +91,8 @@ def main() -> int:
     for label, function in tests:
         harness.reseed(label)
         start = time.perf_counter()
+        if harness.MODE == "device":
+            faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
         try:
             function()
             outcome = "ok"
@@ -95,6 +100,7 @@ def main() -> int:
             failures.append(label)
             outcome = "FAILED"
             traceback.print_exc()
+        faulthandler.cancel_dump_traceback_later()
         print(f"{outcome:6s} {label} {time.perf_counter() - start:.1f} s", flush=True)
 
     rows: list[harness.Row] = []

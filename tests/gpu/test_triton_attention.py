@@ -359,7 +359,7 @@ def test_rope_and_cache() -> None:
                 name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
                 check(f"{name} q", q, want_q)
                 block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
-                limit = {FP8: 6.5e-2, INT8: 1.5e-2}.get(kv_dtype, TOLERANCE[dtype])
+                limit = {FP8: 6.5e-2, INT8: 2.5e-2}.get(kv_dtype, TOLERANCE[dtype])
                 for kind, cache, want, scale in zip(
                     "kv",
                     (case.k_cache, case.v_cache),

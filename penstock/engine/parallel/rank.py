@@ -6,6 +6,7 @@ scheduling, no sampling. If it fails it says why and ends; rank 0 then gives the
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -90,4 +91,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking NCCL's groups down can wait for peers that are gone

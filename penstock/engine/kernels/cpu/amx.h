@@ -2,8 +2,9 @@
 //
 // A tile register holds 16 rows of 64 bytes. The right-hand tile of a product covers 32 depths x 16 columns; its row r
 // holds depths 2r and 2r + 1 of every column, side by side. Weights of few bits are widened to that form for 32 columns
-// at a time, into a buffer that stays in the core's second-level cache, and reused by every group of rows: the bytes
-// read from memory are those of the few-bit form. Sums are float32. Dense weights are stored in that form at load.
+// and a few hundred depths at a time, into a buffer that stays in the core's first-level cache, and reused by every
+// group of rows: the bytes read from memory are those of the few-bit form. Sums are float32. Dense weights are stored in
+// that form at load.
 
 #pragma once
 
@@ -114,68 +115,85 @@ PK_INLINE void prefetch_tile(const uint8_t* tile) {
     }
 }
 
-// y [32][kPair] = rows x (up to 32, `stride` bytes apart) times two tiles of columns. `ahead`: the weights come from
-// memory, so ask for what follows.
-inline void tile_products(const uint8_t* x, int64_t stride, int rows, const uint8_t* left, const uint8_t* right,
-                          int64_t blocks, float* y, bool ahead) {
-    constexpr int kOut = kPair * 4;
-    if (rows <= 16) {
-        // Two sums per column tile, even and odd depths: one would wait for itself.
-        shape_tiles(rows, rows);
-        int64_t b = 0;
-        for (; b + 2 <= blocks; b += 2) {
-            if (ahead) {
-                prefetch_tile(left + b * kTileBytes);
-                prefetch_tile(left + (b + 1) * kTileBytes);
-                prefetch_tile(right + b * kTileBytes);
-                prefetch_tile(right + (b + 1) * kTileBytes);
-            }
-            _tile_loadd(4, x + b * 64, int(stride));
-            _tile_loadd(6, left + b * kTileBytes, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, right + b * kTileBytes, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x + b * 64 + 64, int(stride));
-            _tile_loadd(6, left + (b + 1) * kTileBytes, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_loadd(7, right + (b + 1) * kTileBytes, 64);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        if (b < blocks) {
-            _tile_loadd(4, x + b * 64, int(stride));
-            _tile_loadd(6, left + b * kTileBytes, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, right + b * kTileBytes, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        _tile_stored(0, y, kOut);
-        _tile_stored(1, y + kColumns, kOut);
-        float* odd = y + 16 * kPair;
-        _tile_stored(2, odd, kOut);
-        _tile_stored(3, odd + kColumns, kOut);
-        for (int i = 0; i < rows * kPair; i += VL) store(y + i, load(y + i) + load(odd + i));
-        return;
-    }
-    shape_tiles(16, rows - 16);
-    const uint8_t* lower = x + 16 * stride;
-    for (int64_t b = 0; b < blocks; ++b) {
-        if (ahead) {
+// Up to 16 rows of activations: the tile of block b begins at `at` + b * `step`.
+struct RowTiles {
+    const uint8_t* at;
+    int64_t step, stride;
+    RowTiles from(int64_t block) const { return {at + block * step, step, stride}; }
+};
+
+PK_INLINE void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Adds rows x times two column tiles to registers 0 and 1 (even blocks), 2 and 3 (odd): one alone would wait for itself.
+// AHEAD: the weights come from memory, so ask for what follows.
+template <bool AHEAD>
+PK_INLINE void add_products(const RowTiles& x, const uint8_t* left, const uint8_t* right, int64_t blocks) {
+    int64_t b = 0;
+    for (; b + 2 <= blocks; b += 2) {
+        if (AHEAD) {
             prefetch_tile(left + b * kTileBytes);
+            prefetch_tile(left + (b + 1) * kTileBytes);
             prefetch_tile(right + b * kTileBytes);
+            prefetch_tile(right + (b + 1) * kTileBytes);
         }
-        _tile_loadd(4, x + b * 64, int(stride));
+        _tile_loadd(4, x.at + b * x.step, x.stride);
         _tile_loadd(6, left + b * kTileBytes, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, right + b * kTileBytes, 64);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, lower + b * 64, int(stride));
+        _tile_loadd(5, x.at + (b + 1) * x.step, x.stride);
+        _tile_loadd(6, left + (b + 1) * kTileBytes, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(7, right + (b + 1) * kTileBytes, 64);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    if (b < blocks) {
+        _tile_loadd(4, x.at + b * x.step, x.stride);
+        _tile_loadd(6, left + b * kTileBytes, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right + b * kTileBytes, 64);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+}
+
+// The same for two groups of rows: the upper in registers 0 and 1, the lower in 2 and 3.
+template <bool AHEAD>
+PK_INLINE void add_products(const RowTiles& x, const RowTiles& lower, const uint8_t* left, const uint8_t* right,
+                            int64_t blocks) {
+    for (int64_t b = 0; b < blocks; ++b) {
+        if (AHEAD) {
+            prefetch_tile(left + b * kTileBytes);
+            prefetch_tile(right + b * kTileBytes);
+        }
+        _tile_loadd(4, x.at + b * x.step, x.stride);
+        _tile_loadd(6, left + b * kTileBytes, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, right + b * kTileBytes, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower.at + b * lower.step, lower.stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, y, kOut);
-    _tile_stored(1, y + kColumns, kOut);
-    _tile_stored(2, y + 16 * kPair, kOut);
-    _tile_stored(3, y + 16 * kPair + kColumns, kOut);
+}
+
+// y [32][kPair]: rows of the upper group, then of the lower.
+PK_INLINE void load_sums(const float* y) {
+    _tile_loadd(0, y, kPair * 4);
+    _tile_loadd(1, y + kColumns, kPair * 4);
+    _tile_loadd(2, y + 16 * kPair, kPair * 4);
+    _tile_loadd(3, y + 16 * kPair + kColumns, kPair * 4);
+}
+
+PK_INLINE void store_sums(float* y) {
+    _tile_stored(0, y, kPair * 4);
+    _tile_stored(1, y + kColumns, kPair * 4);
+    _tile_stored(2, y + 16 * kPair, kPair * 4);
+    _tile_stored(3, y + 16 * kPair + kColumns, kPair * 4);
 }
 
 }  // namespace pk
