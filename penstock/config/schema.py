@@ -7,30 +7,17 @@ without being documented.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from penstock.config.context import ConversationsConfig
+from penstock.config.fields import setting
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 from penstock.engine.encoder.config import EncoderEngineConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_ENCODER = "minilm"
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    doc: str,
-    least: float | None = None,
-    most: float | None = None,
-    size: bool = False,
-    example: str | None = None,
-) -> Any:
-    """A documented field. `size`: bytes, also written as "2GiB". `example`: shown where the default says little."""
-    metadata: Mapping[str, Any] = {"doc": doc, "least": least, "most": most, "size": size, "example": example}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +387,7 @@ class Config:
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
+    conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

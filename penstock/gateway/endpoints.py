@@ -20,6 +20,7 @@ from penstock.gateway.api.admin import (
 )
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.completions import completions
+from penstock.gateway.api.conversations import delete_conversation, get_conversation, list_conversations
 from penstock.gateway.api.health import live, ready
 from penstock.gateway.api.identity import (
     KeyRequest,
@@ -102,6 +103,9 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
     Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
+    Endpoint("GET", "/v1/conversations", list_conversations, "A user's conversations.", "Conversations"),
+    Endpoint("GET", "/v1/conversations/{conversation}", get_conversation, "What was said.", "Conversations"),
+    Endpoint("DELETE", "/v1/conversations/{conversation}", delete_conversation, "Forget it.", "Conversations"),
     Endpoint(
         "POST",
         "/v1/messages",

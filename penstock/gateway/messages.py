@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ from penstock.gateway.schemas import MESSAGE_UNSUPPORTED, ChatMessage
 from penstock.protocol.errors import InvalidRequest
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """`earlier_calls`: ids of calls made before these messages, which results may answer too."""
     flat = []
-    calls: set[str] = set()
+    calls = set(earlier_calls)
     for i, message in enumerate(messages):
         if message.role == "tool":
             _check_result(message, f"messages[{i}]", calls)

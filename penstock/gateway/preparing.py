@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.request import EngineInfo
+from penstock.gateway.conversing import OpenTurn, known_calls
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.messages import template_messages
@@ -33,12 +34,14 @@ def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | No
     exchange.record.metadata = metadata
 
 
-async def prepare_chat(service: Service, exchange: Exchange, request: ChatRequest, limit: Limits) -> Generation:
-    """The generation that answers a conversation; raises what is wrong with the request."""
+async def prepare_chat(
+    service: Service, exchange: Exchange, request: ChatRequest, limit: Limits, turn: OpenTurn | None = None
+) -> Generation:
+    """The generation that answers a conversation; raises what is wrong with the request. `turn`: of a stored one."""
     check_tools(request)
     n = request.n or 1
     check_choices(1, n, service.settings)
-    messages = template_messages(request.messages)
+    messages = template_messages(request.messages, known_calls(turn))
     if service.guardrails is not None:
         messages = await service.guardrails.messages(exchange.caller, messages)
     stops = stop_strings(request)
@@ -51,8 +54,12 @@ async def prepare_chat(service: Service, exchange: Exchange, request: ChatReques
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         grammar=await grammar_for(service.grammars, request, toolbox),
     )
-    tokens = await chat_tokens(service, model, messages, toolbox)
     quota = service.quotas.context_tokens(exchange.caller)
+    if turn is None:
+        tokens = await chat_tokens(service, model, messages, toolbox)
+    else:
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
     return Generation(
         model,

@@ -152,6 +152,16 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     function_call: Unsupported = UNSET
 
 
+SessionId = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class NamedConversation(Struct, forbid_unknown_fields=True):
+    """A stored conversation, and what becomes of its oldest turns when it outgrows the window."""
+
+    id: SessionId
+    overflow: Literal["truncate", "summarise"] | None = None
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
@@ -163,6 +173,7 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
+    conversation: SessionId | NamedConversation | None = None
     modalities: Unsupported = UNSET
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -10,7 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
+from penstock.config.context import ConversationsConfig
 from penstock.config.schema import CountersConfig
+from penstock.conversations import ConversationStore, Sessions
+from penstock.conversations.store import SqlConversations
 from penstock.gateway.accounting import Accounts
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
@@ -68,6 +71,7 @@ class Service:
         self.accounts: Accounts | None = None
         self.responses: ResponseStore | None = None
         self.request_log: RequestLog | None = None
+        self.sessions: Sessions | None = None
         self._keyring: KeyRing | None = None
         self.quotas = Quotas(_counters(settings.counters), settings.tiers, settings.limits, settings.price_book())
         self._background: set[asyncio.Task[None]] = set()
@@ -91,6 +95,9 @@ class Service:
                 await self.responses.prepare()
             self.accounts = Accounts(Ledger(self.database), self.settings.price_book(), self.metrics.usage)
             await self.accounts.start()
+        self.sessions = open_sessions(self.settings.conversations, self.database)
+        if self.sessions is not None:
+            await self.sessions.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
@@ -100,6 +107,8 @@ class Service:
 
     async def close(self) -> None:
         await self.slices.close()
+        if self.sessions is not None:
+            await self.sessions.close()
         for backend in self._backends():
             await backend.close()
         await self.encoders.close()
@@ -178,7 +187,7 @@ class Service:
     async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) <= INLINE_CHARACTERS:
             return model.text.encode(text, add_special_tokens=add_special_tokens)
-        return await self._in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
+        return await self.in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
         self,
@@ -200,12 +209,12 @@ class Service:
             model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
         try:
-            return encode() if size <= INLINE_CHARACTERS and not tools else await self._in_thread(encode)
+            return encode() if size <= INLINE_CHARACTERS and not tools else await self.in_thread(encode)
         except ChatTemplateError as error:
             message = str(error)
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
 
@@ -219,6 +228,20 @@ class Service:
             yield EngineView(
                 model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
             )
+
+
+def open_sessions(config: ConversationsConfig, database: Database | None) -> Sessions | None:
+    """The conversations as the configuration asks for them; None when none are kept."""
+    store: ConversationStore
+    if config.url and config.url != "off":
+        from penstock.conversations.redis import RedisConversations
+
+        store = RedisConversations(config.url, ttl_s=config.ttl_s, most=config.per_user)
+    elif not config.url and database is not None:
+        store = SqlConversations(database, ttl_s=config.ttl_s, most=config.per_user)
+    else:
+        return None
+    return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
 
 
 def _counters(config: CountersConfig) -> LimitStore:

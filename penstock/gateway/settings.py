@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.config.context import ConversationsConfig
 from penstock.config.schema import (
     Config,
     CountersConfig,
@@ -79,6 +80,7 @@ class GatewaySettings:
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
+    conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
@@ -144,6 +146,7 @@ class GatewaySettings:
             routing=config.routing,
             prices=config.prices,
             guardrails=config.guardrails,
+            conversations=config.conversations,
             request_log=config.request_log,
             telemetry=config.telemetry,
             log_format=config.logging.format,

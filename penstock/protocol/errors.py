@@ -178,6 +178,17 @@ class RequestTimeout(ApiError):
     code = "timeout"
 
 
+class ConversationBusy(ApiError):
+    """Another turn of the same conversation is being answered; clients send this one again by themselves."""
+
+    status = 409
+    type = "conflict_error"
+    code = "conversation_busy"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="conversation", retry_after=1.0)
+
+
 class PayloadTooLarge(InvalidRequest):
     """The body is larger than `server.body_limit`."""
 

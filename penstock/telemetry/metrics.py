@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.telemetry.context_metrics import ContextMetrics
 from penstock.telemetry.engine_metrics import ENGINE_LABELS, Engines, EngineView, add_engine_metrics
 from penstock.telemetry.exposition import Buckets, Registry, Value
 from penstock.telemetry.usage_metrics import UsageMetrics
@@ -95,6 +96,7 @@ class Metrics:
         self._grammars = registry.counter(
             "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
         )
+        self.context = ContextMetrics(registry)
         self._guardrails = registry.counter(
             "penstock_guardrails_total", "Text that a guardrail refused or redacted.", ("rule", "stage", "action")
         )

@@ -29,6 +29,7 @@ EVERY = [
     (errors.ModelNotFound("x", ["a"]), 404, "not_found_error", "model_not_found"),
     (errors.MethodNotAllowed("no"), 405, "invalid_request_error", "method_not_allowed"),
     (errors.RequestTimeout("late"), 408, "timeout_error", "timeout"),
+    (errors.ConversationBusy("wait"), 409, "conflict_error", "conversation_busy"),
     (errors.PayloadTooLarge(limit=5, size=9), 413, "invalid_request_error", "payload_too_large"),
     (errors.UnsupportedMediaType("xml"), 415, "invalid_request_error", "unsupported_media_type"),
     (errors.RateLimitExceeded("slow down", retry_after=3), 429, "rate_limit_error", "rate_limit_exceeded"),

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.gateway.answering import DONE, Renderer, answer
 from penstock.gateway.choice import CallPiece, Piece, TokenPiece
+from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation
@@ -30,9 +31,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     _check(request)
     asked, param = _max_tokens(request)
     limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
-    generation = await prepare_chat(service, exchange, request, limit)
-    renderer = ChatRenderer(request, generation)
-    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+    async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
+        generation = await prepare_chat(service, exchange, request, limit, turn)
+        recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+        renderer = ChatRenderer(request, generation, recorder)
+        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
 
 def _check(request: ChatRequest) -> None:
@@ -65,7 +68,8 @@ def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
 class ChatRenderer(Renderer):
     """`chat.completion` and `chat.completion.chunk` objects."""
 
-    def __init__(self, request: ChatRequest, generation: Generation) -> None:
+    def __init__(self, request: ChatRequest, generation: Generation, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
         model = generation.model
         self._generation = generation
         self._text = model.text
@@ -87,10 +91,17 @@ class ChatRenderer(Renderer):
 
     def opening(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
+        if self._recorder is not None:
+            usage = {"usage": None} if self._usage else {}
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+            first = {**self._head, "choices": [choice], "conversation": self._recorder.report, **usage}
+            return b"data: " + encode_json(first) + b"\n\n"
         return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
 
     def event(self, piece: Piece) -> bytes:
         data = b""
+        if self._recorder is not None:
+            self._recorder.hear(piece)
         if piece.text or piece.tokens:
             if not piece.tokens:
                 data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
@@ -136,7 +147,16 @@ class ChatRenderer(Renderer):
             if parts[-1].stop_reason is not None:
                 choice["stop_reason"] = parts[-1].stop_reason
             choices.append(choice)
-        return encode_json({**self._head, "choices": choices, "usage": self._generation.usage()})
+        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
+        if self._recorder is not None:
+            for piece in pieces[0]:
+                self._recorder.hear(piece)
+            body["conversation"] = self._recorder.report
+        return encode_json(body)
+
+    async def before_end(self) -> None:
+        if self._recorder is not None:
+            await self._recorder.keep()
 
     def _chunk(
         self,

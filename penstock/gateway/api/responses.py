@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.gateway.answering import answer
+from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.dialects import renamed
 from penstock.gateway.exchange import Exchange
@@ -43,12 +44,20 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         default=service.settings.default_max_tokens,
         param="max_output_tokens",
     )
-    conversation = conversation_of(request.input, await _earlier(service, exchange, request.previous_response_id))
-    with renamed(_NAMES):
-        generation = await prepare_chat(service, exchange, chat_request(request, conversation), limit)
-    keep = None if request.store is False else _keeper(service.responses, exchange.caller.tenant, conversation)
-    renderer = ResponseRenderer(request, generation, keep)
-    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+    # Instructions are for one answer: they are no part of a conversation.
+    async with open_turn(service, exchange, request.conversation, keep_system=False) as turn:
+        if turn is None:
+            earlier = await _earlier(service, exchange, request.previous_response_id)
+        else:
+            earlier = msgspec.convert(turn.history, list[ChatMessage])
+        conversation = conversation_of(request.input, earlier)
+        said = conversation if turn is None else conversation[len(earlier) :]
+        with renamed(_NAMES):
+            generation = await prepare_chat(service, exchange, chat_request(request, said), limit, turn)
+        keep = None if request.store is False else _keeper(service.responses, exchange.caller.tenant, conversation)
+        recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+        renderer = ResponseRenderer(request, generation, keep, recorder)
+        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:
@@ -85,6 +94,11 @@ def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
             raise not_supported("stream_options.include_obfuscation")
         if not request.stream:
             raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
+    if request.conversation is not None and request.previous_response_id is not None:
+        raise InvalidRequest(
+            "`conversation` and `previous_response_id` both say what came before; send one of them.",
+            param="previous_response_id",
+        )
     if store is None:
         wanted = {"store": request.store, "previous_response_id": request.previous_response_id}
         for name, value in wanted.items():

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.gateway.answering import Renderer
 from penstock.gateway.choice import CONTENT_FILTER, TIME_LIMIT, Piece
+from penstock.gateway.conversing import Recorder
 from penstock.gateway.exchange import encode_json
 from penstock.gateway.generation import Generation
 from penstock.gateway.logprobs import logprob_entries
@@ -33,8 +34,11 @@ Keep = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
 class ResponseRenderer(Renderer):
     """See `Renderer`. `keep` is given when the response is to be stored."""
 
-    def __init__(self, request: ResponsesRequest, generation: Generation, keep: Keep | None) -> None:
+    def __init__(
+        self, request: ResponsesRequest, generation: Generation, keep: Keep | None, recorder: Recorder | None = None
+    ) -> None:
         self._generation = generation
+        self._recorder = recorder
         self._keep = keep
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
@@ -47,6 +51,8 @@ class ResponseRenderer(Renderer):
         self._last: Piece | None = None
         self._body = b""
         self._head = _head(request, generation, stored=keep is not None)
+        if recorder is not None:
+            self._head["conversation"] = recorder.report
 
     def opening(self) -> bytes:
         response = self._object("in_progress")
@@ -74,10 +80,14 @@ class ResponseRenderer(Renderer):
         return self._encode([("error", {name: problem[name] for name in ("code", "message", "param")})])
 
     async def before_end(self) -> None:
+        if self._recorder is not None:
+            await self._recorder.keep()
         if self._keep is not None:
             await self._keep(self._head["id"], self._body, self._said())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
+        if self._recorder is not None:
+            self._recorder.hear(piece)
         speaking = self._open is not None and self._open["type"] == "message"
         if piece.text or (piece.tokens and speaking):
             if not speaking:

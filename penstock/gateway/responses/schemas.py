@@ -17,9 +17,11 @@ from penstock.gateway.schemas import (
     JsonSchemaFormat,
     Metadata,
     Name,
+    NamedConversation,
     NamedTool,
     RegexFormat,
     ResponseFormat,
+    SessionId,
     StreamOptions,
     TextFormat,
     ToolDefinition,
@@ -115,6 +117,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    conversation: SessionId | NamedConversation | None = None
     store: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -136,7 +139,6 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     background: bool | None = None
     access_programs: Unsupported = UNSET
     context_management: Unsupported = UNSET
-    conversation: Unsupported = UNSET
     image: Unsupported = UNSET
     max_tool_calls: Unsupported = UNSET
     moderation: Unsupported = UNSET
@@ -156,7 +158,6 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 UNSUPPORTED = (
     "access_programs",
     "context_management",
-    "conversation",
     "image",
     "max_tool_calls",
     "moderation",

@@ -1,0 +1,213 @@
+"""One turn of a conversation at a time, in the order in which they arrived.
+
+Requests of this process stand in line for a conversation; the one in front also needs its lease in the store, which
+other gateways may hold. Whoever waits longer than `wait_s`, or finds the line full, is refused with `Busy`. Leases held
+are renewed by one task, so a long answer keeps its conversation and a dead gateway blocks it for `LEASE_S` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conversations.model import (
+    Conversation,
+    Owner,
+    Summary,
+    pack,
+    unpack_conversation,
+    unpack_summary,
+)
+from penstock.conversations.store import ConversationStore, Stored
+from penstock.errors import PenstockError
+from penstock.storage import DatabaseError
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 30.0
+_LINE = 16
+"""Requests of this process that may stand in line for one conversation."""
+_ASIDE = 64
+"""Summaries in the making at one time; when there are more, turns are condensed when they have to be."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.5
+"""How often a lease that another gateway holds is asked for: more and more slowly."""
+_INLINE_BYTES = 16 * 1024
+"""Smaller conversations are compressed and read on the event loop: that takes less than a thread's round trip."""
+
+
+class Busy(PenstockError):
+    """Another turn of the same conversation is being answered."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A conversation while one of its turns is answered."""
+
+    owner: Owner
+    id: str
+    lease: str
+    conversation: Conversation
+    summary: Summary
+    created_at: float
+    committed: bool = False
+
+
+@dataclass(slots=True)
+class _Line:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+
+class Sessions:
+    """The conversations of one gateway process."""
+
+    def __init__(self, store: ConversationStore, *, wait_s: float, most_bytes: int, lease_s: float = LEASE_S) -> None:
+        self.store = store
+        self._wait_s = wait_s
+        self._most_bytes = most_bytes
+        self._lease_s = lease_s
+        self._lines: dict[tuple[Owner, str], _Line] = {}
+        self._held: dict[str, Held] = {}
+        self._holding = asyncio.Event()
+        self._aside: dict[tuple[Owner, str], asyncio.Task[None]] = {}
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.store.prepare()
+        self._keeper = asyncio.create_task(self._renew(), name="conversation leases")
+
+    async def close(self) -> None:
+        tasks = [*self._aside.values(), *([self._keeper] if self._keeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.store.close()
+
+    @asynccontextmanager
+    async def turn(self, owner: Owner, id: str) -> AsyncIterator[Held]:
+        """The conversation, for whoever is next in line. What is not committed inside is not kept."""
+        line = self._lines.setdefault((owner, id), _Line())
+        if line.waiting >= _LINE:
+            raise Busy(f"{line.waiting} turns of this conversation already wait")
+        deadline = asyncio.get_running_loop().time() + self._wait_s
+        line.waiting += 1
+        try:
+            async with _timed_lock(line.lock, deadline):
+                held = await self._begin(owner, id, deadline)
+                try:
+                    yield held
+                finally:
+                    await self._end(held)
+        finally:
+            line.waiting -= 1
+            if not line.waiting:
+                del self._lines[owner, id]
+
+    async def commit(self, held: Held, conversation: Conversation) -> bool:
+        """Keep the conversation as it is now, and let the next turn begin; False when it was deleted meanwhile."""
+        conversation = conversation.bounded(self._most_bytes)
+        data = await _packed(conversation)
+        held.committed = await self.store.commit(held.owner, held.id, held.lease, data, conversation.end)
+        if held.committed:
+            held.conversation = conversation
+        else:
+            log.info("a conversation was deleted, or its lease lost, while it was answered; the turn is not kept")
+        self._forget(held)
+        return held.committed
+
+    async def get(self, owner: Owner, id: str) -> tuple[Stored, Conversation, Summary] | None:
+        stored = await self.store.get(owner, id)
+        return None if stored is None else (stored, *await _unpacked(stored))
+
+    def begin_aside(self, owner: Owner, id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do something for a conversation while nobody waits for it; not twice at a time, and not for too many."""
+        key = (owner, id)
+        if key in self._aside or len(self._aside) >= _ASIDE:
+            work.close()
+            return
+        task = self._aside[key] = asyncio.create_task(work, name="conversation summary")
+        task.add_done_callback(lambda _: self._aside.pop(key, None))
+
+    async def settled_aside(self, owner: Owner, id: str) -> bool:
+        """Wait for what was begun aside; False when there was nothing."""
+        task = self._aside.get((owner, id))
+        if task is None:
+            return False
+        await asyncio.wait((task,))
+        return True
+
+    async def _begin(self, owner: Owner, id: str, deadline: float) -> Held:
+        lease, pause = uuid.uuid4().hex, _FIRST_LOOK_S
+        loop = asyncio.get_running_loop()
+        while (stored := await self.store.begin(owner, id, lease, self._lease_s)) is None:
+            if loop.time() + pause > deadline:
+                raise Busy("another turn of this conversation is being answered")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK_S)
+        try:
+            conversation, summary = await _unpacked(stored)
+        except BaseException:
+            await self.store.release(owner, id, lease)
+            raise
+        held = Held(owner, id, lease, conversation, summary, stored.created_at)
+        self._held[lease] = held
+        self._holding.set()
+        return held
+
+    async def _end(self, held: Held) -> None:
+        if self._held.get(held.lease) is not held:
+            return
+        self._forget(held)
+        try:
+            await self.store.release(held.owner, held.id, held.lease)
+        except DatabaseError as error:
+            log.warning("a conversation's lease could not be given up (%s); it runs out by itself", error)
+
+    def _forget(self, held: Held) -> None:
+        self._held.pop(held.lease, None)
+        if not self._held:
+            self._holding.clear()
+
+    async def _renew(self) -> None:
+        while True:
+            await self._holding.wait()
+            await asyncio.sleep(self._lease_s / 3)
+            for held in list(self._held.values()):
+                try:
+                    await self.store.renew(held.owner, held.id, held.lease, self._lease_s)
+                except DatabaseError as error:
+                    log.warning("a conversation's lease could not be renewed: %s", error)
+
+
+@asynccontextmanager
+async def _timed_lock(lock: asyncio.Lock, deadline: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout_at(deadline):
+            await lock.acquire()
+    except TimeoutError:
+        raise Busy("other turns of this conversation are being answered") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+async def _packed(conversation: Conversation) -> bytes:
+    size = sum(len(str(message["content"])) for turn in conversation.turns for message in turn)
+    return pack(conversation) if size <= _INLINE_BYTES else await asyncio.to_thread(pack, conversation)
+
+
+async def _unpacked(stored: Stored) -> tuple[Conversation, Summary]:
+    if not stored.data:
+        return Conversation(), Summary()
+
+    def read() -> tuple[Conversation, Summary]:
+        conversation = unpack_conversation(stored.data)
+        return conversation, conversation.own(unpack_summary(stored.summary))
+
+    return read() if len(stored.data) <= _INLINE_BYTES else await asyncio.to_thread(read)
