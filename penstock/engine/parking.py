@@ -62,7 +62,7 @@ class Parked:
         for storage in (*(storage for storage, _ in self.kept), *(storage for storage, _ in self.emptied)):
             storage.resize_(0)
         if torch.cuda.is_available():
-            torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
 
