@@ -11,43 +11,16 @@ import dataclasses
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from penstock.backends.mailbox import Mailbox
-from penstock.engine.adapters.spec import (
-    ADAPTER_FAILED,
-    ADAPTER_UNKNOWN,
-    NO_ADAPTERS,
-    AdapterSpec,
-    AdapterStatus,
-)
-from penstock.engine.request import (
-    GRAMMAR_REFUSED,
-    QUEUE_FULL,
-    Delta,
-    EngineInfo,
-    EngineState,
-    Load,
-    Request,
-    StepOutput,
-)
-from penstock.protocol.errors import (
-    ApiError,
-    Draining,
-    EngineLost,
-    EngineUnavailable,
-    InvalidRequest,
-    ModelAsleep,
-    NotFound,
-    Overloaded,
-    ServerError,
-)
+from penstock.backends.errors import adapter_error, error_of
+from penstock.backends.mailbox import Inbox, Mailbox
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
+from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
+from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.protocol.messages import (
-    ASLEEP,
-    DRAINING,
-    NOT_REGISTERED,
     AdapterOperation,
     AdapterResult,
     LoadAdapter,
@@ -65,7 +38,11 @@ class Backend(Protocol):
     """A place that can run requests for one model."""
 
     name: str
-    """Says which replica answered (`x-penstock-replica`)."""
+    """Tells the replicas of a model apart."""
+
+    @property
+    def replicas(self) -> Sequence[Backend]:
+        """The engines behind it: itself, where it is one."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -95,8 +72,9 @@ class Backend(Protocol):
     async def wait_ready(self, within: float) -> EngineInfo:
         """The engine's info once it is ready; `EngineUnavailable` after `within` seconds."""
 
-    def submit(self, request: Request, mailbox: Mailbox, index: int = 0) -> None:
-        """Run `request`; its deltas go to `mailbox` as choice `index`. Raises `ApiError` when it cannot."""
+    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
+        """Run `request`; its deltas go to `mailbox` as choice `index`. Which replica has it (`x-penstock-replica`).
+        Raises `ApiError` when it cannot."""
 
     def abort(self, request_id: str) -> None:
         """Stop a request and forget it. Unknown ids are ignored."""
@@ -134,8 +112,10 @@ class EngineClient(ABC):
         self._max_in_flight = max_in_flight
         self._max_waiters = max_waiters
         self._clock = clock
-        self._routes: dict[str, tuple[Mailbox, int]] = {}
+        self._routes: dict[str, tuple[Inbox, int]] = {}
         self._info: EngineInfo | None = None
+        self._up = False
+        """Whether the engine knows us; `_ready`: and takes requests."""
         self._ready = asyncio.Event()
         self._waiters = 0
         self._load = Load()
@@ -146,6 +126,10 @@ class EngineClient(ABC):
         self._adapters: dict[str, AdapterStatus] | None = None
         self._operations: dict[str, asyncio.Future[AdapterResult]] = {}
         self._serial = itertools.count()
+
+    @property
+    def replicas(self) -> Sequence[Backend]:
+        return (self,)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -172,6 +156,12 @@ class EngineClient(ABC):
     def in_flight(self) -> int:
         return len(self._routes)
 
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
     async def wait_ready(self, within: float) -> EngineInfo:
         if not self._ready.is_set():
             if self._waiters >= self._max_waiters:
@@ -194,7 +184,7 @@ class EngineClient(ABC):
             )
         return self._info
 
-    def submit(self, request: Request, mailbox: Mailbox, index: int = 0) -> None:
+    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
         if len(self._routes) >= self._max_in_flight:
@@ -210,22 +200,14 @@ class EngineClient(ABC):
         except BaseException:
             del self._routes[request.request_id]
             raise
+        return self.name
 
     def abort(self, request_id: str) -> None:
-        if self._routes.pop(request_id, None) is not None and self._ready.is_set():
+        if self._routes.pop(request_id, None) is not None and self._up:
             self._send_abort(request_id)
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        mailbox = Mailbox()
-        self.submit(request, mailbox)
-        try:
-            while True:
-                for arrival in await mailbox.take():
-                    yield arrival.delta
-                    if arrival.delta.finish_reason is not None:
-                        return
-        finally:
-            self.abort(request.request_id)
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return deltas_of(self, request)
 
     @property
     def state(self) -> EngineState:
@@ -330,10 +312,16 @@ class EngineClient(ABC):
         self._info = info
         self._state = state
         self._progress_at = self._clock()
+        self._up = True
         self._ready.set()
+
+    def _leaves(self) -> None:
+        """The engine drains: what it runs goes on, nothing new is sent."""
+        self._ready.clear()
 
     def _went_down(self, error: ApiError) -> None:
         """The engine is gone, and with it every request it held."""
+        self._up = False
         self._ready.clear()
         self._load = dataclasses.replace(self._load, running=0, waiting=0, used_blocks=0)
         routes, self._routes = self._routes, {}
@@ -365,33 +353,18 @@ class EngineClient(ABC):
                 route[0].put(route[1], delta)
 
 
-def error_of(delta: Delta) -> ApiError:
-    """What a client should hear about a request the engine refused or failed."""
-    message = delta.error or "The engine failed this request."
-    if message.startswith(DRAINING):
-        return Draining()
-    if message.startswith(NOT_REGISTERED):
-        return EngineLost()
-    if message.startswith(ASLEEP):
-        return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
-    if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
-        return adapter_error(message)
-    if message.startswith(QUEUE_FULL):
-        return Overloaded(message, retry_after=2.0)
-    if message.startswith(GRAMMAR_REFUSED):
-        return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
-    return ServerError(message)
-
-
-def adapter_error(message: str) -> ApiError:
-    """What went wrong with an adapter, as an error of the one who asked for it."""
-    if message.startswith(ADAPTER_UNKNOWN):
-        return NotFound(f"{_sentence(message)}.", param="model", code="model_not_found")
-    return InvalidRequest(f"{_sentence(message)}.", param="model", code="adapter_failed")
-
-
-def _sentence(message: str) -> str:
-    return message[:1].upper() + message[1:].rstrip(".")
+async def deltas_of(backend: Backend, request: Request) -> AsyncIterator[Delta]:
+    """The deltas of one request, which ends when nobody wants more of them."""
+    mailbox = Mailbox()
+    backend.submit(request, mailbox)
+    try:
+        while True:
+            for arrival in await mailbox.take():
+                yield arrival.delta
+                if arrival.delta.finish_reason is not None:
+                    return
+    finally:
+        backend.abort(request.request_id)
 
 
 monotonic: Clock = time.monotonic

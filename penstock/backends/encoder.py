@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.backends.base import error_of
+from penstock.backends.errors import error_of
 from penstock.backends.native import NativeBackend
 from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import StepOutput

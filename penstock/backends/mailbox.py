@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.engine.request import Delta
 
@@ -21,6 +22,15 @@ class Arrival:
     index: int
     delta: Delta
     at: float
+
+
+class Inbox(Protocol):
+    """Where the deltas of a request go."""
+
+    def put(self, index: int, delta: Delta) -> None: ...
+
+    def fail(self, error: Exception) -> None:
+        """There will be no more of them, because of `error`."""
 
 
 class Mailbox:

@@ -31,6 +31,7 @@ from penstock.protocol.messages import (
     FromEngine,
     Goodbye,
     Hello,
+    Leaving,
     Ready,
     Sleep,
     State,
@@ -154,7 +155,7 @@ class NativeBackend(EngineClient):
     def _on_message(self, message: FromEngine) -> None:
         match message:
             case Step(output):
-                if self.ready:
+                if self._up:
                     self._deliver(output)
                 else:
                     # It was given up for silence and still holds our registration: start over.
@@ -176,6 +177,9 @@ class NativeBackend(EngineClient):
                 self._tell_adapters(statuses)
             case AdapterResult():
                 self._finish_operation(message)
+            case Leaving():
+                log.info("engine leaves", extra={"engine": self.name, "requests_in_flight": self.in_flight})
+                self._leaves()
             case Stopped(reason):
                 self._lost(reason)
 
@@ -193,11 +197,11 @@ class NativeBackend(EngineClient):
             await asyncio.sleep(HELLO_S)
             # An engine that wakes reads its weights and cannot speak meanwhile.
             silent = self.state != "waking" and self._clock() - self._heard_at > self._silence_s
-            if self.ready and silent:
+            if self._up and silent:
                 self._lost(f"it has been silent for {self._silence_s:g} s")
 
     def _lost(self, why: str) -> None:
-        if self.ready:
+        if self._up:
             log.warning(
                 "engine lost",
                 extra={"engine": self.name, "why": why, "requests_in_flight": self.in_flight},

@@ -97,6 +97,8 @@ def engine(
             if chosen is None:
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
+            if device is not None:
+                chosen = replace(chosen, device=device)
         else:
             given = flags(
                 settings,

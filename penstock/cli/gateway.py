@@ -20,7 +20,7 @@ def gateway(
             "--engine",
             "-e",
             metavar="MODEL=ENDPOINT",
-            help="Where the engine of a model or encoder is; may be repeated.",
+            help="Where the engine of a model or encoder is; repeated for others, and for replicas.",
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -47,6 +47,8 @@ def gateway(
         penstock gateway --engine smollm2-135m=tcp://127.0.0.1:5555
 
         penstock gateway -e m=tcp://engine.lan:5555 --curve-key gateway.key --curve-engines engines.txt
+
+        penstock gateway -e m=tcp://127.0.0.1:5555 -e m=tcp://127.0.0.1:5556
 
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
@@ -78,15 +80,15 @@ def gateway(
         raise
 
 
-def _endpoints(engines: list[str]) -> dict[str, str]:
+def _endpoints(engines: list[str]) -> dict[str, list[str]]:
     from penstock.errors import ConfigError
 
-    endpoints = {}
+    endpoints: dict[str, list[str]] = {}
     for engine in engines:
         name, equals, endpoint = engine.partition("=")
         if not equals or "://" not in endpoint:
             raise ConfigError(f"--engine {engine}: write it as MODEL=ENDPOINT, for example m=tcp://127.0.0.1:5555")
-        endpoints[name] = endpoint
+        endpoints.setdefault(name, []).append(endpoint)
     if not endpoints:
         raise ConfigError("--engine MODEL=ENDPOINT is needed at least once; `penstock serve` starts engines itself")
     return endpoints

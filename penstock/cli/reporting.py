@@ -12,6 +12,7 @@ from rich.text import Text
 from penstock.config import Config
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.health import local_url
+from penstock.supervisor.launch import engine_name
 from penstock.supervisor.reporter import Reporter
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
@@ -87,8 +88,7 @@ class ConsoleReporter(Reporter):
             TimeElapsedColumn(),
         )
         self._bars = Progress(*columns, console=self._console, transient=True)
-        for model in self._config.models:
-            name = f"engine {model.name}"
+        for name in (engine_name(model, index) for model in self._config.models for index in range(model.replicas)):
             self._tasks[name] = self._bars.add_task(name, total=None, phase="starting")
         self._bars.start()
 

@@ -106,6 +106,8 @@ def _conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: speculation: draft needs a draft_model")
         if model.speculation != "draft" and model.draft_model is not None:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
+        if model.replicas > 1 and model.time_slice:
+            problems.append(f"models[{index}]: a model that takes turns (time_slice) has one replica")
     for index, encoder in enumerate(config.encoders):
         for name in (encoder.name, *encoder.aliases):
             if name in seen:
@@ -142,13 +144,19 @@ def _shares(config: Config) -> list[str]:
         if model.memory_share is not None:
             turn = asked.setdefault(model.device, {})
             key = f"time_slice {model.time_slice}" if model.time_slice else model.name
-            turn[key] = max(turn.get(key, 0.0), model.memory_share)
+            turn[key] = max(turn.get(key, 0.0), model.memory_share * _together(model))
     return [
         f"models: memory_share on device {device} adds up to {sum(shares.values()):g}, more than 1: "
         + ", ".join(f"{name} {share:g}" for name, share in shares.items())
         for device, shares in asked.items()
         if sum(shares.values()) > 1 + 1e-9
     ]
+
+
+def _together(model: ModelConfig) -> int:
+    """Most replicas of a model that are on one device."""
+    places = len(set(model.replica_devices)) or 1
+    return -(-model.replicas // places)
 
 
 def _read_file(path: str | Path | None, environ: Mapping[str, str]) -> Node:

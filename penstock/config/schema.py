@@ -82,6 +82,10 @@ class ModelConfig:
     kv_dtype: KVDType = setting(  # noqa: RUF009
         "auto", doc="KV cache: auto (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8."
     )
+    replicas: int = setting(1, doc="Engine processes that serve this model, each with weights of its own.", least=1)
+    replica_devices: tuple[str, ...] = setting(
+        (), doc="Devices of the replicas, in turn; all on device when empty.", example="[cuda:0, cuda:1]"
+    )
     memory_share: float | None = setting(
         None, doc="Part of the device's memory for weights and KV cache; those of one device sum to at most 1.",
         least=0.01, most=1, example="0.5",
@@ -301,6 +305,31 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResilienceConfig:
+    """What happens to requests whose replica dies, stalls or fails them; for models with several replicas."""
+
+    attempts: int = setting(3, doc="Replicas that may fail under a request before it gets an error.", least=1)
+    stall_s: float = setting(
+        15.0, doc="A replica with work that completes no step for this long is left; its requests go on elsewhere.",
+        least=0.1,
+    )  # fmt: skip
+    retry_share: float = setting(
+        0.1, doc="Most retries and hedges, as a share of requests; moving on from a dead replica is free.",
+        least=0, most=1,
+    )  # fmt: skip
+    hedge_s: float | None = setting(
+        None, doc="A request without a token after this long is tried on a second replica too; never when not set.",
+        least=0.001, example="2",
+    )  # fmt: skip
+    breaker_failures: int = setting(
+        3, doc="Failures within 30 s, half of all, after which a replica gets nothing for a while.", least=1
+    )
+    breaker_open_s: float = setting(
+        2.0, doc="How long that is; twice as long each time in a row, at most a minute.", least=0.01
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PriceConfig:
     """What tokens cost, where that differs from the model's own prices; the most specific entry applies."""
 
@@ -385,6 +414,7 @@ class Config:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)

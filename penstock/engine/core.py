@@ -28,6 +28,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
+from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.meter import DeviceMeter
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
@@ -123,7 +124,7 @@ class Engine:
         if not request.params.grammar:
             self.scheduler.add(request, now)
         elif (matcher := self._constraints.open(request, now)) is not None:
-            self.scheduler.add(request, now).matcher = matcher
+            self._queue(request, now, matcher)
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -223,7 +224,15 @@ class Engine:
             if problem is not None:
                 self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
             elif not isinstance(found, str):
-                self.scheduler.add(request, arrived).matcher = found
+                self._queue(request, arrived, found)
+
+    def _queue(self, request: Request, arrived: float, matcher: TokenMatcher) -> None:
+        """Queue a request with a grammar, at the place in it that its tokens have reached."""
+        seq = self.scheduler.add(request, arrived)
+        seq.matcher = matcher
+        problem = next(filter(None, (_advance(seq, token) for token in request.produced)), None)
+        if problem is not None:
+            self._finish(seq, "error", problem)
 
     def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
         """Adapters that were read meanwhile: their sequences can run, or never will."""
@@ -326,9 +335,10 @@ class Engine:
 
     def _problem(self, request: Request) -> str | None:
         """Why a request can never run, or None."""
-        prompt, window = request.prompt, self.scheduler.max_model_len
-        if not prompt:
+        window = self.scheduler.max_model_len
+        if not request.prompt:
             return "the prompt is empty"
+        prompt = request.prompt + request.produced if request.produced else request.prompt
         if len(prompt) >= window:
             return f"the prompt has {len(prompt)} tokens; with at least one to generate, at most {window - 1} fit"
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
@@ -340,8 +350,8 @@ class Engine:
             problem = NO_ADAPTERS if self.adapters is None else self.adapters.problem(request.adapter, self.clock())
             if problem is not None:
                 return problem
-        if request.params.max_tokens < 1:
-            return "max_tokens must be at least 1"
+        if request.params.max_tokens <= len(request.produced):
+            return "max_tokens leaves nothing to generate"
         if self.scheduler.get(request.request_id) is not None or self._constraints.is_opening(request.request_id):
             return f"request id {request.request_id!r} is already running"
         if self.scheduler.waiting + self._constraints.opening >= self.config.max_waiting:

@@ -78,6 +78,9 @@ class Request:
     """False: never guess ahead for this request, even where the engine speculates. The text is the same."""
     adapter: str = ""
     """Name of the adapter to run with; empty for the base model."""
+    produced: list[int] = field(default_factory=list)
+    """Tokens that another engine has generated for this request already. Generation goes on behind them: limits,
+    penalties and the grammar count them as output, and they are not delivered again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Sequence:
     def __init__(self, request: Request, arrived: float, key: tuple[float, int]) -> None:
         self.request = request
         self.params = request.params
-        self.tokens = list(request.prompt)
+        self.tokens = request.prompt + request.produced
         self.prompt_len = len(request.prompt)
         self.arrived = arrived
         self.key = key

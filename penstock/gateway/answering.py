@@ -88,6 +88,8 @@ async def engaged(
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)
         generation.submit()
+        if not aside:
+            exchange.extra_headers.append((b"x-penstock-replica", generation.replica.encode("latin-1", "replace")))
         yield account
     finally:
         generation.close()

@@ -61,7 +61,9 @@ class Generation:
         self.first_token_at: float | None = None
         self._requests: list[Request] = []
         self._metrics = metrics
-        self._observed = metrics.request(model.base_name, model.backend.name)
+        self.replica = model.backend.name
+        """Which one began it."""
+        self._observed = metrics.request(model.base_name, self.replica)
         self._started_at = started_at
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
         self._unfinished = 0
@@ -105,7 +107,9 @@ class Generation:
     def submit(self) -> None:
         try:
             for index, request in enumerate(self._requests):
-                self.model.backend.submit(request, self.mailbox, index)
+                replica = self.model.backend.submit(request, self.mailbox, index)
+                if not index and replica and replica != self.replica:
+                    self.replica, self._observed = replica, self._metrics.request(self.model.base_name, replica)
                 self._unfinished += 1
         except ApiError:
             self.close()
@@ -235,4 +239,4 @@ class Generation:
             observed.decode.observe(decode_s)
             if tokens > 1:
                 observed.per_token.observe(decode_s / (tokens - 1))
-        self._metrics.finished(self.model.base_name, self.model.backend.name, choice.outcome or "unknown")
+        self._metrics.finished(self.model.base_name, self.replica, choice.outcome or "unknown")

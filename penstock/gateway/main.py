@@ -13,7 +13,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import uvloop
 from granian.constants import Interfaces
@@ -31,7 +31,9 @@ from penstock.gateway.settings import GatewaySettings, ModelSettings
 from penstock.identity.doors import check_doors
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
+from penstock.routing.policies import make_policy
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry import logging as telemetry_logging
 from penstock.text import load_text
 
@@ -44,11 +46,11 @@ CLOSE_S = 1.5
 
 def run(
     config: Config,
-    endpoints: dict[str, str],
+    endpoints: Mapping[str, Sequence[str]],
     curve: Mapping[str, CurveClient] | None = None,
     ask: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoint of each model's and encoder's engine, by name;
+    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started."""
     settings = GatewaySettings.from_config(config)
     telemetry_logging.configure(settings.log_format, settings.log_level)
@@ -61,15 +63,17 @@ def run(
 
 async def _run(
     settings: GatewaySettings,
-    endpoints: dict[str, str],
+    endpoints: Mapping[str, Sequence[str]],
     curve: Mapping[str, CurveClient],
     ask: Callable[[str], None] | None,
 ) -> None:
     await check_doors(settings.host, settings.store_url or "")
-    registry = Registry(_served(model, endpoints[model.name], curve.get(model.name)) for model in settings.models)
+    registry = Registry(
+        _served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models
+    )
     encoders = Encoders(
         (
-            served_encoder(encoder, endpoints[encoder.name], curve.get(encoder.name), ask)
+            served_encoder(encoder, endpoints[encoder.name][0], curve.get(encoder.name), ask)
             for encoder in settings.encoders
             if encoder.name in endpoints
         ),
@@ -80,11 +84,19 @@ async def _run(
         await serve(settings, registry, stop, encoders=encoders)
 
 
-def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> ServedModel:
+def _served(
+    settings: GatewaySettings, model: ModelSettings, endpoints: Sequence[str], curve: CurveClient | None
+) -> ServedModel:
+    replicas = [native(model, index, endpoint, curve) for index, endpoint in enumerate(endpoints)]
     return ServedModel(
         name=model.name,
         text=load_text(resolve(model.source)),
-        backend=NativeBackend(endpoint, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight),
+        backend=ReplicaSet(
+            model.name,
+            replicas,
+            resilience=settings.how_resilient(),
+            policy=make_policy(settings.routing.policy),
+        ),
         aliases=model.aliases,
         time_slice=model.time_slice,
         adapters=model.adapters,
@@ -92,6 +104,13 @@ def _served(model: ModelSettings, endpoint: str, curve: CurveClient | None) -> S
         output_price=model.output_price,
         cost_per_hour=model.cost_per_hour,
         tool_format=model.tool_format,
+    )
+
+
+def native(model: ModelSettings, index: int, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
+    """The client of one replica's engine."""
+    return NativeBackend(
+        endpoint, name=str(index), curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight
     )
 
 

@@ -103,6 +103,5 @@ def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:
     exchange.extra_headers += [
         (b"x-penstock-model", model.name.encode("latin-1", "replace")),
         (b"x-penstock-route", route.why.encode()),
-        (b"x-penstock-replica", model.backend.name.encode("latin-1", "replace")),
     ]
     return model

@@ -223,11 +223,11 @@ class Service:
 
     def _views(self) -> Iterator[EngineView]:
         for model in self.registry:
-            backend = model.backend
-            awake = backend.state in ("awake", "drowsy")
-            yield EngineView(
-                model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
-            )
+            for backend in model.backend.replicas:
+                awake = backend.state in ("awake", "drowsy")
+                yield EngineView(
+                    model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
+                )
 
 
 def open_sessions(config: ConversationsConfig, database: Database | None) -> Sessions | None:

@@ -13,11 +13,14 @@ from penstock.config.schema import (
     LimitConfig,
     PriceConfig,
     RequestLogConfig,
+    ResilienceConfig,
     RoutingConfig,
     TelemetryConfig,
     TierConfig,
 )
 from penstock.metering.prices import Price, PriceBook, PriceEntry
+from penstock.routing.breaker import BreakerPolicy
+from penstock.routing.dispatch import Resilience
 from penstock.telemetry.logging import LogFormat
 
 
@@ -78,6 +81,7 @@ class GatewaySettings:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
+    resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
@@ -100,6 +104,18 @@ class GatewaySettings:
             for entry in self.prices
         ]  # fmt: skip
         return PriceBook([*listed, *own])
+
+    def how_resilient(self) -> Resilience:
+        """What a model's replicas do when one of them fails."""
+        config = self.resilience
+        return Resilience(
+            attempts=config.attempts,
+            stall_s=config.stall_s,
+            park_s=self.engine_wait_s,
+            retry_share=config.retry_share,
+            hedge_s=config.hedge_s,
+            breaker=BreakerPolicy(failures=config.breaker_failures, open_s=config.breaker_open_s),
+        )
 
     @classmethod
     def from_config(cls, config: Config) -> GatewaySettings:
@@ -144,6 +160,7 @@ class GatewaySettings:
             limits=config.limits,
             counters=config.counters,
             routing=config.routing,
+            resilience=config.resilience,
             prices=config.prices,
             guardrails=config.guardrails,
             conversations=config.conversations,

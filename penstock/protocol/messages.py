@@ -16,6 +16,7 @@ of its own):
                      ◄──────────────────  Encoded   what a step of it finished for this gateway
     Sleep, Wake      ──────────────────►
                      ◄──────────────────  State     to every gateway, whenever it changes
+                     ◄──────────────────  Leaving   to every gateway, when it begins to drain
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
@@ -35,7 +36,7 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import EngineInfo, EngineState, Load, Request, StepOutput
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HELLO_S = 1.0
 """How often a gateway repeats `Hello`."""
 HEARTBEAT_S = 0.5
@@ -149,6 +150,10 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     load: Load
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The engine drains: it finishes what it runs and takes nothing new."""
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The engine is leaving; every request of the receiver is lost."""
 
@@ -169,4 +174,4 @@ class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
     error: str = ""
 
 
-FromEngine: TypeAlias = Ready | State | Step | Encoded | Stopped | Adapters | AdapterResult
+FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult

@@ -34,6 +34,7 @@ from penstock.protocol.messages import (
     Encode,
     Goodbye,
     Hello,
+    Leaving,
     LoadAdapter,
     PinAdapter,
     Ready,
@@ -127,6 +128,7 @@ class EngineServer:
         self._heartbeat_s = heartbeat_s
         self._stop_reason: str | None = None
         self._drain_until: float | None = None
+        self._said_leaving = False
         self._failures = 0
         self._fruitless = 0
         self._steps = 0
@@ -306,6 +308,9 @@ class EngineServer:
         if self._state == "drowsy" and not self._engine.has_work and self._peers.flushed:
             self._fall_asleep()
         if self._drain_until is not None:
+            if not self._said_leaving:
+                self._said_leaving = True
+                self._peers.tell_all(Leaving(), now)
             if not self._engine.has_work and self._peers.flushed:
                 self.stop("drained")
             elif now > self._drain_until:

@@ -1,6 +1,6 @@
 """Names and aliases of models, and what serves each.
 
-Today a model has one backend; replica choice will live between `ServedModel` and `Backend`.
+A model's backend is one engine or a `ReplicaSet`.
 """
 
 from __future__ import annotations

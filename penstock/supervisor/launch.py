@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.config import Config, dump
+from penstock.config import Config, ModelConfig, dump
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import Unit
@@ -24,20 +24,29 @@ def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
 
 
 def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], Unit]:
-    """The engines, one per model and encoder, and the gateway. `config` is resolved."""
+    """The engines, one per replica of each model and per encoder, and the gateway. `config` is resolved."""
     file = folder.path / "config.json"
     dump(config, file)
     run = [sys.executable, "-m", "penstock"]
     common = ["--resolved", str(file), "--supervised", STATUS_FD]
     engines = []
     gateway = [*run, "gateway", *common]
-    for index, model in enumerate(config.models):
-        endpoint = folder.endpoint(index)
-        engines.append(Unit(f"engine {model.name}", [*run, "engine", model.name, *common, "--endpoint", endpoint]))
-        gateway += ["--engine", f"{model.name}={endpoint}"]
-    for index, encoder in enumerate(config.encoders, start=len(config.models)):
-        endpoint = folder.endpoint(index)
+    for position, model in enumerate(config.models):
+        for index in range(model.replicas):
+            endpoint = folder.endpoint(position, index)
+            command = [*run, "engine", model.name, *common, "--endpoint", endpoint]
+            if model.replica_devices:
+                command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+            engines.append(Unit(engine_name(model, index), command))
+            gateway += ["--engine", f"{model.name}={endpoint}"]
+    for position, encoder in enumerate(config.encoders, start=len(config.models)):
+        endpoint = folder.endpoint(position, 0)
         command = [*run, "engine", encoder.name, *common, "--endpoint", endpoint]
         engines.append(Unit(f"encoder {encoder.name}", command, optional=True, early=encoder.start == "now"))
         gateway += ["--engine", f"{encoder.name}={endpoint}"]
     return engines, Unit("gateway", gateway)
+
+
+def engine_name(model: ModelConfig, index: int) -> str:
+    """What logs call a replica's process."""
+    return f"engine {model.name}" if model.replicas == 1 else f"engine {model.name}/{index}"

@@ -33,8 +33,8 @@ class RuntimeFolder:
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def endpoint(self, index: int) -> str:
-        return f"ipc://{self.path}/engine-{index}"
+    def endpoint(self, model: int, replica: int) -> str:
+        return f"ipc://{self.path}/engine-{model}-{replica}"
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

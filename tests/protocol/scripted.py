@@ -24,7 +24,7 @@ class ScriptedEngine:
 
     def submit(self, request: Request) -> None:
         self.thread = threading.get_ident()
-        self.running[request.request_id] = (request, 0)
+        self.running[request.request_id] = (request, len(request.produced))
 
     adapters = None
 

@@ -30,7 +30,7 @@ def test_a_runtime_folder_is_private_and_removed(tmp_path: Path) -> None:
     with RuntimeFolder(base) as folder:
         assert stat.S_IMODE(base.stat().st_mode) == 0o700
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-        assert folder.endpoint(1) == f"ipc://{folder.path}/engine-1"
+        assert folder.endpoint(1, 0) == f"ipc://{folder.path}/engine-1-0"
     assert not folder.path.exists()
 
 

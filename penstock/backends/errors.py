@@ -1,0 +1,46 @@
+"""What an engine's refusals and failures mean to a client."""
+
+from __future__ import annotations
+
+from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Delta
+from penstock.protocol.errors import (
+    ApiError,
+    Draining,
+    EngineLost,
+    InvalidRequest,
+    ModelAsleep,
+    NotFound,
+    Overloaded,
+    ServerError,
+)
+from penstock.protocol.messages import ASLEEP, DRAINING, NOT_REGISTERED
+
+
+def error_of(delta: Delta) -> ApiError:
+    """What a client should hear about a request the engine refused or failed."""
+    message = delta.error or "The engine failed this request."
+    if message.startswith(DRAINING):
+        return Draining()
+    if message.startswith(NOT_REGISTERED):
+        return EngineLost()
+    if message.startswith(ASLEEP):
+        return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
+    if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
+        return adapter_error(message)
+    if message.startswith(QUEUE_FULL):
+        return Overloaded(message, retry_after=2.0)
+    if message.startswith(GRAMMAR_REFUSED):
+        return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
+    return ServerError(message)
+
+
+def adapter_error(message: str) -> ApiError:
+    """What went wrong with an adapter, as an error of the one who asked for it."""
+    if message.startswith(ADAPTER_UNKNOWN):
+        return NotFound(f"{_sentence(message)}.", param="model", code="model_not_found")
+    return InvalidRequest(f"{_sentence(message)}.", param="model", code="adapter_failed")
+
+
+def _sentence(message: str) -> str:
+    return message[:1].upper() + message[1:].rstrip(".")

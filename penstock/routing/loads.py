@@ -1,0 +1,22 @@
+"""The load of several engines as if they were one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from penstock.engine.request import Load
+
+
+def total_load(loads: Sequence[Load]) -> Load:
+    """Everything that is counted, added up; adapters as the first engine that has any tells of them."""
+    if len(loads) == 1:
+        return loads[0]
+    total = Load(
+        adapters=next((load.adapters for load in loads if load.adapters is not None), None),
+        devices=[device for load in loads for device in load.devices or ()] or None,
+    )
+    for field in dataclasses.fields(Load):
+        if isinstance(field.default, int):
+            setattr(total, field.name, sum(getattr(load, field.name) for load in loads))
+    return total

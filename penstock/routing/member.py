@@ -1,0 +1,58 @@
+"""One replica as its set sees it: the backend, its breaker, and the requests that are on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.backends.base import Backend
+from penstock.engine.request import Request
+from penstock.routing.breaker import Breaker, BreakerPolicy
+from penstock.routing.flights import Leg
+from penstock.routing.meter import ReplicaMeter
+from penstock.routing.policy import ReplicaView
+
+
+class Member:
+    """A replica. It takes requests while it is up and awake, makes progress where it has work, and its breaker lets
+    them through."""
+
+    __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "retiring")
+
+    def __init__(self, backend: Backend, breaker: BreakerPolicy, stall_s: float, clock: Callable[[], float]) -> None:
+        self.backend = backend
+        self.breaker = Breaker(breaker, clock)
+        self.meter = ReplicaMeter()
+        self._stall_s = stall_s
+        self._lost = ""
+        self.legs: dict[str, Leg] = {}
+        self.retiring = False
+        """Takes nothing new: it leaves the set."""
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    @property
+    def stuck(self) -> bool:
+        return self.backend.ready and self.backend.stalled_s > self._stall_s
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request can be sent here now."""
+        backend = self.backend
+        if self.retiring or not backend.ready or backend.state != "awake" or self.stuck or not self.breaker.allows:
+            return False
+        return not request.adapter or backend.adapters is None or request.adapter in backend.adapters
+
+    def view(self, now: float) -> ReplicaView:
+        """What a policy sees of it."""
+        return self.meter.view(self.name, self.backend.load, self.backend.info, now)
+
+    def lost(self) -> bool:
+        """It died under its requests, which is one failure however many they were; whether this is the first of them
+        to tell."""
+        instance = self.backend.info.instance if self.backend.info is not None else ""
+        first = instance != self._lost or not instance
+        if first:
+            self._lost = instance
+            self.breaker.failed()
+        return first

@@ -1,0 +1,205 @@
+"""Several replicas of one model as one backend.
+
+Owns who belongs to the set: replicas join and leave while it runs. With a single replica requests go straight to it;
+with more, `Dispatcher` chooses one and moves requests when it fails. What changes a model (sleep, wake, adapters) is
+done on every replica that is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from penstock.backends.base import Backend, Clock, deltas_of, monotonic
+from penstock.backends.mailbox import Inbox
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
+from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request
+from penstock.protocol.errors import ApiError, EngineUnavailable
+from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
+from penstock.routing.loads import total_load
+from penstock.routing.member import Member
+from penstock.routing.policies import Predicted
+from penstock.routing.policy import ReplicaPolicy
+
+T = TypeVar("T")
+
+
+class ReplicaSet:
+    """A `Backend` made of replicas."""
+
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[Backend],
+        *,
+        resilience: Resilience | None = None,
+        policy: ReplicaPolicy | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.name = name
+        self._resilience = resilience or Resilience()
+        self._clock = clock
+        self._members = [self._member(backend) for backend in replicas]
+        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock)
+        self._started = False
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._members
+
+    @property
+    def replicas(self) -> Sequence[Backend]:
+        return [member.backend for member in self._members]
+
+    async def start(self) -> None:
+        self._started = True
+        for member in self._members:
+            await member.backend.start()
+        if len(self._members) > 1:
+            self.dispatcher.watch()
+
+    async def close(self) -> None:
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await self.dispatcher.close()
+        for member in self._members:
+            await member.backend.close()
+
+    async def join(self, backend: Backend) -> None:
+        """A replica more."""
+        self._members.append(self._member(backend))
+        if self._started:
+            await backend.start()
+            self.dispatcher.watch()
+
+    def retire(self, name: str) -> None:
+        """A replica less: it gets nothing new, and leaves when what is on it has ended or moved."""
+        for member in self._members:
+            if member.name == name and not member.retiring:
+                member.retiring = True
+                task = asyncio.create_task(self._see_off(member), name=f"retire {self.name}/{name}")
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def _see_off(self, member: Member) -> None:
+        while member.backend.in_flight:  # noqa: ASYNC110 (it ends in many ways, none of which is an event)
+            await asyncio.sleep(TICK_S)
+        self._members.remove(member)
+        await member.backend.close()
+
+    def _member(self, backend: Backend) -> Member:
+        return Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of the replica with the smallest window: what fits there fits everywhere."""
+        infos = [info for member in self._members if (info := member.backend.info) is not None]
+        return min(infos, key=lambda info: info.max_model_len, default=None)
+
+    @property
+    def ready(self) -> bool:
+        return any(member.backend.ready for member in self._members)
+
+    @property
+    def load(self) -> Load:
+        return total_load([member.backend.load for member in self._members])
+
+    @property
+    def stalled_s(self) -> float:
+        """Of the replica that is best off: as long as one works, the model does."""
+        return min((member.backend.stalled_s for member in self._members if member.backend.ready), default=0.0)
+
+    @property
+    def idle_s(self) -> float:
+        return min((member.backend.idle_s for member in self._members), default=float("inf"))
+
+    @property
+    def in_flight(self) -> int:
+        return sum(member.backend.in_flight for member in self._members) + self.dispatcher.parked
+
+    @property
+    def state(self) -> EngineState:
+        states = [member.backend.state for member in self._members if member.backend.ready]
+        return "awake" if "awake" in states or not states else states[0]
+
+    async def wait_ready(self, within: float) -> EngineInfo:
+        staying = [member for member in self._members if not member.retiring]
+        if len(staying) == 1:
+            return await staying[0].backend.wait_ready(within)
+        if not any(member.backend.ready for member in staying):
+            await _first([member.backend.wait_ready(within) for member in staying])
+        up = [member for member in staying if member.backend.ready]
+        if not any(member.breaker.allows for member in up):
+            raise EngineUnavailable(
+                "Every replica of this model has been failing; try again shortly.",
+                retry_after=min((member.breaker.opens_in_s for member in up), default=1.0),
+            )
+        info = self.info
+        assert info is not None, "a replica that is up has told of itself"
+        return info
+
+    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
+        if len(self._members) == 1:
+            return self._members[0].backend.submit(request, mailbox, index)
+        return self.dispatcher.submit(request, mailbox, index)
+
+    def abort(self, request_id: str) -> None:
+        if not self.dispatcher.abort(request_id):
+            for member in self._members:
+                member.backend.abort(request_id)  # begun while there was one replica
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        return deltas_of(self, request)
+
+    async def sleep(self) -> None:
+        await self._everywhere(lambda backend: backend.sleep())
+
+    async def wake(self) -> None:
+        await self._everywhere(lambda backend: backend.wake())
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterStatus] | None:
+        told = [adapters for member in self._members if (adapters := member.backend.adapters) is not None]
+        if not told:
+            return None
+        return {name: status for adapters in reversed(told) for name, status in adapters.items()}
+
+    async def load_adapter(self, spec: AdapterSpec) -> AdapterStatus:
+        return await self._everywhere(lambda backend: backend.load_adapter(spec))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._everywhere(lambda backend: backend.unload_adapter(name), having=name)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        return await self._everywhere(lambda backend: backend.pin_adapter(name, pinned), having=name)
+
+    async def _everywhere(self, act: Callable[[Backend], Awaitable[T]], *, having: str | None = None) -> T:
+        """Do something on every replica that is up (and has an adapter); what the first one answers."""
+        backends = [member.backend for member in self._members if member.backend.ready]
+        if having is not None:
+            backends = [backend for backend in backends if having in (backend.adapters or ())] or backends[:1]
+        if not backends:
+            raise EngineUnavailable("No replica of this model is up; try again.")
+        results = await asyncio.gather(*(act(backend) for backend in backends))
+        return results[0]
+
+
+async def _first(waits: list[Awaitable[EngineInfo]]) -> None:
+    """Until one of them has come; what the last of them says when none does."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        failure: ApiError | None = None
+        for done in asyncio.as_completed(tasks):
+            try:
+                await done
+                return
+            except ApiError as error:
+                failure = error
+        raise failure or EngineUnavailable("This model has no replica.")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

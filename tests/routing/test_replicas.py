@@ -1,0 +1,238 @@
+"""Several replicas behind one backend: requests survive the loss of theirs, token by token (R-RT-7)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from penstock.backends.mailbox import Mailbox
+from penstock.backends.native import NativeBackend
+from penstock.engine.request import Delta, Request, SamplingParams
+from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, InvalidRequest, ServerError
+from penstock.routing.dispatch import Resilience
+from penstock.routing.replicas import ReplicaSet
+from tests.gateway.conftest import eventually
+from tests.protocol.client import Running, serving
+from tests.protocol.scripted import ScriptedEngine
+
+FAST = Resilience(stall_s=0.3, park_s=2.0)
+
+
+@dataclass
+class World:
+    """Replicas on real sockets; token k of a request is its prompt's first token plus k."""
+
+    replicas: ReplicaSet
+    engines: list[ScriptedEngine]
+    servers: list[Running]
+    stack: AsyncExitStack
+
+    def crash(self, index: int) -> None:
+        """No last words: the connection just closes."""
+        self.servers[index].server._peers.tell_all = lambda *args: None  # type: ignore[method-assign]
+        self.stop(index)
+
+    def stop(self, index: int) -> None:
+        running = self.servers[index]
+        running.server.stop()
+        running.join()
+        running.server._listener.close()
+        self.engines[index].running.clear()
+
+    def start(self, index: int) -> None:
+        self.engines[index] = ScriptedEngine(instance=f"again {index}", step_s=0.01)
+        self.servers[index] = self.stack.enter_context(serving(self.engines[index], self.servers[index].endpoint))
+
+    def on(self, request_id: str) -> int:
+        return next(i for i, engine in enumerate(self.engines) if request_id in engine.running)
+
+
+@asynccontextmanager
+async def world(count: int = 2, *, step_s: float = 0.01, resilience: Resilience = FAST) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        engines = [ScriptedEngine(instance=str(index), step_s=step_s) for index in range(count)]
+        servers = [stack.enter_context(serving(engine)) for engine in engines]
+        backends = [
+            NativeBackend(running.endpoint, name=str(index), silence_s=2.0) for index, running in enumerate(servers)
+        ]
+        replicas = ReplicaSet("scripted", backends, resilience=resilience)
+        await replicas.start()
+        stack.push_async_callback(replicas.close)
+        await eventually(lambda: all(backend.ready for backend in backends))
+        yield World(replicas, engines, servers, stack)
+
+
+def request(id: str, tokens: int = 40, **options: Any) -> Request:
+    return Request(id, [100], SamplingParams(max_tokens=tokens), **options)
+
+
+async def read(replicas: ReplicaSet, asked: Request) -> list[int]:
+    tokens: list[int] = []
+    async for delta in replicas.generate(asked):
+        tokens += delta.tokens
+    return tokens
+
+
+async def test_requests_are_spread_and_the_set_looks_like_one_engine() -> None:
+    async with world() as it:
+        answers = await asyncio.gather(*(read(it.replicas, request(f"r{i}")) for i in range(8)))
+        assert answers == [list(range(100, 140))] * 8
+        assert all(engine.steps > 20 for engine in it.engines), "both have worked"
+        assert it.replicas.ready and it.replicas.state == "awake" and it.replicas.in_flight == 0
+        assert it.replicas.load.steps == sum(backend.load.steps for backend in it.replicas.replicas)
+
+
+@pytest.mark.parametrize("how", ["crash", "stop"])
+async def test_streams_of_a_lost_replica_go_on_elsewhere_behind_their_last_token(how: str) -> None:
+    async with world() as it:
+        streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(10)]
+        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        getattr(it, how)(0)
+        assert await asyncio.gather(*streams) == [list(range(100, 140))] * 10
+        assert it.replicas.dispatcher.counts.failovers == 5 and it.replicas.dispatcher.counts.given_up == 0
+
+
+async def test_the_reader_hears_of_the_prompt_once_and_the_rest_of_the_time_is_what_is_left() -> None:
+    async with world() as it:
+        seen: list[Delta] = []
+        asked = request("r", timeout_s=60.0)
+        async for delta in it.replicas.generate(asked):
+            seen.append(delta)
+            if len(seen) == 5:
+                first = it.on("r")
+                other = it.engines[1 - first]
+                it.crash(first)
+                await eventually(lambda other=other: "r" in other.running)  # type: ignore[misc]
+                again = other.running["r"][0]
+        assert again.prompt == asked.prompt and len(again.produced) >= 5 and again.params == asked.params
+        assert again.timeout_s is not None and again.timeout_s < 60.0
+        assert again.priority < asked.priority, "a stream that stands still goes first"
+        assert [token for delta in seen for token in delta.tokens] == list(range(100, 140))
+
+
+async def test_with_no_replica_left_requests_wait_for_one_to_come_back() -> None:
+    async with world() as it:
+        stream = asyncio.create_task(read(it.replicas, request("r")))
+        await eventually(lambda: any(engine.steps > 5 for engine in it.engines))
+        it.crash(it.on("r"))
+        await eventually(lambda: any("r" in engine.running for engine in it.engines))
+        it.crash(it.on("r"))
+        await eventually(lambda: it.replicas.dispatcher.parked == 1)
+        it.start(0)
+        assert await stream == list(range(100, 140))
+
+
+async def test_a_request_under_which_every_replica_dies_is_given_up() -> None:
+    async with world(3, resilience=Resilience(attempts=2, park_s=5.0)) as it:
+        stream = asyncio.create_task(read(it.replicas, request("poison")))
+        for _ in range(2):
+            await eventually(lambda: any("poison" in engine.running for engine in it.engines))
+            killed = it.on("poison")
+            it.crash(killed)
+        with pytest.raises(EngineLost):
+            await stream
+        assert sum(backend.ready for backend in it.replicas.replicas) == 1, "the third one lives"
+
+
+async def test_a_stuck_replica_is_left_and_gets_nothing_new() -> None:
+    async with world() as it:
+        streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
+        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        thaw = threading.Event()
+        it.engines[0]._before_step = lambda: thaw.wait(10.0) and None
+        try:
+            assert await asyncio.gather(*streams) == [list(range(100, 140))] * 4
+            assert await read(it.replicas, request("new")) == list(range(100, 140))
+            assert it.replicas.members[0].breaker.state != "closed"
+        finally:
+            thaw.set()
+
+
+async def test_a_draining_replica_finishes_what_it_has_and_new_requests_go_elsewhere() -> None:
+    async with world() as it:
+        streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
+        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        it.servers[0].server.drain()
+        late = [asyncio.create_task(read(it.replicas, request(f"late{i}"))) for i in range(4)]
+        assert await asyncio.gather(*streams, *late) == [list(range(100, 140))] * 8
+        assert it.servers[0].join() == 0
+        assert it.replicas.dispatcher.counts.given_up == 0
+
+
+async def test_what_is_wrong_with_a_request_is_not_tried_elsewhere_and_failures_only_within_the_budget() -> None:
+    async with world(resilience=Resilience(park_s=0.2)) as it:
+
+        def refuse(error: str) -> None:
+            for engine in it.engines:
+                engine.submit = lambda asked, engine=engine: engine._final.append(  # type: ignore[method-assign, misc]
+                    Delta(asked.request_id, finish_reason="error", error=error)
+                )
+
+        refuse("the grammar cannot be used: no")
+        with pytest.raises(InvalidRequest):
+            await read(it.replicas, request("bad"))
+        assert it.replicas.dispatcher.counts.retries == 0
+        refuse("the engine failed while running this request: boom")
+        asked = (read(it.replicas, request(f"r{index}")) for index in range(40))
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(error, ApiError) for error in errors) and isinstance(errors[0], ServerError)
+        assert it.replicas.dispatcher.counts.retries <= 4, "at most a tenth"
+        assert all(member.breaker.state == "open" for member in it.replicas.members)
+        with pytest.raises(EngineUnavailable, match="failing"):
+            await it.replicas.wait_ready(1.0)
+
+
+async def test_a_request_without_a_token_is_hedged_and_the_slower_one_is_stopped() -> None:
+    async with world(resilience=Resilience(hedge_s=0.05, retry_share=1.0)) as it:
+        slow = it.engines[0]
+        slow.step = lambda: None  # type: ignore[method-assign]
+        answers = [await read(it.replicas, request(f"r{i}", 5)) for i in range(6)]
+        assert answers == [list(range(100, 105))] * 6
+        assert it.replicas.dispatcher.counts.hedges >= 1
+        await eventually(lambda: not slow.running)
+
+
+async def test_replicas_join_and_retire_under_load() -> None:
+    async with world(1) as it:
+        lone = asyncio.create_task(read(it.replicas, request("lone")))
+        engine = ScriptedEngine(instance="new", step_s=0.01)
+        running = it.stack.enter_context(serving(engine))
+        await it.replicas.join(NativeBackend(running.endpoint, name="1"))
+        await eventually(lambda: it.replicas.replicas[1].ready)
+        streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(6)]
+        await eventually(lambda: engine.steps > 3)
+        it.replicas.retire("0")
+        late = asyncio.create_task(read(it.replicas, request("late")))
+        assert await asyncio.gather(lone, late, *streams) == [list(range(100, 140))] * 8
+        await eventually(lambda: len(it.replicas.replicas) == 1)
+        assert await read(it.replicas, request("last", 5)) == list(range(100, 105))
+
+
+async def test_one_replica_is_used_directly_and_fails_as_an_engine_does() -> None:
+    async with world(1) as it:
+        mailbox = Mailbox()
+        assert it.replicas.submit(request("r"), mailbox) == "0"
+        assert it.replicas.dispatcher.budget.taken == 0 and not it.replicas.members[0].legs
+        await mailbox.take()
+        it.crash(0)
+        with pytest.raises(EngineLost):
+            while True:
+                await mailbox.take()
+
+
+async def test_leaving_early_leaves_nothing_behind() -> None:
+    async with world() as it:
+        mailbox = Mailbox()
+        for index in range(6):
+            it.replicas.submit(request(f"r{index}"), mailbox, index)
+        await mailbox.take()
+        for index in range(6):
+            it.replicas.abort(f"r{index}")
+        await eventually(lambda: not any(engine.running for engine in it.engines))
+        assert it.replicas.in_flight == 0 and not any(member.legs for member in it.replicas.members)
