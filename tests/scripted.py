@@ -78,6 +78,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self._left: dict[str, tuple[Request, list[int]]] = {}
         self._first: set[str] = set()
+        self._began: dict[str, float] = {}
         self._deltas: list[Delta] = []
         self._counts: dict[str, int] = {}
         self._steps = self._generated = self._prompt_tokens = 0
@@ -142,11 +143,13 @@ class ScriptedEngine:
         if id in self._first:
             self._first.discard(id)
             delta.cached_tokens, delta.queue_s, delta.prefill_s = 3, 0.001, 0.002
+            self._began[id] = time.monotonic()
             if request.params.prompt_logprobs is not None:
                 k = request.params.prompt_logprobs
                 delta.prompt_logprobs = [None, *(_logprob(token, k) for token in request.prompt[1:])]
         if delta.finish_reason is not None:
             del self._left[id]
+            delta.decode_s = time.monotonic() - self._began.pop(id)
         self._deltas.append(delta)
 
 

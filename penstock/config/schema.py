@@ -398,6 +398,22 @@ class TelemetryConfig:
     most_series: int = setting(
         1000, doc="Combinations of tenant, model, adapter and feature with metrics of their own; then `other`.", least=1
     )
+    recent_requests: int = setting(
+        1000, doc="Requests whose timelines are kept in memory for `penstock trace`.", least=0, most=1_000_000
+    )
+    slow_request_s: float | None = setting(
+        60.0, doc="A request that takes longer is logged with the time of each phase; null for none.", least=0
+    )
+    slow_ttft_s: float | None = setting(3.0, doc="The same for the time to its first token.", least=0)
+    record_text: bool = setting(False, doc="Write prompts and answers into logs and traces. Think of whose they are.")
+    otlp_endpoint: str = setting(
+        "", doc="Where OpenTelemetry spans go, as OTLP over HTTP (http://HOST:4318); none when empty."
+    )
+    otlp_headers: tuple[str, ...] = setting((), doc="Headers for it, as NAME=VALUE.", example="[x-token=SECRET]")
+    trace_share: float = setting(
+        1.0, doc="Part of the requests that are traced when the caller does not say (traceparent).", least=0, most=1
+    )
+    service_name: str = setting("penstock", doc="What traces call this server.")
 
 
 @dataclass(frozen=True, slots=True)

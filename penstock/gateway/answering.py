@@ -12,6 +12,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from time import monotonic
+from typing import Any
 
 from penstock.gateway.accounting import Account
 from penstock.gateway.choice import Piece
@@ -21,14 +23,22 @@ from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
 
 KEEP_ALIVE = b": keep-alive\n\n"
+MOST_TEXT = 16384
+"""Characters of a prompt or an answer that are recorded, where the configuration says that they are."""
 DONE = b"data: [DONE]\n\n"
 
 
 class Renderer(ABC):
     """How an endpoint writes what was generated."""
 
+    _head: dict[str, Any]
+    """What every object of the answer has in common; `id` among it."""
     keep_alive = KEEP_ALIVE
     """What a stream says when there is nothing to say."""
+
+    @property
+    def response_id(self) -> str:
+        return str(self._head["id"])
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -59,6 +69,7 @@ async def answer(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
     guard_output(service, exchange, generation)
+    exchange.timeline.response_id = renderer.response_id
     async with watched(exchange, generation.fail), engaged(service, exchange, generation) as account:
         if stream:
             await _stream(service, exchange, generation, renderer, account)
@@ -81,7 +92,11 @@ async def engaged(
     `aside`: what it is for, when it is not the answer that the request asks for. It is then no request of its own to
     limits, the ledger has it under that feature, and the request does not end as it does.
     """
-    reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside))
+    exchange.timeline.follow("prepare")
+    with exchange.timeline.phase("admission"):
+        reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside))
+    if service.settings.telemetry.record_text:
+        generation.keep_text()
     account: Account | None = None
     service.track(generation)
     try:
@@ -94,7 +109,7 @@ async def engaged(
     finally:
         generation.close()
         service.untrack(generation)
-        _record(exchange, generation, aside=bool(aside))
+        _record(exchange, generation, aside=aside)
         if account is not None:
             account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
         if reservation is not None:
@@ -140,9 +155,10 @@ async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer,
             account.note()
     if account is not None:
         await account.settle(generation.outcome or "stop")
-    body = renderer.whole(pieces)
-    await renderer.before_end()
-    await exchange.reply(200, body)
+    with exchange.timeline.phase("reply"):
+        body = renderer.whole(pieces)
+        await renderer.before_end()
+        await exchange.reply(200, body)
 
 
 async def _stream(
@@ -152,6 +168,7 @@ async def _stream(
     pieces = await generation.next(settings.hold_status_s)
     if account is not None:
         await account.opened()
+    begun = monotonic()
     await exchange.start_stream()
     try:
         head = renderer.opening()
@@ -176,14 +193,19 @@ async def _stream(
         exchange.record.finish_reason = "error"
         service.metrics.failed(exchange.route, error.status, error.code or error.type)
         await exchange.end_stream(renderer.failure(error))
+    finally:
+        exchange.timeline.note("stream", begun)
 
 
-def _record(exchange: Exchange, generation: Generation, *, aside: bool) -> None:
+def _record(exchange: Exchange, generation: Generation, *, aside: str) -> None:
     """Add what was used to what is kept of the request, which may have taken several generations."""
     record = exchange.record
     record.prompt_tokens += generation.prompt_tokens
     record.cached_tokens += generation.cached_tokens
     record.completion_tokens += generation.completion_tokens
+    exchange.timeline.ran(generation.runs(aside))
+    if (texts := generation.texts(MOST_TEXT)) is not None:
+        exchange.timeline.texts = [*(exchange.timeline.texts or ()), *texts]
     if aside:
         return
     if generation.first_token_at is not None and record.ttft_ms is None:

@@ -54,6 +54,7 @@ class App:
         service = self.service
         exchange.route = exchange.record.route = endpoint.path
         exchange.dialect = endpoint.dialect
+        service.watch.begin(exchange)
         in_flight = service.metrics.in_flight(endpoint.path)
         in_flight.inc()
         try:
@@ -71,12 +72,13 @@ class App:
             in_flight.dec()
             if exchange.release is not None:
                 exchange.release()
-            self._finish(exchange, endpoint.logged)
+            self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
         if endpoint.scope is not None:
             caller = exchange.caller = await self.service.authenticate(exchange, endpoint.scope)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
+            exchange.timeline.follow("authenticate")
         await endpoint.handler(self.service, exchange)
 
     async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:
@@ -110,7 +112,7 @@ class App:
             if isinstance(gone, StalledReader):
                 self.service.metrics.stalled_readers.inc()
 
-    def _finish(self, exchange: Exchange, logged: bool) -> None:
+    def _finish(self, exchange: Exchange, logged: bool, *, timed: bool = False) -> None:
         seconds = exchange.elapsed_s
         status = exchange.status or CLIENT_CLOSED
         method = exchange.method if exchange.method in METHODS else "other"  # a label must not grow with its users
@@ -118,9 +120,11 @@ class App:
         if logged:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)
-            log_request(exchange.record)
+            log_request(exchange.record, self.service.watch.texts(exchange))
             if self.service.request_log is not None:
                 self.service.request_log.add(exchange.record)
+            if timed:
+                self.service.watch.finish(exchange)
 
     def _routes(self) -> FastAPI:
         api = FastAPI(

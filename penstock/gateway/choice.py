@@ -69,6 +69,7 @@ class Choice:
         "_toolbox",
         "cached_tokens",
         "completion_tokens",
+        "decode_s",
         "discard",
         "finished",
         "first_at",
@@ -76,7 +77,9 @@ class Choice:
         "index",
         "last_at",
         "outcome",
+        "prefill_s",
         "prompt_logprobs",
+        "queue_s",
         "want_logprobs",
     )
 
@@ -117,6 +120,10 @@ class Choice:
         """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
         self.first_at: float | None = None
         self.last_at: float | None = None
+        self.queue_s: float | None = None
+        self.prefill_s: float | None = None
+        self.decode_s: float | None = None
+        """How long each phase took in the engine, as it said; None where it did not."""
 
     def feed(self, delta: Delta) -> Piece | None:
         """Text and logprobs that are safe to show after `delta`; None when there is nothing to say."""

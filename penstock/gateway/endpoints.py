@@ -40,6 +40,7 @@ from penstock.gateway.api.requests import list_requests
 from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
+from penstock.gateway.api.traces import get_trace, list_traces
 from penstock.gateway.api.usage import usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
@@ -165,6 +166,8 @@ ENDPOINTS = (
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
+    Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
     Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts"),
     Endpoint("GET", "/v1/admin/requests", list_requests, "The newest requests.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),

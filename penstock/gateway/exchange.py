@@ -20,6 +20,7 @@ from penstock.gateway.dialects import OPENAI, Dialect
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
+from penstock.telemetry.timeline import Timeline
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -60,6 +61,7 @@ class Exchange:
         "stalled_reader_s",
         "started_at",
         "status",
+        "timeline",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float) -> None:
@@ -80,6 +82,7 @@ class Exchange:
         self.release: Callable[[], None] | None = None
         """Called once the exchange is over: gives back what the request held."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
+        self.timeline = Timeline(self.record, self.started_at)
 
     def header(self, name: bytes) -> bytes | None:
         for key, value in self.scope["headers"]:
@@ -110,6 +113,7 @@ class Exchange:
                 parts.clear()  # read on: a client that is still sending would not see the answer
             if not message.get("more_body", False):
                 self.body_read = True
+                self.timeline.follow("receive")
                 break
         if size > limit:
             raise PayloadTooLarge(limit=limit, size=size)

@@ -17,7 +17,9 @@ from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.registry import ServedModel
+from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.timeline import Run
 from penstock.tools.toolbox import Toolbox
 
 GRACE_S = 5.0
@@ -65,6 +67,9 @@ class Generation:
         """Which one began it."""
         self._observed = metrics.request(model.base_name, self.replica)
         self._started_at = started_at
+        self._submitted_at = started_at
+        self._trace = sampled_trace()
+        self._texts: list[list[str]] | None = None
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
         self._unfinished = 0
         for prompt in prompts:
@@ -104,7 +109,47 @@ class Generation:
         for choice in self.choices:
             choice.guard = make()
 
+    def keep_text(self) -> None:
+        """Remember what is generated; for `texts`."""
+        self._texts = [[] for _ in self.choices]
+
+    def texts(self, most: int) -> list[tuple[str, str]] | None:
+        """The prompt and the answer of each choice, at most `most` characters of each, if they were to be kept."""
+        if self._texts is None:
+            return None
+        prompts = [prompt.tokens for prompt in self.prompts for _ in prompt.params]
+        decode = self.model.text.decode
+        return [
+            (decode(tokens, skip_special=False)[:most], "".join(parts)[:most])
+            for tokens, parts in zip(prompts, self._texts, strict=True)
+        ]
+
+    def runs(self, purpose: str = "") -> list[Run]:
+        """What each choice did in the engine, for the request's timeline."""
+        now = time.monotonic()
+        return [
+            Run(
+                engine=self.model.backend.name,
+                model=self.model.name,
+                choice=choice.index,
+                submitted_at=self._submitted_at,
+                ended_at=now,
+                first_at=choice.first_at,
+                last_at=choice.last_at,
+                queue_s=choice.queue_s,
+                prefill_s=choice.prefill_s,
+                decode_s=choice.decode_s,
+                prompt_tokens=len(self._requests[choice.index].prompt),
+                cached_tokens=choice.cached_tokens or 0,
+                completion_tokens=choice.completion_tokens,
+                outcome=choice.outcome or "abort",
+                purpose=purpose,
+            )
+            for choice in self.choices
+        ]
+
     def submit(self) -> None:
+        self._submitted_at = time.monotonic()
         try:
             for index, request in enumerate(self._requests):
                 replica = self.model.backend.submit(request, self.mailbox, index)
@@ -132,6 +177,8 @@ class Generation:
             piece = self._receive(arrival.index, arrival.delta, arrival.at)
             if piece is not None:
                 pieces.append(piece)
+                if self._texts is not None:
+                    self._texts[piece.index].append(piece.text)
         return pieces
 
     def fail(self, error: Exception) -> None:
@@ -219,23 +266,27 @@ class Generation:
             if choice.last_at is None:
                 if self.first_token_at is None:
                     self.first_token_at = at
-                self._observed.ttft.observe(at - self._started_at)
+                self._observed.ttft.observe(at - self._started_at, trace=self._trace)
                 choice.first_at = at
             else:
                 self._observed.itl.observe((at - choice.last_at) / count, count)
             choice.last_at = at
         if delta.queue_s is not None:
+            choice.queue_s = delta.queue_s
             self._observed.queue.observe(delta.queue_s)
         if delta.prefill_s is not None:
+            choice.prefill_s = delta.prefill_s
             self._observed.prefill.observe(delta.prefill_s)
+        if delta.decode_s is not None:
+            choice.decode_s = delta.decode_s
 
     def _finished(self, choice: Choice, at: float) -> None:
         observed, tokens = self._observed, choice.completion_tokens
-        observed.e2e.observe(at - self._started_at)
+        observed.e2e.observe(at - self._started_at, trace=self._trace)
         observed.generation_tokens.observe(tokens)
         observed.prompt_tokens.observe(len(self._requests[choice.index].prompt))
         if choice.first_at is not None:
-            decode_s = at - choice.first_at
+            decode_s = at - choice.first_at if choice.decode_s is None else choice.decode_s
             observed.decode.observe(decode_s)
             if tokens > 1:
                 observed.per_token.observe(decode_s / (tokens - 1))

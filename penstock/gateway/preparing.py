@@ -98,6 +98,7 @@ async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[S
 def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:
     route = service.registry.route(name)
     model = route.model
+    exchange.timeline.asked_model = name[:256]
     exchange.record.model_version = model.base_name
     exchange.record.adapter_id = model.adapter or None
     exchange.extra_headers += [

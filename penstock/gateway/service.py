@@ -24,6 +24,7 @@ from penstock.gateway.requests import open_request_log
 from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
+from penstock.gateway.watching import Watch
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
@@ -56,6 +57,7 @@ class Service:
         self.encoders = encoders or Encoders((), ())
         self.metrics = Metrics(self._views, settings.telemetry.most_series)
         self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
+        self.watch = Watch(settings.telemetry, self.metrics.registry)
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -119,6 +121,7 @@ class Service:
             await self.accounts.close()
         if self.request_log is not None:
             await self.request_log.close()
+        await self.watch.close()
         if self.database is not None:
             await self.database.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,8 @@
 """Structured logs: one JSON object, or one readable line, per record; request ids in, prompt text out.
 
-Fields go in `extra=`. The request log is the logger `penstock.request`: one record per request with the fields
-of `RequestRecord`, which also feeds the request log (`metering/request_log.py`).
+Fields go in `extra=`; whatever is logged while a request is answered also gets its id and that of its trace. The
+request log is the logger `penstock.request`: one record per request with the fields of `RequestRecord`, which also
+feeds the request log (`metering/request_log.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from typing import Any, Literal, TextIO
 
 import msgspec
+
+from penstock.telemetry.context import current
 
 LogFormat = Literal["text", "json"]
 
@@ -39,9 +42,9 @@ class RequestRecord(msgspec.Struct, omit_defaults=False):
     metadata: dict[str, str] | None = None
 
 
-def log_request(record: RequestRecord) -> None:
+def log_request(record: RequestRecord, more: dict[str, Any] | None = None) -> None:
     if _requests.isEnabledFor(logging.INFO):
-        _requests.info("request", extra=msgspec.structs.asdict(record))
+        _requests.info("request", extra={**msgspec.structs.asdict(record), **(more or {})})
 
 
 def configure(fmt: LogFormat = "text", level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -55,7 +58,13 @@ def configure(fmt: LogFormat = "text", level: str = "INFO", stream: TextIO | Non
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    context = current.get()
+    if context is not None:
+        fields.setdefault("request_id", context.request_id)
+        if context.trace is not None:
+            fields.setdefault("trace_id", context.trace.trace_id)
+    return fields
 
 
 class JsonFormatter(logging.Formatter):

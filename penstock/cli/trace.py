@@ -1,0 +1,134 @@
+"""`penstock trace`: where the time of one request went, as bars; without an id, the newest requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.admin import DEFAULT_URL, Url
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="PENSTOCK_API_KEY", help="API key; with the scope `admin`, anybody's.", show_envvar=True),
+]
+COLORS = {
+    "receive": "cyan",
+    "authenticate": "cyan",
+    "prepare": "cyan",
+    "admission": "magenta",
+    "queue": "yellow",
+    "prefill": "blue",
+    "decode": "green",
+    "engine": "red",
+}
+WIDTH = 48
+
+
+def trace(
+    request_id: Annotated[
+        str | None, typer.Argument(help="The `x-request-id` of an answer; without it the newest are listed.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="bars or json.")] = "bars",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many are listed.")] = 20,
+) -> None:
+    """
+    Show where the time of a request went.
+
+    A running server remembers its newest requests (`telemetry.recent_requests`). Phases of the engine are by its own
+    clock.
+
+    Examples:
+
+        penstock trace
+
+        penstock trace req_0b9c4e7f
+
+        penstock trace req_0b9c4e7f -o json
+    """
+    import json
+    from urllib.parse import quote
+
+    from rich.console import Console
+
+    from penstock.cli.admin import call
+    from penstock.errors import PenstockError
+
+    if output not in ("bars", "json"):
+        raise PenstockError(f"--output {output}: choose bars or json")
+    path = f"?limit={limit}" if request_id is None else f"/{quote(request_id, safe='')}"
+    found = call("GET", url, key, path, under="/v1/traces")
+    if output == "json":
+        typer.echo(json.dumps(found, indent=2))
+    elif request_id is None:
+        Console().print(_listing(found["data"]))
+    else:
+        console = Console()
+        console.print(_summary(found), highlight=False)
+        console.print(_bars(found))
+
+
+def _summary(found: dict[str, Any]) -> str:
+    model = found["adapter_id"] or found["model_version"] or "-"
+    tokens = f"{found['prompt_tokens']} prompt ({found['cached_tokens']} cached) + {found['completion_tokens']} tokens"
+    ttft = "-" if found["ttft_ms"] is None else f"{found['ttft_ms']:.1f} ms"
+    ended = f"{found['status']} {found['finish_reason'] or ''}".strip()
+    lines = [
+        f"[bold]{found['request_id']}[/]  {found['route']}  {model}  {ended}",
+        f"{tokens}  first token {ttft}  total {found['total_latency_ms']:.1f} ms",
+    ]
+    return "\n".join(lines + ([f"trace {found['trace_id']}"] if found["trace_id"] else []))
+
+
+def _bars(found: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    total = max([found["total_latency_ms"], *(p["start_ms"] + p["duration_ms"] for p in found["phases"])], default=0)
+    scale = WIDTH / total if total else 0.0
+    table = Table(box=None, pad_edge=False)
+    table.add_column("phase", no_wrap=True)
+    table.add_column("start ms", justify="right")
+    table.add_column("ms", justify="right")
+    table.add_column("", no_wrap=True, min_width=WIDTH)
+    table.add_column("", style="dim")
+    for phase in found["phases"]:
+        start, length = round(phase["start_ms"] * scale), max(1, round(phase["duration_ms"] * scale))
+        start = min(start, WIDTH - 1)
+        bar = Text(" " * start)
+        bar.append("█" * min(length, WIDTH - start), COLORS.get(phase["name"], "white"))
+        detail = " ".join(f"{name}={value}" for name, value in phase["detail"].items() if name != "model")
+        table.add_row(phase["name"], f"{phase['start_ms']:.1f}", f"{phase['duration_ms']:.1f}", bar, detail)
+    return table
+
+
+def _listing(data: list[dict[str, Any]]) -> Table:
+    from datetime import UTC, datetime
+
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("time", "request", "tenant", "model", "end"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "ttft ms", "total ms"):
+        table.add_column(name, justify="right")
+    table.add_column("longest phase")
+    for found in data:
+        longest = max(found["phases"], key=lambda phase: phase["duration_ms"], default=None)
+        table.add_row(
+            datetime.fromtimestamp(found["timestamp"], UTC).strftime("%H:%M:%S"),
+            found["request_id"],
+            found["tenant"] or "-",
+            found["adapter_id"] or found["model_version"] or "-",
+            found["finish_reason"] or str(found["status"]),
+            f"{found['prompt_tokens']}+{found['completion_tokens']}",
+            "-" if found["ttft_ms"] is None else f"{found['ttft_ms']:.1f}",
+            f"{found['total_latency_ms']:.1f}",
+            "-" if longest is None else f"{longest['name']} {longest['duration_ms']:.1f} ms",
+        )
+    return table

@@ -1,0 +1,167 @@
+"""Where the time of a request went: phases in the gateway, and in the engine by the engine's own clock.
+
+While a request runs only points in time are noted. What is shown (`phases`) is made when somebody asks: the log of slow
+requests, an exporter of traces, `penstock trace`. The engine reports how long a request waited, computed its prompt and
+decoded; those lengths are laid back from the moment its first token reached the gateway, so clocks need not agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+
+from penstock.telemetry.context import TraceContext
+from penstock.telemetry.logging import RequestRecord
+
+MOST_PHASES = 256
+"""Of one request: one with many tools or choices must not grow without end."""
+
+
+Detail = dict[str, str | int | float]
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """A stretch of a request's time, in seconds from its start."""
+
+    name: str
+    start: float
+    end: float
+    detail: Detail = {}
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One choice in an engine. Times are the gateway's clock; lengths the engine's."""
+
+    engine: str
+    model: str
+    choice: int
+    submitted_at: float
+    ended_at: float
+    """When the gateway was done with it, however it ended."""
+    first_at: float | None
+    last_at: float | None
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    outcome: str
+    purpose: str = ""
+    """What it was for, when it was not the answer itself."""
+
+    def phases(self) -> Iterator[tuple[str, float, float, Detail]]:
+        about: Detail = {"engine": self.engine, "model": self.model, "choice": self.choice}
+        if self.purpose:
+            about["for"] = self.purpose
+        if self.first_at is None:
+            yield "engine", self.submitted_at, self.ended_at, {**about, "outcome": self.outcome}
+            return
+        prefill_at = self.first_at - (self.prefill_s or 0.0)
+        queue_at = max(prefill_at - (self.queue_s or 0.0), self.submitted_at)
+        yield "queue", queue_at, max(prefill_at, queue_at), about
+        tokens: Detail = {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
+        yield "prefill", max(prefill_at, queue_at), self.first_at, {**about, **tokens}
+        last_at = self.last_at if self.last_at is not None else self.first_at
+        if self.decode_s is not None:
+            last_at = min(self.first_at + self.decode_s, self.ended_at)
+        end: Detail = {"completion_tokens": self.completion_tokens, "outcome": self.outcome}
+        yield "decode", self.first_at, max(last_at, self.first_at), {**about, **end}
+
+
+class Timeline:
+    """One request's notes. `record` says what it was."""
+
+    __slots__ = (
+        "_phases",
+        "asked_model",
+        "ended_at",
+        "record",
+        "response_id",
+        "runs",
+        "session",
+        "started_at",
+        "texts",
+        "trace",
+    )
+
+    def __init__(self, record: RequestRecord, started_at: float, trace: TraceContext | None = None) -> None:
+        self.record = record
+        self.started_at = started_at
+        self.ended_at: float | None = None
+        self.trace = trace
+        self.asked_model = ""
+        self.response_id = ""
+        self.session = ""
+        self.runs: list[Run] = []
+        self.texts: list[tuple[str, str]] | None = None
+        """Prompts and answers, only where the configuration says that they are recorded."""
+        self._phases: list[tuple[str, float, float]] = []
+
+    def note(self, name: str, start: float, end: float | None = None) -> None:
+        """A phase from `start` to `end` (now)."""
+        if len(self._phases) < MOST_PHASES:
+            self._phases.append((name, start, monotonic() if end is None else end))
+
+    def follow(self, name: str) -> None:
+        """A phase from the end of what was noted before it until now."""
+        before = self._phases[-1][2] if self._phases else self.started_at
+        self.note(name, max(before, self.runs[-1].ended_at) if self.runs else before)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = monotonic()
+        try:
+            yield
+        finally:
+            self.note(name, start)
+
+    def ran(self, runs: list[Run]) -> None:
+        if len(self.runs) < MOST_PHASES:
+            self.runs += runs
+
+    @property
+    def total_s(self) -> float:
+        return (monotonic() if self.ended_at is None else self.ended_at) - self.started_at
+
+    def phases(self) -> list[Phase]:
+        """Everything noted, in order of time."""
+        zero = self.started_at
+        found = [Phase(name, start - zero, end - zero) for name, start, end in self._phases]
+        for run in self.runs:
+            found += (Phase(name, start - zero, end - zero, detail) for name, start, end, detail in run.phases())
+        return sorted(found, key=lambda phase: (phase.start, phase.end))
+
+    def breakdown(self) -> dict[str, float]:
+        """Milliseconds per phase, summed over those of the same name."""
+        sums: dict[str, float] = {}
+        for phase in self.phases():
+            sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds * 1000
+        return {name: round(value, 3) for name, value in sums.items()}
+
+
+class Recent:
+    """The newest timelines of this process, `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self._kept: deque[Timeline] = deque(maxlen=most)
+
+    def add(self, timeline: Timeline) -> None:
+        self._kept.append(timeline)
+
+    def find(self, request_id: str, tenant: str | None) -> Timeline | None:
+        """The newest request of that id that `tenant` may see; None for a tenant sees all."""
+        return next((item for item in self.newest(tenant) if item.record.request_id == request_id), None)
+
+    def newest(self, tenant: str | None) -> Iterator[Timeline]:
+        return (item for item in reversed(self._kept) if tenant is None or item.record.tenant == tenant)
