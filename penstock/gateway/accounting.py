@@ -14,7 +14,7 @@ import uuid
 from contextlib import suppress
 
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.metered import Metered
 from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, Settlement, cost_of
 from penstock.metering.prices import PriceBook
@@ -36,7 +36,7 @@ class Account:
     __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled")
 
     def __init__(
-        self, journal: Journal, charge: Charge, generation: Generation, metrics: UsageMetrics | None = None
+        self, journal: Journal, charge: Charge, generation: Metered, metrics: UsageMetrics | None = None
     ) -> None:
         self._journal = journal
         self._metrics = metrics
@@ -91,7 +91,7 @@ class Accounts:
             with suppress(DatabaseError):
                 await self.ledger.leave(self.gateway)
 
-    def open(self, exchange: Exchange, generation: Generation, *, feature: str = "") -> Account:
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> Account:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
         price = self.prices.price(model.base_name, model.adapter, caller.tier)

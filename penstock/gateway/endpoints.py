@@ -21,6 +21,7 @@ from penstock.gateway.api.admin import (
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.completions import completions
 from penstock.gateway.api.conversations import delete_conversation, get_conversation, list_conversations
+from penstock.gateway.api.embeddings import embeddings
 from penstock.gateway.api.health import live, ready
 from penstock.gateway.api.identity import (
     KeyRequest,
@@ -37,6 +38,7 @@ from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
 from penstock.gateway.api.requests import list_requests
+from penstock.gateway.api.rerank import rerank
 from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
@@ -45,7 +47,14 @@ from penstock.gateway.api.usage import usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.responses.schemas import ResponsesRequest
-from penstock.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    TokenizeRequest,
+)
 from penstock.gateway.service import Service
 from penstock.identity import Scope
 
@@ -127,6 +136,26 @@ ENDPOINTS = (
         CountTokensRequest,
         serves_tokens=True,
         dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "Vectors of texts.",
+        "Inference",
+        EmbeddingsRequest,
+        hot=True,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/rerank",
+        rerank,
+        "Documents in order of how well they answer a query.",
+        "Inference",
+        RerankRequest,
+        hot=True,
+        serves_tokens=True,
     ),
     Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),

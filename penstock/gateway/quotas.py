@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.dialects import Dialect
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.metered import Metered
 from penstock.identity import Caller
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
@@ -47,7 +47,7 @@ class Quotas:
         self._limits = limits
         self._prices = prices
 
-    async def reserve(self, exchange: Exchange, generation: Generation, *, aside: bool = False) -> Reservation | None:
+    async def reserve(self, exchange: Exchange, generation: Metered, *, aside: bool = False) -> Reservation | None:
         """Take what the request may use; raises when it is too much. None when nothing limits the caller.
 
         `aside`: the generation is a part of a request that counts already; it takes tokens and money only.
@@ -67,7 +67,7 @@ class Quotas:
             raise _refused(decision, amounts)
         return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
 
-    async def settle(self, reservation: Reservation, generation: Generation) -> None:
+    async def settle(self, reservation: Reservation, generation: Metered) -> None:
         used = Usage()
         if generation.billable:
             used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
@@ -85,7 +85,7 @@ class Quotas:
         tier = self._tiers.get(caller.tier)
         return tier.context_tokens if tier is not None and caller.key else None
 
-    def limits_of(self, exchange: Exchange, generation: Generation) -> list[Limit]:
+    def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""
         caller, model = exchange.caller, generation.model.base_name
         user = exchange.record.user_id or ""

@@ -229,3 +229,30 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+
+
+class EmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings"""
+
+    model: Name
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    """Keep only this many tokens of each text, beginning and end marks included; -1: as many as the model takes."""
+    user: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class RerankDocument(Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/rerank"""
+
+    model: Name
+    query: str
+    documents: Annotated[list[str | RerankDocument], Meta(max_length=2**20)]
+    top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None

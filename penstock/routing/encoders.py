@@ -4,6 +4,7 @@ at start, and health does not depend on them."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator
 
 from penstock.backends.embedder import Embedder
@@ -15,6 +16,7 @@ class Encoders:
     """Every encoder this gateway can reach."""
 
     def __init__(self, embedders: Iterable[Embedder], configured: Iterable[EncoderConfig]) -> None:
+        self.created = int(time.time())
         self._embedders = {embedder.name: embedder for embedder in embedders}
         self.configs = {config.name: config for config in configured if config.name in self._embedders}
         self._names = {name: name for name in self._embedders}

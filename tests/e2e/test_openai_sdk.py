@@ -187,3 +187,18 @@ async def test_the_asynchronous_client_can_leave_early(server: Server) -> None:
             if chunk.choices and chunk.choices[0].delta.content:
                 break
         await stream.close()
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def test_embeddings_from_an_encoder_that_starts_when_it_is_asked_for(server: Server, client: openai.OpenAI) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert listed["minilm"].capabilities["embeddings"]  # type: ignore[attr-defined]
+    texts = ["How do I reset my password?", "I forgot my password", "Bread needs flour"]
+    found = client.embeddings.create(model="minilm", input=texts)
+    a, b, c = (item.embedding for item in found.data)
+    assert dot(a, b) > 0.6 > 0.2 > dot(a, c)
+    assert found.usage.prompt_tokens == 20
+    assert len(server.children("minilm")) == 1

@@ -14,6 +14,7 @@ from penstock.backends.inprocess import InProcessBackend
 from penstock.gateway.main import serve
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.text import TextModel
 from tests.scripted import ScriptedEngine, make_text
@@ -61,7 +62,10 @@ Serving = Callable[..., AbstractAsyncContextManager[Running]]
 def serving(text: TextModel) -> Serving:
     @asynccontextmanager
     async def start(
-        engine: ScriptedEngine | None = None, text: TextModel = text, **settings: Any
+        engine: ScriptedEngine | None = None,
+        text: TextModel = text,
+        encoders: Encoders | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Running]:
         engine = engine or ScriptedEngine(text)
         port = free_port()
@@ -72,7 +76,7 @@ def serving(text: TextModel) -> Serving:
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result))
+        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result, encoders))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()

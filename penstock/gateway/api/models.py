@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.backends.embedder import Embedder
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.routing.registry import ServedModel
@@ -12,11 +13,15 @@ from penstock.routing.registry import ServedModel
 async def list_models(service: Service, exchange: Exchange) -> None:
     adapted = (model.with_adapter(name) for model in service.registry for name in model.adapter_names)
     data = [describe(service, model) for model in (*service.registry, *adapted)]
+    data += [describe_encoder(service, embedder) for embedder in service.encoders]
     await exchange.reply_json({"object": "list", "data": data})
 
 
 async def get_model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
+    if name in service.encoders:
+        await exchange.reply_json(describe_encoder(service, service.encoders.find(name)))
+        return
     await exchange.reply_json(describe(service, service.registry.route(name).model))
 
 
@@ -46,4 +51,23 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
             "structured_output": True,
         },
         "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
+    }
+
+
+def describe_encoder(service: Service, embedder: Embedder) -> dict[str, Any]:
+    """What is known of it; more once it has been started."""
+    config, info = service.encoders.configs[embedder.name], embedder.backend.info
+    scores = None if info is None else info.scores
+    return {
+        "id": embedder.name,
+        "object": "model",
+        "created": service.encoders.created,
+        "owned_by": "penstock",
+        "aliases": list(config.aliases),
+        "context_window": None if info is None else info.max_model_len,
+        "dimensions": None if info is None or info.scores else info.dimensions,
+        "ready": embedder.up,
+        "state": "awake" if embedder.up else "started when asked for",
+        "capabilities": {"embeddings": scores is not True, "rerank": True},
+        "pricing": {"input_per_million": config.input_price},
     }

@@ -1,0 +1,57 @@
+"""What limits and the ledger need to know of work, whether it generates, encodes or was found in a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class NamedModel(Protocol):
+    """What a price is looked up by."""
+
+    @property
+    def base_name(self) -> str: ...
+
+    @property
+    def adapter(self) -> str: ...
+
+
+class Metered(Protocol):
+    """Work that is counted and paid for."""
+
+    @property
+    def model(self) -> NamedModel: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def most_completion_tokens(self) -> int: ...
+
+    @property
+    def billable(self) -> bool:
+        """Whether the client got anything for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    base_name: str
+    adapter: str = ""
+
+
+@dataclass(slots=True)
+class FixedWork:
+    """Work whose size is known before it begins; billable once it is done."""
+
+    model: ModelName
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    most_completion_tokens: int = 0
+    billable: bool = False
