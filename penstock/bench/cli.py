@@ -266,6 +266,38 @@ def compare(
     _run(body)
 
 
+EMBED_HELP = """
+Texts per second of an encoder engine, and of transformers with the same weights, turn by turn.
+
+Texts are random tokens with lengths like those of a search index: most of them short, some long.
+
+Examples:
+
+    penstock bench embed
+
+    penstock bench embed --texts 1000 --batch 64 --threads 1
+"""
+
+
+@app.command(help=EMBED_HELP)
+def embed(
+    model: Model = "minilm",
+    texts: Annotated[int, typer.Option(min=1, help="Texts in each round.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Texts in a batch of transformers, sorted by length.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are compared.")] = 3,
+    device: Device = "auto",
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import embed
+
+        settings = embed.Settings(model, texts, batch, rounds, device, threads)
+        embed.main(settings, json_file, _console())
+
+    _run(body)
+
+
 DETERMINISM_HELP = """
 What deterministic mode costs: decoding alone and in a batch, and a prompt, with and without, turn by turn.
 

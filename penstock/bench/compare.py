@@ -44,7 +44,7 @@ class Settings:
         return Workload(f"batch{self.batch}", self.batch, *ends)
 
 
-def _transformers() -> Any:
+def peer_library() -> Any:
     """Imported only here and only when asked for: it is a tool of this comparison, not a dependency."""
     try:
         return importlib.import_module("transformers")
@@ -58,7 +58,7 @@ class Peer:
     """A transformers model holding exactly the checkpoint's tensors."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        transformers = _transformers()
+        transformers = peer_library()
         settings = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype")}
         peer_config = transformers.AutoConfig.for_model(config["model_type"], **settings)
         self.device = device
@@ -126,7 +126,7 @@ def verdict(ratio: float) -> str:
 
 
 def main(settings: Settings, json_file: Path | None, console: Console) -> None:
-    transformers = _transformers()
+    transformers = peer_library()
     transformers.utils.logging.set_verbosity_error()
     workload = settings.workload
     loading = offline.Settings(

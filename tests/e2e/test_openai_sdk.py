@@ -148,8 +148,9 @@ def test_a_shared_prefix_is_cached(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    [model] = client.models.list().data
+    model, encoder = client.models.list().data
     assert model.id == MODEL
+    assert encoder.id == "minilm"
     assert client.models.retrieve(MODEL).id == MODEL
     assert model.model_extra is not None
     assert model.model_extra["context_window"] == 2048
