@@ -72,6 +72,8 @@ def speculation(
             device=device,
             threads=threads,
             max_running=64,
+            # Random weights decide by a hair: only in one order of sums does the text to come stay the one known.
+            deterministic=shape is not None,
             speculation="ngram" if draft_model is None else "draft",
             speculation_depth=depth,
             draft_model=None if draft_model is None else str(resolve(draft_model)),

@@ -124,7 +124,11 @@ def _plan_cpu(config: EngineConfig, ops: Ops, dtype: torch.dtype, weights: Weigh
     )
     if native is None or not (matrix or blocks):
         return WeightPlan()
-    return WeightPlan(BlockQuantizer(native.handle, config.weights, config.activations, matrix, config.deterministic))
+    # A lone sequence is verified in the arithmetic in which it decodes, or guessing would change close decisions.
+    steady = 0 if config.speculation == "off" else config.speculation_depth + 2
+    return WeightPlan(
+        BlockQuantizer(native.handle, config.weights, config.activations, matrix, config.deterministic, steady)
+    )
 
 
 def _plan_fixed(

@@ -32,8 +32,10 @@ class BlockQuantizer:
         activations: ActivationForm = "auto",
         matrix: bool = False,
         fixed: bool = False,
+        steady_rows: int = 0,
     ) -> None:
-        """`fixed`: one way of computing for any number of rows, which also holds where `activations` names one."""
+        """`fixed`: one way of computing for any number of rows, which also holds where `activations` names one;
+        `steady_rows`: one way for fewer rows than that."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
@@ -41,6 +43,7 @@ class BlockQuantizer:
         self.form = form
         self.digits = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
+        self.steady_rows = steady_rows
         self._tuner = Tuner(handle) if not self.fixed else None
         """`auto` is two digits for few rows and the fastest of equal quality for many: one digit is faster still, but
         changes what small models say (`penstock bench perplexity` shows by how much)."""
@@ -75,6 +78,10 @@ class BlockQuantizer:
             linear.keep_matrix()
         if self._tuner is not None:
             self._tuner.tune(linear)
+        if linear.half_rows:
+            linear.half_rows = max(linear.half_rows, self.steady_rows)
+        if linear.matrix_rows and linear.bits < 16:
+            linear.matrix_rows = max(linear.matrix_rows, self.steady_rows)
         return linear
 
     def _as_stored(
