@@ -1,0 +1,118 @@
+"""Writes the dashboards beside this file. Run it after changing a panel; the tests compare, and query every expression.
+
+    python deploy/grafana/build.py
+
+A dashboard is a list of rows, a row a list of panels that share its width of 24.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine import ENGINE
+from overview import OVERVIEW
+from panels import Board, Panel
+from router import ROUTER
+from tenants import TENANTS_AND_COST
+
+FOLDER = Path(__file__).resolve().parent
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH = 24
+BOARDS = {"overview": OVERVIEW, "engine": ENGINE, "tenants-and-cost": TENANTS_AND_COST, "router-and-queue": ROUTER}
+
+
+def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": "red" if item.below else "green", "value": None}]
+    if item.limit is not None:
+        steps.append({"color": "green" if item.below else "red", "value": item.limit})
+    custom: dict[str, Any] = {}
+    options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
+    if item.kind == "timeseries":
+        custom = {"lineWidth": 1, "fillOpacity": 20 if item.stack else 5, "showPoints": "never"}
+        if item.stack:
+            custom["stacking"] = {"mode": "normal", "group": "A"}
+        if item.limit is not None:
+            custom["thresholdsStyle"] = {"mode": "line"}
+        options = {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    return {
+        "id": number,
+        "type": item.kind,
+        "title": item.title,
+        "description": item.about,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {
+            "defaults": {"unit": item.unit, "thresholds": {"mode": "absolute", "steps": steps}, "custom": custom},
+            "overrides": [],
+        },
+        "options": options,
+        "targets": [
+            {"refId": chr(65 + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+            for i, (legend, expression) in enumerate(item.queries.items())
+        ],
+    }
+
+
+def dashboard(board: Board) -> dict[str, Any]:
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for name, height, items in board.rows:
+        panels.append(
+            {"id": len(panels) + 1, "type": "row", "title": name, "collapsed": False, "panels": [],
+             "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}}
+        )  # fmt: skip
+        y += 1
+        width = WIDTH // len(items)
+        for i, item in enumerate(items):
+            panels.append(panel(item, len(panels) + 1, {"x": i * width, "y": y, "w": width, "h": height}))
+        y += height
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    variables = [
+        {
+            "name": name,
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": query, "refId": name},
+            "refresh": 2,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+        for name, query in board.variables.items()
+    ]
+    return {
+        "uid": board.uid,
+        "title": board.title,
+        "description": board.about,
+        "tags": ["penstock"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [source, *variables]},
+        "links": [
+            {"type": "dashboards", "title": "Penstock", "tags": ["penstock"], "asDropdown": False, "keepTime": True}
+        ],
+        "panels": panels,
+    }
+
+
+def render(board: Board) -> str:
+    return json.dumps(dashboard(board), indent=2) + "\n"
+
+
+def main() -> None:
+    for name, board in BOARDS.items():
+        (FOLDER / f"{name}.json").write_text(render(board))
+
+
+if __name__ == "__main__":
+    main()
