@@ -3,43 +3,19 @@ around the engine. Each token takes one step, as in the real engine."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+from penstock.bench.synthetic import write_tokenizer
 from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput, TokenLogprob
 from penstock.text import TextModel, load_text
-
-SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}"
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def make_text(folder: Path, *, chat: bool = True, context_length: int = 512) -> TextModel:
     """A byte-level tokenizer: every byte is a token, and there are four control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    vocab = tokenizer.get_vocab_size()
-    config = {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "max_position_embeddings": context_length,
-        "eos_token_id": tokenizer.token_to_id("<|end|>"),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer_config = {"eos_token": "<|end|>", **({"chat_template": TEMPLATE} if chat else {})}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    write_tokenizer(folder, chat=chat, context_length=context_length)
     return load_text(folder)
 
 

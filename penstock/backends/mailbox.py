@@ -36,13 +36,15 @@ class Inbox(Protocol):
 class Mailbox:
     """Deltas of one HTTP request, in order of arrival, for a single reader."""
 
-    __slots__ = ("_arrivals", "_error", "_loop", "_waiter")
+    __slots__ = ("_arrivals", "_error", "_loop", "_timer", "_until", "_waiter")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[int, Arrival] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[bool] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._until = 0.0
 
     def put(self, index: int, delta: Delta) -> None:
         now = time.monotonic()
@@ -64,19 +66,42 @@ class Mailbox:
         """Everything that has arrived; waits for something. Empty when `within` seconds pass first."""
         if not self._arrivals and self._error is None:
             self._waiter = self._loop.create_future()
-            timer = None if within is None else self._loop.call_later(max(within, 0.0), self._wake)
+            if within is not None:
+                self._wake_by(self._loop.time() + max(within, 0.0))
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if timer is not None:
-                    timer.cancel()
         if self._arrivals:
             arrivals, self._arrivals = self._arrivals, {}
             return list(arrivals.values())
         if self._error is not None:
             raise self._error
         return []
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake_by(self, until: float) -> None:
+        """One timer outlives many waits: most end long before their time, and setting one for each would cost more than
+        the tokens do."""
+        self._until = until
+        if self._timer is not None and self._timer.when() <= until:
+            return
+        self.close()
+        self._timer = self._loop.call_at(until, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if self._loop.time() < self._until:
+            self._wake_by(self._until)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,4 +1,4 @@
-"""`penstock gateway`: one gateway process in front of engines that already run."""
+"""`penstock gateway`: one gateway process, or several on one port, in front of engines that already run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, LogLevel, Resolved, Settings, Supervised
+from penstock.cli.options import ConfigFile, LogLevel, Resolved, Settings, Supervised, Workers
 
 if TYPE_CHECKING:
+    from penstock.config import Config
     from penstock.protocol.transport import CurveClient
 
 
@@ -26,6 +27,7 @@ def gateway(
     config_file: ConfigFile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
+    workers: Workers = None,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -36,15 +38,19 @@ def gateway(
     ] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
+    desk: Annotated[Path | None, typer.Option(hidden=True, help="Where the workers of one port meet.")] = None,
+    worker: Annotated[int, typer.Option(hidden=True, help="Which of the workers this is.")] = 0,
 ) -> None:
     """
-    Run one gateway: HTTP in front of engines started with `penstock engine`.
+    Run a gateway: HTTP in front of engines started with `penstock engine`.
 
     `penstock serve` does both.
 
     Examples:
 
         penstock gateway --engine smollm2-135m=tcp://127.0.0.1:5555
+
+        penstock gateway -e smollm2-135m=tcp://127.0.0.1:5555 --workers 2
 
         penstock gateway -e m=tcp://engine.lan:5555 --curve-key gateway.key --curve-engines engines.txt
 
@@ -57,8 +63,9 @@ def gateway(
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.lifeline import Asked, Failed, StatusPipe
+    from penstock.supervisor.lifeline import Asked, Failed, Listening, StatusPipe
 
+    status = StatusPipe(supervised)
     if supervised is not None:
         die_with_parent()
     try:
@@ -67,17 +74,62 @@ def gateway(
         if resolved is not None:
             config = load_resolved(resolved)
         else:
-            given = flags(settings, server__host=host, server__port=port, logging__level=log_level)
+            given = flags(
+                settings, server__host=host, server__port=port, server__workers=workers, logging__level=log_level
+            )
             encoders = {encoder.name for encoder in load(config_file, flags=given).encoders}
             config = load(config_file, models=[name for name in endpoints if name not in encoders], flags=given)
             config = with_paths(config, resolve_models(config, stderr()))
+        if supervised is None and config.server.workers > 1:
+            _supervise(config, endpoints, curve_key, curve_engines)
+            return
         from penstock.gateway.main import run
+        from penstock.gateway.settings import Worker
 
-        status = StatusPipe(supervised)
-        run(config, endpoints, curve, ask=lambda encoder: status.send(Asked(encoder)))
+        run(
+            config,
+            endpoints,
+            curve,
+            ask=lambda encoder: status.send(Asked(encoder)),
+            worker=None if desk is None else Worker(worker, desk),
+            listening=lambda: status.send(Listening()),
+        )
     except PenstockError as error:
-        StatusPipe(supervised).send(Failed(str(error)))
+        status.send(Failed(str(error)))
         raise
+
+
+def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None, engines: Path | None) -> None:
+    """Several gateways on one port, started again when they die."""
+    import asyncio
+
+    from penstock.cli.console import stderr
+    from penstock.cli.reporting import ConsoleReporter
+    from penstock.supervisor.health import check_port
+    from penstock.supervisor.launch import desk, gateways
+    from penstock.supervisor.runtime import RuntimeFolder
+    from penstock.supervisor.supervisor import Supervisor
+
+    server = config.server
+    check_port(server.host, server.port)
+    if server.admin_port is not None:
+        check_port(server.admin_host, server.admin_port)
+    options = [] if key is None or engines is None else ["--curve-key", str(key), "--curve-engines", str(engines)]
+
+    async def run(folder: RuntimeFolder) -> None:
+        async with desk(config, folder) as gateways_up:
+            await Supervisor(
+                engines=[],
+                gateways=gateways(config, folder, endpoints, options),
+                host=server.host,
+                port=server.port,
+                drain_s=server.drain_s,
+                reporter=ConsoleReporter(stderr(), config, bars=False),
+                gateways_up=gateways_up,
+            ).run()
+
+    with RuntimeFolder() as folder:
+        asyncio.run(run(folder))
 
 
 def _endpoints(engines: list[str]) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ Settings = Annotated[
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N, for every model.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Devices that share every layer, for every model.")]
 PipelineParallel = Annotated[int | None, typer.Option(help="Stages that share out the layers, for every model.")]
+Workers = Annotated[int | None, typer.Option(help="Gateway processes that share the port.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 Resolved = Annotated[Path | None, typer.Option(hidden=True, help="Configuration prepared by the supervisor.")]
 Supervised = Annotated[int | None, typer.Option(hidden=True, help="Descriptor for reports to the supervisor.")]

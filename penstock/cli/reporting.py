@@ -21,7 +21,7 @@ _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 class ConsoleReporter(Reporter):
     """Writes to `console`. With JSON logs, lines of children pass unchanged, so that the output stays parseable."""
 
-    def __init__(self, console: Console, config: Config) -> None:
+    def __init__(self, console: Console, config: Config, *, bars: bool = True) -> None:
         self._console = console
         self._config = config
         self._json = config.logging.format == "json"
@@ -30,7 +30,7 @@ class ConsoleReporter(Reporter):
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._was_ready = False
-        if console.is_terminal and not self._json:
+        if bars and console.is_terminal and not self._json:
             self._open_bars()
 
     def line(self, child: str, text: str) -> None:
@@ -100,13 +100,15 @@ class ConsoleReporter(Reporter):
     def _banner(self, engines: list[EngineInfo], seconds: float) -> None:
         server = self._config.server
         url = local_url(server.host, server.port)
-        body = {"model": engines[0].model, "messages": [{"role": "user", "content": "Hello"}]}
+        body = {"model": self._config.models[0].name, "messages": [{"role": "user", "content": "Hello"}]}
         rows = Table.grid(padding=(0, 2))
         for info in engines:
             size = f"{info.max_model_len} tokens of context, {info.num_blocks * info.block_size} in its KV cache"
             if not info.num_blocks:
                 size = "asleep until it is asked for"
             rows.add_row("Model", Text(f"{info.model}  ({info.device}, {info.dtype}, {size})"))
+        if server.workers > 1:
+            rows.add_row("Gateways", Text(f"{server.workers} processes on one port"))
         rows.add_row("API", Text(f"{url}/v1"))
         rows.add_row("Docs", Text(f"{url}/docs"))
         rows.add_row("Try", Text(f'penstock chat "Hello"{"" if server.port == 8000 else f" --url {url}"}'))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, Device, LogLevel, PipelineParallel, Settings, TensorParallel
+from penstock.cli.options import ConfigFile, Device, LogLevel, PipelineParallel, Settings, TensorParallel, Workers
 
 
 def serve(
@@ -17,6 +17,7 @@ def serve(
     config_file: ConfigFile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
+    workers: Workers = None,
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
@@ -25,7 +26,7 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """
-    Serve models on this machine: a gateway, and an engine process per model, restarted when they die.
+    Serve models on this machine: gateways, and an engine process per model, restarted when they die.
 
     The first run fetches the model. Ctrl-C finishes running requests, then stops; twice stops at once.
 
@@ -33,7 +34,7 @@ def serve(
 
         penstock serve
 
-        penstock serve --port 9000 --device cpu
+        penstock serve --port 9000 --device cpu --workers 2
 
         penstock serve hf:org/name ./folder-with-a-checkpoint
 
@@ -48,7 +49,7 @@ def serve(
     from penstock.config import load
     from penstock.identity.doors import check_doors
     from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import resolved, units
+    from penstock.supervisor.launch import desk, resolved, units
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.supervisor import Supervisor
 
@@ -59,6 +60,7 @@ def serve(
             settings,
             server__host=host,
             server__port=port,
+            server__workers=workers,
             models__each__device=device,
             models__each__tensor_parallel=tensor_parallel,
             models__each__pipeline_parallel=pipeline_parallel,
@@ -68,20 +70,25 @@ def serve(
     )
     server = config.server
     check_port(server.host, server.port)
-    asyncio.run(check_doors(server.host, config.store.url))
+    if server.admin_port is not None:
+        check_port(server.admin_host, server.admin_port)
+    for host in [server.host] if server.admin_port is None else [server.host, server.admin_host]:
+        asyncio.run(check_doors(host, config.store.url))
     console = stderr()
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
 
     async def run(folder: RuntimeFolder) -> None:
-        engines, gateway = units(config, folder)
-        await Supervisor(
-            engines=engines,
-            gateway=gateway,
-            host=server.host,
-            port=server.port,
-            drain_s=server.drain_s,
-            reporter=ConsoleReporter(console, config),
-        ).run()
+        engines, gateways = units(config, folder)
+        async with desk(config, folder) as gateways_up:
+            await Supervisor(
+                engines=engines,
+                gateways=gateways,
+                host=server.host,
+                port=server.port,
+                drain_s=server.drain_s,
+                reporter=ConsoleReporter(console, config),
+                gateways_up=gateways_up,
+            ).run()
 
     with RuntimeFolder() as folder:
         asyncio.run(run(folder))

@@ -120,6 +120,14 @@ def _conflicts(config: Config) -> list[str]:
         problems.append(
             f'auth.default_tier: there is no tier "{config.auth.default_tier}"; there are {", ".join(tiers)}'
         )
+    if config.server.admin_port == config.server.port:
+        problems.append("server.admin_port: it is server.port; choose another, or none")
+    slices = [model.name for model in config.models if model.time_slice]
+    if config.server.workers > 1 and slices:
+        problems.append(
+            f"server.workers: models that take turns (time_slice: {', '.join(slices)}) need one gateway that decides "
+            "whose turn it is; serve them with one worker"
+        )
     return problems + _guardrails(config) + _shares(config)
 
 

@@ -26,9 +26,30 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", doc="Address to listen on; 0.0.0.0 listens on all of them.")
     port: int = setting(8000, doc="Port to listen on.", least=1, most=65535)
+    workers: int = setting(
+        1, doc="Gateway processes that share the port; more than one where a single core is not enough.",
+        least=1, most=256,
+    )  # fmt: skip
     body_limit: int = setting(
         4 * 2**20, doc="Largest request body; a larger one gets 413.", least=1024, size=True, example="4MiB"
     )
+    header_limit: int = setting(
+        64 * 2**10, doc="Largest request line and headers together; larger ones get 431.", least=8192, most=2**20,
+        size=True, example="64KiB",
+    )  # fmt: skip
+    receive_s: float = setting(
+        30.0, doc="Seconds that headers, then the body, may take to arrive, and that a connection may idle.",
+        least=0.1, most=3600,
+    )  # fmt: skip
+    cors_origins: tuple[str, ...] = setting(
+        (), doc="Origins whose web pages may use this API from a browser; * for all of them.",
+        example="['https://app.example.com']",
+    )  # fmt: skip
+    admin_port: int | None = setting(
+        None, doc="Port of its own for /v1/admin, which is then answered there only.", least=1, most=65535,
+        example="8001",
+    )  # fmt: skip
+    admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
     drain_s: float = setting(
         30.0, doc="On SIGTERM: seconds that running requests may still take before they are cut.", least=0
     )

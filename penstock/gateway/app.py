@@ -17,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
-from penstock.gateway.endpoints import ENDPOINTS, Endpoint, openapi_of
+from penstock.gateway.cors import Cors
+from penstock.gateway.endpoints import ENDPOINTS, Door, Endpoint
 from penstock.gateway.exchange import ClientGone, Exchange, Message, Receive, Scope, Send, StalledReader
+from penstock.gateway.openapi import openapi_of
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.logging import log_request
@@ -32,17 +34,25 @@ _EXCHANGE = "penstock.exchange"
 
 
 class App:
-    """The gateway as an ASGI callable."""
+    """The gateway as an ASGI callable. `door`: what of it is behind this port."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, door: Door = "all") -> None:
         self.service = service
+        self._endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
         self.fastapi = self._routes()
-        self._hot = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS if endpoint.hot}
+        self._hot = {(endpoint.method, endpoint.path): endpoint for endpoint in self._endpoints if endpoint.hot}
+        origins = service.settings.cors_origins
+        self._cors = Cors(origins) if origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this application speaks HTTP only, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, stalled_reader_s=self.service.settings.stalled_reader_s)
+        settings = self.service.settings
+        exchange = Exchange(
+            scope, receive, send, stalled_reader_s=settings.stalled_reader_s, receive_s=settings.receive_s
+        )
+        if self._cors is not None and await self._cors.answered(exchange):
+            return
         endpoint = self._hot.get((exchange.method, exchange.path))
         if endpoint is not None:
             await self._answer(exchange, endpoint)
@@ -140,7 +150,7 @@ class App:
 
             return respond
 
-        for endpoint in ENDPOINTS:
+        for endpoint in self._endpoints:
             api.add_api_route(
                 endpoint.path,
                 endpoint_function(endpoint),
@@ -157,7 +167,7 @@ class App:
             return _Answer(lambda exchange: self._answer_unrouted(exchange, error))
 
         api.add_exception_handler(HTTPException, http_error)
-        api.openapi = openapi_of(api)  # type: ignore[method-assign]
+        api.openapi = openapi_of(api, self._endpoints)  # type: ignore[method-assign]
         return api
 
     async def _answer_unrouted(self, exchange: Exchange, error: HTTPException) -> None:
@@ -196,7 +206,8 @@ def _tagging(exchange: Exchange, send: Send) -> Send:
 
     async def tagged(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+            own = (b"x-request-id", exchange.request_id.encode())
+            message["headers"] = [*message["headers"], own, *exchange.extra_headers]
         await send(message)
 
     return tagged

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Raw
@@ -29,6 +31,17 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") ->
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def decode_query(kind: type[T], scope: MutableMapping[str, Any]) -> T:
+    """What stands behind the question mark, as the struct that documents it; of a name given twice the last counts."""
+    found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
+    try:
+        return msgspec.convert({name: values[-1] for name, values in found.items()}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), "") from None
+    except ValueError as error:  # more parameters than anybody means
+        raise InvalidRequest(f"The query cannot be read: {error}.") from None
 
 
 def _explain(message: str, inside: str) -> InvalidRequest:

@@ -1,13 +1,12 @@
-"""The table of endpoints, and the OpenAPI document made from it and from the request structs."""
+"""The table of endpoints; `openapi.py` documents it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import msgspec
-from fastapi import FastAPI
 
 from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.api.admin import (
@@ -37,13 +36,13 @@ from penstock.gateway.api.identity import (
 from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
-from penstock.gateway.api.requests import list_requests
+from penstock.gateway.api.requests import RequestsQuery, list_requests
 from penstock.gateway.api.rerank import rerank
 from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.api.traces import get_trace, list_traces
-from penstock.gateway.api.usage import usage
+from penstock.gateway.api.usage import UsageQuery, usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.responses.schemas import ResponsesRequest
@@ -59,6 +58,9 @@ from penstock.gateway.service import Service
 from penstock.identity import Scope
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
+Door = Literal["all", "public", "admin"]
+"""What a port answers: everything, or, where administration has a port of its own, one part each. Health, metrics and
+the documentation are behind every door."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Endpoint:
     summary: str
     tag: str
     body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    """What may stand behind the question mark."""
     hot: bool = False
     """Answered without entering FastAPI."""
     serves_tokens: bool = False
@@ -78,6 +82,11 @@ class Endpoint:
     logged: bool = True
     documented: bool = True
     dialect: Dialect = OPENAI
+
+    def behind(self, door: Door) -> bool:
+        if door == "all" or self.scope in (None, "metrics"):
+            return True
+        return (self.scope == "admin") == (door == "admin")
 
 
 ENDPOINTS = (
@@ -197,8 +206,16 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
     Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
-    Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts"),
-    Endpoint("GET", "/v1/admin/requests", list_requests, "The newest requests.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts", query=UsageQuery),
+    Endpoint(
+        "GET",
+        "/v1/admin/requests",
+        list_requests,
+        "The newest requests.",
+        "Admin",
+        query=RequestsQuery,
+        scope="admin",
+    ),
     Endpoint("GET", "/v1/admin/tenants", list_tenants, "The tenants there are.", "Admin", scope="admin"),
     Endpoint("POST", "/v1/admin/tenants", create_tenant, "Make a tenant.", "Admin", TenantRequest, scope="admin"),
     Endpoint(
@@ -211,37 +228,3 @@ ENDPOINTS = (
     Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", hot=True, logged=False),
 )
-
-
-def openapi_of(api: FastAPI) -> Callable[[], dict[str, Any]]:
-    """FastAPI's document, with the bodies (which are msgspec structs) and the error shape added."""
-    plain = api.openapi
-
-    def openapi() -> dict[str, Any]:
-        if api.openapi_schema is None:
-            document = plain()
-            bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
-            references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-            reference = dict(zip(bodies, references, strict=True))
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(components)
-            for endpoint in ENDPOINTS:
-                dialect = endpoint.dialect
-                schemas[dialect.error_name] = dialect.error_schema
-                error = {
-                    "description": "Error",
-                    "content": _json({"$ref": f"#/components/schemas/{dialect.error_name}"}),
-                }
-                operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
-                operation["responses"]["default"] = error
-                operation["responses"].pop("422", None)
-                if endpoint.body is not None:
-                    operation["requestBody"] = {"required": True, "content": _json(reference[endpoint.body])}
-            api.openapi_schema = document
-        return api.openapi_schema
-
-    return openapi
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -53,6 +53,7 @@ class Exchange:
         "extra_headers",
         "method",
         "path",
+        "receive_s",
         "record",
         "release",
         "request_id",
@@ -64,7 +65,9 @@ class Exchange:
         "timeline",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float
+    ) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
@@ -78,6 +81,7 @@ class Exchange:
         self.caller: Caller = OPEN_CALLER
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
+        self.receive_s = receive_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.release: Callable[[], None] | None = None
         """Called once the exchange is over: gives back what the request held."""
@@ -99,10 +103,21 @@ class Exchange:
         return self.status is not None
 
     async def body(self, limit: int) -> bytes:
+        """All of it, within `receive_s`; a client that sends byte by byte does not hold a place here for longer."""
+        try:
+            async with asyncio.timeout(self.receive_s):
+                return await self._read_body(limit)
+        except TimeoutError:
+            raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
+
+    async def _read_body(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
+        announced = self._content_length()
         while True:
-            message = await self._next_message()
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
             part = message.get("body", b"")
             size += len(part)
             if size <= limit:
@@ -111,7 +126,8 @@ class Exchange:
                 raise PayloadTooLarge(limit=limit)
             else:
                 parts.clear()  # read on: a client that is still sending would not see the answer
-            if not message.get("more_body", False):
+            # The server says that there is no more only when asked once more; its length says it at once.
+            if size == announced or not message.get("more_body", False):
                 self.body_read = True
                 self.timeline.follow("receive")
                 break
@@ -119,15 +135,9 @@ class Exchange:
             raise PayloadTooLarge(limit=limit, size=size)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _next_message(self) -> Message:
-        try:
-            async with asyncio.timeout(self.stalled_reader_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise RequestTimeout("The request body did not arrive in time.") from None
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        return message
+    def _content_length(self) -> int | None:
+        given = self.header(b"content-length")
+        return int(given) if given is not None and given.isdigit() else None
 
     async def gone(self) -> None:
         """Returns when the client has left. Call it after the body has been read."""
@@ -169,10 +179,16 @@ class Exchange:
         await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _guarded(self, message: Message) -> None:
-        """Send; the server blocks here while the client's socket is full."""
+        """Send. Mostly the server takes it at once; it blocks while the client's socket is full, and only then is there
+        a clock to watch."""
+        steps = self._send(message).__await__()
+        try:
+            waiting_for = next(steps)
+        except StopIteration:
+            return
         try:
             async with asyncio.timeout(self.stalled_reader_s):
-                await self._send(message)
+                await _Rest(waiting_for, steps)
         except TimeoutError:
             raise StalledReader from None
 
@@ -196,3 +212,15 @@ class Exchange:
 
 class StalledReader(ClientGone):
     """The client keeps its connection open but has read nothing for too long."""
+
+
+class _Rest:
+    """What is left of an awaitable after its first step."""
+
+    def __init__(self, waiting_for: Any, steps: Generator[Any, None, None]) -> None:
+        self._waiting_for = waiting_for
+        self._steps = steps
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield self._waiting_for
+        yield from self._steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from penstock.tools.toolbox import Toolbox
 GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
 _serial = itertools.count()
+_PROCESS = uuid.uuid4().hex[:8]
+"""Keeps the requests of gateways that share an engine apart."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class Generation:
         continuation: bool = False,
         toolbox: Toolbox | None = None,
     ) -> None:
+        self.id = f"{request_id}:{_PROCESS}-{next(_serial)}"
+        """A client may send the same x-request-id twice; this is said once."""
         self.model = model
         self.prompts = prompts
         self.mailbox = Mailbox()
@@ -74,9 +79,8 @@ class Generation:
         self._unfinished = 0
         for prompt in prompts:
             for params in prompt.params:
-                # A client may send the same x-request-id twice; the serial keeps ids in the engine apart.
                 request = Request(
-                    f"{request_id}:{next(_serial)}",
+                    f"{self.id}:{len(self.choices)}",
                     prompt.tokens,
                     params,
                     priority=priority,
@@ -190,6 +194,7 @@ class Generation:
         """Abort whatever still runs. Safe to call twice."""
         for request in self._requests:
             self.model.backend.abort(request.request_id)
+        self.mailbox.close()
 
     @property
     def prompt_tokens(self) -> int:

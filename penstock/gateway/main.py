@@ -2,7 +2,7 @@
 
 Granian runs embedded in our own event loop, because its normal server owns the signals and would close
 connections before running streams end. Its socket is bound with SO_REUSEPORT, so several gateway processes can
-share one port; each has its own engine connections and its own counters.
+share one port; each has its own engine connections, and they count together at the supervisor's desk (`workers/`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import uvloop
-from granian.constants import Interfaces
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from penstock.backends.embedder import Embedder
@@ -26,8 +27,10 @@ from penstock.config.schema import Config, EncoderConfig
 from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.app import App
+from penstock.gateway.capacity import connections
+from penstock.gateway.endpoints import Door
 from penstock.gateway.service import Service
-from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.gateway.settings import GatewaySettings, ModelSettings, Worker
 from penstock.identity.doors import check_doors
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
@@ -39,7 +42,6 @@ from penstock.text import load_text
 
 log = logging.getLogger("penstock.gateway")
 
-MAX_CONNECTIONS = 65536
 CLOSE_S = 1.5
 """How long the listener may take to close its connections once the drain is over."""
 
@@ -48,17 +50,24 @@ def run(
     config: Config,
     endpoints: Mapping[str, Sequence[str]],
     curve: Mapping[str, CurveClient] | None = None,
+    *,
     ask: Callable[[str], None] | None = None,
+    worker: Worker | None = None,
+    listening: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
-    `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started."""
-    settings = GatewaySettings.from_config(config)
+    `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
+    `worker`: which of several processes on the port this is; `listening` is called once connections are accepted."""
+    settings = GatewaySettings.from_config(config, worker)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
     if missing:
         raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
-    check_port(settings.host, settings.port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask))
+    if worker is None:
+        check_port(settings.host, settings.port)
+        if settings.admin_port is not None:
+            check_port(settings.admin_host, settings.admin_port)
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, listening))
 
 
 async def _run(
@@ -66,8 +75,11 @@ async def _run(
     endpoints: Mapping[str, Sequence[str]],
     curve: Mapping[str, CurveClient],
     ask: Callable[[str], None] | None,
+    listening: Callable[[], None],
 ) -> None:
     await check_doors(settings.host, settings.store_url or "")
+    if settings.admin_port is not None:
+        await check_doors(settings.admin_host, settings.store_url or "")
     registry = Registry(
         _served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models
     )
@@ -81,7 +93,7 @@ async def _run(
     )
     stop = asyncio.Event()
     with _signals(stop):
-        await serve(settings, registry, stop, encoders=encoders)
+        await serve(settings, registry, stop, lambda service: listening(), encoders=encoders)
 
 
 def _served(
@@ -135,38 +147,57 @@ async def serve(
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
     service = Service(settings, registry, encoders)
     await service.start()
-    server = Server(
-        App(service),
-        address=settings.host,
-        port=settings.port,
-        interface=Interfaces.ASGINL,
-        backlog=4096,
-        backpressure=MAX_CONNECTIONS,
-        websockets=False,
-        log_enabled=False,
-    )
-    listener = asyncio.create_task(server.serve(), name="http listener")
+    room = connections()
+    doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
+    if settings.admin_port is not None:
+        doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
+    servers = [_server(App(service, door), host, port, settings, room) for door, host, port in doors]
+    listeners = [asyncio.create_task(server.serve(), name="http listener") for server in servers]
     stopped = asyncio.create_task(stop.wait(), name="stop signal")
+    watched = [*listeners, stopped]
+    if service.desk is not None:
+        watched.append(asyncio.create_task(service.desk.lost.wait(), name="desk lost"))
     try:
-        await _accepting(settings.host, settings.port, listener)
-        log.info("listening", extra={"url": f"http://{settings.host}:{settings.port}"})
+        for (_, host, port), listener in zip(doors, listeners, strict=True):
+            await _accepting(host, port, listener)
+            log.info("listening", extra={"url": f"http://{host}:{port}"})
         if listening is not None:
             listening(service)
-        await asyncio.wait((listener, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             log.info("draining", extra={"seconds": settings.drain_s})
             await service.drain(settings.drain_s)
     finally:
-        stopped.cancel()
-        server.stop()  # type: ignore[no-untyped-call]
+        for server in servers:
+            server.stop()  # type: ignore[no-untyped-call]
         await service.close()
-        # It waits for open connections; a client that does not read must not keep the process alive.
-        await asyncio.wait((listener,), timeout=CLOSE_S)
-        listener.cancel()
-        await asyncio.gather(listener, stopped, return_exceptions=True)
+        # They wait for open connections; a client that does not read must not keep the process alive.
+        await asyncio.wait(listeners, timeout=CLOSE_S)
+        for task in watched:
+            task.cancel()
+        await asyncio.gather(*watched, return_exceptions=True)
     if not stop.is_set():
-        raise PenstockError("the HTTP listener ended by itself")
+        raise PenstockError("the HTTP listener, or the desk of the supervisor, ended by itself")
     log.info("stopped")
+
+
+def _server(app: App, host: str, port: int, settings: GatewaySettings, room: int) -> Server:
+    """HTTP/1.1 only: what sits in front of a gateway speaks TLS and HTTP/2, and here every connection that sends no
+    request is closed after `receive_s`, which the server does not promise for connections whose version is unknown."""
+    return Server(
+        app,
+        address=host,
+        port=port,
+        interface=Interfaces.ASGINL,
+        http=HTTPModes.http1,
+        http1_settings=HTTP1Settings(
+            header_read_timeout=round(settings.receive_s * 1000), max_buffer_size=settings.header_limit
+        ),
+        backlog=4096,
+        backpressure=room,
+        websockets=False,
+        log_enabled=False,
+    )
 
 
 async def _accepting(host: str, port: int, listener: asyncio.Task[None]) -> None:

@@ -6,10 +6,13 @@ prompt and the most that may be generated; the rest is given back when the answe
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.dialects import Dialect
@@ -60,12 +63,13 @@ class Quotas:
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
         count = 0 if aside else 1
         amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most)))
-        decision = await self._store.reserve(f"{exchange.request_id}:{id(generation)}", limits, amounts)
+        id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways
+        decision = await self._store.reserve(id, limits, amounts)
         if not aside:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
-        return Reservation(f"{exchange.request_id}:{id(generation)}", limits, amounts, price)
+        return Reservation(id, limits, amounts, price)
 
     async def settle(self, reservation: Reservation, generation: Metered) -> None:
         used = Usage()
@@ -84,6 +88,14 @@ class Quotas:
         """How much of a model's window the caller's tier may use; None: all of it."""
         tier = self._tiers.get(caller.tier)
         return tier.context_tokens if tier is not None and caller.key else None
+
+    def told(self, caller: Caller) -> dict[str, Any] | None:
+        """The limits of the caller's tier, for the caller; None when nothing limits it."""
+        tier = self._tiers.get(caller.tier)
+        if tier is None or not caller.key:
+            return None
+        fields = dataclasses.asdict(tier)
+        return {"tier": fields.pop("name"), **fields}
 
     def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""

@@ -25,6 +25,7 @@ from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
 from penstock.gateway.watching import Watch
+from penstock.gateway.workers.client import DeskClient, DeskLimits
 from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
@@ -36,6 +37,7 @@ from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.gathering import rendered
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.text import ChatTemplateError
 
@@ -75,11 +77,23 @@ class Service:
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
         self._keyring: KeyRing | None = None
-        self.quotas = Quotas(_counters(settings.counters), settings.tiers, settings.limits, settings.price_book())
+        self.desk: DeskClient | None = None
+        if settings.worker is not None:
+            self.desk = DeskClient(
+                settings.worker.desk,
+                settings.worker.number,
+                readings=self.metrics.registry.readings,
+                changed=self._identities_changed_elsewhere,
+            )
+        self.quotas = Quotas(
+            _counters(settings.counters, self.desk), settings.tiers, settings.limits, settings.price_book()
+        )
         self._background: set[asyncio.Task[None]] = set()
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
     async def start(self) -> None:
+        if self.desk is not None:
+            await self.desk.start()
         if self.settings.store_url is not None:
             self.database = await open_database(self.settings.store_url)
             self.identities = IdentityStore(self.database)
@@ -117,6 +131,8 @@ class Service:
         if self._background:
             await asyncio.wait(self._background, timeout=CUT_S)
         await self.quotas.close()
+        if self.desk is not None:
+            await self.desk.close()
         if self.accounts is not None:
             await self.accounts.close()
         if self.request_log is not None:
@@ -146,9 +162,20 @@ class Service:
         task.add_done_callback(self._background.discard)
 
     def identities_changed(self) -> None:
-        """Tenants or keys were changed here: this process at least sees it at once."""
+        """Tenants or keys were changed here: the gateways of this machine see it at once."""
+        self._identities_changed_elsewhere()
+        if self.desk is not None:
+            self.desk.tell_changed()
+
+    def _identities_changed_elsewhere(self) -> None:
         if self._keyring is not None:
             self._keyring.refresh()
+
+    async def metrics_text(self, openmetrics: bool = False) -> bytes:
+        """Everything measured, by all gateways on this port."""
+        if self.desk is None:
+            return self.metrics.render(openmetrics)
+        return rendered(await self.desk.collect())
 
     def cache_salt(self, caller: Caller) -> str:
         """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
@@ -247,9 +274,10 @@ def open_sessions(config: ConversationsConfig, database: Database | None) -> Ses
     return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
 
 
-def _counters(config: CountersConfig) -> LimitStore:
+def _counters(config: CountersConfig, desk: DeskClient | None) -> LimitStore:
+    local = MemoryLimits() if desk is None else DeskLimits(desk)
     if not config.url:
-        return MemoryLimits()
+        return local
     from penstock.limits.redis import RedisLimits
 
-    return RedisLimits(config.url, fallback=config.fallback)
+    return RedisLimits(config.url, fallback=config.fallback, local=local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.config.context import ConversationsConfig
 from penstock.config.schema import (
@@ -48,12 +49,30 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Worker:
+    """One of several gateway processes that share a port."""
+
+    number: int
+    desk: Path
+    """Where the supervisor's desk listens."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     models: tuple[ModelSettings, ...]
     encoders: tuple[EncoderConfig, ...] = ()
+    worker: Worker | None = None
+    """None: this process has the port for itself."""
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20
+    header_limit: int = 64 * 2**10
+    receive_s: float = 30.0
+    """How long headers, then the body, may take to arrive."""
+    cors_origins: tuple[str, ...] = ()
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Where /v1/admin is answered; None: where everything is."""
     drain_s: float = 30.0
     keep_alive_s: float = 10.0
     """A stream with nothing to say sends a comment this often."""
@@ -118,9 +137,10 @@ class GatewaySettings:
         )
 
     @classmethod
-    def from_config(cls, config: Config) -> GatewaySettings:
+    def from_config(cls, config: Config, worker: Worker | None = None) -> GatewaySettings:
         server, generation = config.server, config.generation
         return cls(
+            worker=worker,
             models=tuple(
                 ModelSettings(
                     name=model.name,
@@ -141,6 +161,11 @@ class GatewaySettings:
             host=server.host,
             port=server.port,
             body_limit=server.body_limit,
+            header_limit=server.header_limit,
+            receive_s=server.receive_s,
+            cors_origins=server.cors_origins,
+            admin_host=server.admin_host,
+            admin_port=server.admin_port,
             drain_s=server.drain_s,
             keep_alive_s=server.keep_alive_s,
             engine_wait_s=server.engine_wait_s,

@@ -4,8 +4,8 @@ A window is a hash from step to amount; it expires with the window. A reservatio
 step each amount was taken: deleting it is what makes a settlement happen once. The clock is Redis's own, so gateways
 need not agree on the time.
 
-When Redis is away, `fallback` decides: `closed` refuses everything with a reason, `open` counts in this process,
-each gateway for itself, until Redis is back.
+When Redis is away, `fallback` decides: `closed` refuses everything with a reason, `open` counts on this machine,
+each gateway (with all its workers) for itself, until Redis is back.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ class RedisLimits(LimitStore):
         prefix: str = "penstock:limits:",
         life_s: int = 3600,
         clock: Callable[[], float] | None = None,
+        local: LimitStore | None = None,
     ) -> None:
-        """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise."""
+        """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`:
+        what counts while Redis is away; this process when None."""
         try:
             from redis.asyncio import Redis
         except ImportError as error:
@@ -135,7 +137,7 @@ class RedisLimits(LimitStore):
         self._prefix = prefix
         self._life_s = life_s
         self._clock = clock
-        self._local = MemoryLimits()
+        self._local = local or MemoryLimits()
         self._away_until = 0.0
         self.up = True
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.config import Config, ModelConfig, dump
+from penstock.gateway.workers.desk import Desk
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import Unit
@@ -23,30 +25,55 @@ def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
     return dataclasses.replace(config, models=models)
 
 
-def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], Unit]:
-    """The engines, one per replica of each model and per encoder, and the gateway. `config` is resolved."""
-    file = folder.path / "config.json"
-    dump(config, file)
-    run = [sys.executable, "-m", "penstock"]
-    common = ["--resolved", str(file), "--supervised", STATUS_FD]
+def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]]:
+    """The engines, one per replica of each model and per encoder, and the gateways. `config` is resolved."""
     engines = []
-    gateway = [*run, "gateway", *common]
+    endpoints: dict[str, list[str]] = {}
     for position, model in enumerate(config.models):
-        for index in range(model.replicas):
-            endpoint = folder.endpoint(position, index)
-            command = [*run, "engine", model.name, *common, "--endpoint", endpoint]
+        endpoints[model.name] = [folder.endpoint(position, index) for index in range(model.replicas)]
+        for index, endpoint in enumerate(endpoints[model.name]):
+            command = [*_run("engine", config, folder), model.name, "--endpoint", endpoint]
             if model.replica_devices:
                 command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
             engines.append(Unit(engine_name(model, index), command))
-            gateway += ["--engine", f"{model.name}={endpoint}"]
     for position, encoder in enumerate(config.encoders, start=len(config.models)):
         endpoint = folder.endpoint(position, 0)
-        command = [*run, "engine", encoder.name, *common, "--endpoint", endpoint]
+        endpoints[encoder.name] = [endpoint]
+        command = [*_run("engine", config, folder), encoder.name, "--endpoint", endpoint]
         engines.append(Unit(f"encoder {encoder.name}", command, optional=True, early=encoder.start == "now"))
-        gateway += ["--engine", f"{encoder.name}={endpoint}"]
-    return engines, Unit("gateway", gateway)
+    return engines, gateways(config, folder, endpoints)
 
 
 def engine_name(model: ModelConfig, index: int) -> str:
     """What logs call a replica's process."""
     return f"engine {model.name}" if model.replicas == 1 else f"engine {model.name}/{index}"
+
+
+def gateways(
+    config: Config, folder: RuntimeFolder, endpoints: Mapping[str, Sequence[str]], options: Sequence[str] = ()
+) -> list[Unit]:
+    """One gateway, or as many as share the port; `options`: what else to tell each of them."""
+    command = [*_run("gateway", config, folder), *options]
+    for name, found in endpoints.items():
+        for endpoint in found:
+            command += ["--engine", f"{name}={endpoint}"]
+    if config.server.workers == 1:
+        return [Unit("gateway", command)]
+    desk = ["--desk", str(folder.desk), "--worker"]
+    return [Unit(f"gateway {number}", [*command, *desk, str(number)]) for number in range(config.server.workers)]
+
+
+@asynccontextmanager
+async def desk(config: Config, folder: RuntimeFolder) -> AsyncIterator[Callable[[], bool]]:
+    """Where several gateways count together; gives whether all of them are there. Nothing for one."""
+    if config.server.workers == 1:
+        yield lambda: True
+        return
+    async with Desk(folder.desk) as found:
+        yield lambda: found.workers == config.server.workers
+
+
+def _run(command: str, config: Config, folder: RuntimeFolder) -> list[str]:
+    file = folder.path / "config.json"
+    dump(config, file)
+    return [sys.executable, "-m", "penstock", command, "--resolved", str(file), "--supervised", STATUS_FD]

@@ -23,6 +23,10 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     info: EngineInfo
 
 
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """The gateway accepts connections."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Starting failed for a reason that a person can act on."""
 
@@ -35,7 +39,7 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     encoder: str
 
 
-Status: TypeAlias = Progress | Started | Failed | Asked
+Status: TypeAlias = Progress | Started | Listening | Failed | Asked
 
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 

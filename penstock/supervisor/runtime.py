@@ -36,6 +36,11 @@ class RuntimeFolder:
     def endpoint(self, model: int, replica: int) -> str:
         return f"ipc://{self.path}/engine-{model}-{replica}"
 
+    @property
+    def desk(self) -> Path:
+        """Where gateway workers meet."""
+        return self.path / "desk"
+
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

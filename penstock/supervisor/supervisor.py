@@ -1,9 +1,9 @@
-"""`penstock serve`: starts a gateway and an engine per model at the same time, keeps them running, stops them in order.
+"""`penstock serve`: starts gateways and an engine per model at the same time, keeps them running, stops them in order.
 
 Invariants: whatever dies after it was once ready is started again, with backoff, and nothing else is touched; what dies
 before that ends the whole start with its reason, unless it is optional: such a unit is started when it is asked for,
-and when it cannot be, it waits to be asked again. Stopping goes from the outside in: the gateway drains first, while
-its engines still work for it, then the engines leave. A second request to stop kills everything.
+and when it cannot be, it waits to be asked again. Stopping goes from the outside in: the gateways drain first, while
+their engines still work for them, then the engines leave. A second request to stop kills everything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.lifeline import Asked, Failed, Progress, Started, Status
+from penstock.supervisor.lifeline import Asked, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.reporter import Reporter
 
 ENGINE_GRACE_S = 5.0
@@ -60,15 +60,18 @@ class Supervisor:
         self,
         *,
         engines: Sequence[Unit],
-        gateway: Unit,
+        gateways: Sequence[Unit],
         host: str,
         port: int,
         drain_s: float,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
+        gateways_up: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`gateways_up`: whether all gateways listen, for several on one port, where an answer proves one of them."""
         self._engines = list(engines)
-        self._gateway = gateway
+        self._gateways = list(gateways)
+        self._gateways_up = gateways_up
         self._host = host
         self._port = port
         self._drain_s = drain_s
@@ -88,7 +91,7 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, self.stop)
         started = time.monotonic()
-        units = [*self._engines, self._gateway]
+        units = [*self._engines, *self._gateways]
         keepers = [asyncio.create_task(self._keep(unit), name=f"keep {unit.name}") for unit in units]
         announcer = asyncio.create_task(self._announce(started), name="announce")
         stop = asyncio.create_task(self._stopping.wait(), name="stop")
@@ -157,6 +160,8 @@ class Supervisor:
                 unit.ready_at = time.monotonic()
                 unit.ready.set()
                 self._reporter.engine_started(unit.name, info)
+            case Listening():
+                unit.ready_at = time.monotonic()
             case Failed(message):
                 unit.problem = message
             case Asked(name):
@@ -165,16 +170,17 @@ class Supervisor:
                         encoder.asked.set()
 
     async def _announce(self, started: float) -> None:
-        """Wait until every engine and the gateway answer, and say so."""
+        """Wait until every engine and the gateways answer, and say so."""
         needed = [unit for unit in self._engines if not unit.optional]
         for unit in needed:
             await unit.ready.wait()
         pause = 0.02
-        while not await is_ready(self._host, self._port):
+        while not (self._gateways_up() and await is_ready(self._host, self._port)):
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.5)
-        self._gateway.ready.set()
-        self._gateway.ready_at = time.monotonic()
+        for unit in self._gateways:
+            unit.ready.set()
+            unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
         for unit in self._engines:
@@ -182,12 +188,12 @@ class Supervisor:
                 unit.asked.set()
 
     async def _shut_down(self, keepers: list[asyncio.Task[None]]) -> None:
-        ready = self._gateway.ready.is_set()
+        ready = all(unit.ready.is_set() for unit in self._gateways)
         if ready:
             self._reporter.draining(self._drain_s)
         # Before it was ready a gateway has nobody to drain.
         grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
-        await self._end([self._gateway], grace)
+        await self._end(self._gateways, grace)
         await self._end(self._engines, ENGINE_GRACE_S if ready else 0.5)
         await asyncio.gather(*keepers, return_exceptions=True)
 

@@ -110,6 +110,7 @@ class Metrics:
         )
         self.request_log_written, self.request_log_spooled, self.request_log_lost = written, spooled, lost
         self.draining = registry.gauge("penstock_draining", "1 while shutting down.", merge="max").child()
+        registry.gauge("penstock_gateway_workers", "Gateway processes that answer on this port.").child().set(1)
         started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", merge="max")
         started.child().set(time.time())
         registry.sampled(

@@ -56,3 +56,19 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(await mailbox.take()) == 1
+
+
+async def test_a_reader_is_woken_in_time_whatever_it_waited_for_before() -> None:
+    mailbox = Mailbox()
+    loop = asyncio.get_running_loop()
+    mailbox.put(0, Delta("a", [1]))
+    assert len(await mailbox.take(0.2)) == 1
+    for within in (0.2, 0.02, 0.05):
+        task = asyncio.create_task(mailbox.take(0.5))
+        await asyncio.sleep(0)
+        mailbox.put(0, Delta("a", [2]))
+        assert len(await task) == 1
+        began = loop.time()
+        assert await mailbox.take(within) == []
+        assert within - 0.01 <= loop.time() - began < within + 0.3
+    mailbox.close()

@@ -90,7 +90,7 @@ def test_a_typo_is_answered_with_line_key_and_the_nearest_valid_key() -> None:
     message = error_of("server:\n  host: 127.0.0.1\n  prot: 8000\n")
     assert message.startswith("penstock.yaml:3: server.prot: unknown key")
     assert 'did you mean "port"' in message
-    assert "allowed here: host, port, body_limit" in message
+    assert "allowed here: host, port, workers, body_limit" in message
 
 
 def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:

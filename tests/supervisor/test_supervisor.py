@@ -81,7 +81,7 @@ async def supervised(
     recorder = Recorder()
     supervisor = Supervisor(
         engines=[engine_unit],
-        gateway=gateway_unit,
+        gateways=[gateway_unit],
         host="127.0.0.1",
         port=port,
         drain_s=drain_s,
@@ -171,7 +171,7 @@ async def test_an_engine_that_never_starts_ends_the_start_with_its_reason(
     folder: Path, mode: str, message: str
 ) -> None:
     engine, gateway = tree(folder, port := free_port(), engine=mode)
-    supervisor = Supervisor(engines=[engine], gateway=gateway, host="127.0.0.1", port=port, drain_s=5)
+    supervisor = Supervisor(engines=[engine], gateways=[gateway], host="127.0.0.1", port=port, drain_s=5)
     with pytest.raises(StartFailed, match=message):
         await asyncio.wait_for(supervisor.run(handle_signals=False), 15)
     assert gateway.child is not None and not alive(gateway.child.pid)
@@ -185,7 +185,7 @@ async def test_an_optional_engine_is_started_when_it_is_asked_for(folder: Path) 
     broken = Unit("encoder b", [*run, f"ipc://{folder}/b", STATUS_FD, "broken"], optional=True)
     recorder = Recorder()
     supervisor = Supervisor(
-        engines=[needed, wanted, broken], gateway=gateway, host="127.0.0.1", port=port, drain_s=5, reporter=recorder,
+        engines=[needed, wanted, broken], gateways=[gateway], host="127.0.0.1", port=port, drain_s=5, reporter=recorder,
         backoff_s=0.05,
     )  # fmt: skip
     running = asyncio.create_task(supervisor.run(handle_signals=False))
@@ -250,7 +250,7 @@ SUPERVISOR = """
         port = int(sys.argv[2])
         engine, gateway = tree(Path(sys.argv[1]), port)
         await Supervisor(
-            engines=[engine], gateway=gateway, host="127.0.0.1", port=port, drain_s=5, reporter=Printer()
+            engines=[engine], gateways=[gateway], host="127.0.0.1", port=port, drain_s=5, reporter=Printer()
         ).run()
 
     asyncio.run(main())

@@ -7,27 +7,29 @@ from typing import Any
 from penstock.backends.embedder import Embedder
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
+from penstock.identity import Caller
 from penstock.routing.registry import ServedModel
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
     adapted = (model.with_adapter(name) for model in service.registry for name in model.adapter_names)
-    data = [describe(service, model) for model in (*service.registry, *adapted)]
-    data += [describe_encoder(service, embedder) for embedder in service.encoders]
+    data = [describe(service, exchange.caller, model) for model in (*service.registry, *adapted)]
+    data += [describe_encoder(service, exchange.caller, embedder) for embedder in service.encoders]
     await exchange.reply_json({"object": "list", "data": data})
 
 
 async def get_model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     if name in service.encoders:
-        await exchange.reply_json(describe_encoder(service, service.encoders.find(name)))
+        await exchange.reply_json(describe_encoder(service, exchange.caller, service.encoders.find(name)))
         return
-    await exchange.reply_json(describe(service, service.registry.route(name).model))
+    await exchange.reply_json(describe(service, exchange.caller, service.registry.route(name).model))
 
 
-def describe(service: Service, model: ServedModel) -> dict[str, Any]:
+def describe(service: Service, caller: Caller, model: ServedModel) -> dict[str, Any]:
+    """`context_window` is the model's; what of it the caller may use is in `limits` and in `max_output_tokens`."""
     window = model.context_window
-    cap = service.settings.max_tokens
+    caps = [cap for cap in (window, service.settings.max_tokens, service.quotas.context_tokens(caller)) if cap]
     return {
         "id": model.name,
         "object": "model",
@@ -39,7 +41,8 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
         "context_window": window,
         "max_model_len": window,
         "vocab_size": model.text.vocab_size,
-        "max_output_tokens": window if cap is None else cap if window is None else min(cap, window),
+        "max_output_tokens": min(caps, default=None),
+        "limits": service.quotas.told(caller),
         "ready": model.backend.ready,
         "state": model.backend.state if model.backend.ready else "starting",
         "capabilities": {
@@ -54,7 +57,7 @@ def describe(service: Service, model: ServedModel) -> dict[str, Any]:
     }
 
 
-def describe_encoder(service: Service, embedder: Embedder) -> dict[str, Any]:
+def describe_encoder(service: Service, caller: Caller, embedder: Embedder) -> dict[str, Any]:
     """What is known of it; more once it has been started."""
     config, info = service.encoders.configs[embedder.name], embedder.backend.info
     scores = None if info is None else info.scores
@@ -65,6 +68,7 @@ def describe_encoder(service: Service, embedder: Embedder) -> dict[str, Any]:
         "owned_by": "penstock",
         "aliases": list(config.aliases),
         "context_window": None if info is None else info.max_model_len,
+        "limits": service.quotas.told(caller),
         "dimensions": None if info is None or info.scores else info.dimensions,
         "ready": embedder.up,
         "state": "awake" if embedder.up else "started when asked for",

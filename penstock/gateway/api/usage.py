@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs
+import msgspec
 
+from penstock.gateway.decoding import decode_query
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.metering.ledger import LedgerError
@@ -11,26 +12,26 @@ from penstock.metering.reporting import dimensions, moment, rows
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.storage import DatabaseError
 
-_PARAMETERS = ("by", "since", "until", "tenant")
+
+class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
+    by: str = "model"
+    since: str | None = None
+    until: str | None = None
+    tenant: str | None = None
 
 
 async def usage(service: Service, exchange: Exchange) -> None:
     if service.accounts is None:
         raise ServiceUnavailable("This gateway keeps no accounts.")
-    asked = {name: values[-1] for name, values in parse_qs(exchange.scope["query_string"].decode("latin-1")).items()}
-    for name in asked:
-        if name not in _PARAMETERS:
-            raise InvalidRequest(
-                f"Unknown parameter: `{name[:64]}`; there are {', '.join(_PARAMETERS)}.", param=name[:64]
-            )
+    asked = decode_query(UsageQuery, exchange.scope)
     tenant: str | None = exchange.caller.tenant
     if "admin" in exchange.caller.scopes:
-        tenant = asked.get("tenant")
-    elif asked.get("tenant", tenant) != tenant:
+        tenant = asked.tenant
+    elif asked.tenant not in (None, tenant):
         raise InvalidRequest("A key without the scope `admin` sees its own tenant only.", param="tenant")
     try:
-        by = dimensions(asked.get("by", "model"))
-        since, until = (moment(asked[name]) if name in asked else None for name in ("since", "until"))
+        by = dimensions(asked.by)
+        since, until = (None if when is None else moment(when) for when in (asked.since, asked.until))
         totals = await service.accounts.ledger.totals(by, since=since, until=until, tenant=tenant)
     except LedgerError as error:
         message = str(error)

@@ -1,0 +1,274 @@
+"""What a gateway adds to a request, and how many requests it passes on, beside LiteLLM's proxy in the same run.
+
+    python bench/overhead.py
+    python bench/overhead.py --python litellm=PATH/bin/python --seconds 20 --json overhead.json
+
+Two measurements, with the store, the ledger and the request log on, as they are by default:
+
+- overhead: an open loop of `--rate` short completions per second (requests come when they come, whatever is still
+  running). What answers behind the gateway takes no time, so what a client waits is what the gateway costs, including
+  this process's own reading and writing, which is also measured against the bare backend and shown.
+- requests/s: a closed loop of `--at-once` clients, Penstock and LiteLLM in turn (A B A B), one process each.
+
+LiteLLM needs an environment of its own (pip install 'litellm[proxy]'); nothing is installed here. It is run as its
+documentation says for load: one worker, no callbacks, no verbose logging. Penstock is measured with the synthetic
+engine behind the real protocol and, where it can, with the same OpenAI-compatible backend that LiteLLM has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from gateway_harness import MODEL, cpu_seconds, free_port, gateway, process, wait_for
+from rich.console import Console
+
+from penstock.bench import report
+from penstock.bench.stats import median, percentiles
+
+P50_MS, P99_MS, RATIO = 2.0, 10.0, 5.0
+"""What has to hold."""
+BACKEND = Path(__file__).with_name("synthetic_openai.py")
+
+
+class Client(asyncio.Protocol):
+    """A kept-alive connection that sends one request at a time and waits for its whole answer."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self._port = port
+        self._request = request
+        self._answer: asyncio.Future[bytes] | None = None
+        self._buffer = b""
+
+    async def connect(self) -> Client:
+        await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
+        return self
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = self._buffer[:end].lower()
+        at = head.find(b"content-length:")
+        if at < 0:
+            self._finish(RuntimeError(f"no content-length: {head[:200]!r}"))
+            return
+        if len(self._buffer) >= end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0]):
+            self._finish(None if head.startswith(b"http/1.1 200") else RuntimeError(repr(self._buffer[:600])))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish(error or ConnectionError("the server closed the connection"))
+
+    def _finish(self, error: Exception | None) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.done():
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(self._buffer)
+            self._buffer = b""
+
+    async def ask(self) -> float:
+        self._answer = answer = asyncio.get_running_loop().create_future()
+        began = time.perf_counter()
+        self.transport.write(self._request)
+        await answer
+        return time.perf_counter() - began
+
+
+def request(tokens: int, model: str) -> bytes:
+    messages = [{"role": "user", "content": "Say something about water."}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": tokens, "seed": 1}).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer none\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> list[float]:
+    """Latencies, counted from when a request was due: waiting for a free connection is waiting too."""
+    idle: list[Client] = [await Client(port, payload).connect() for _ in range(64)]
+    latencies: list[float] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(due: float) -> None:
+        client = idle.pop() if idle else await Client(port, payload).connect()
+        await client.ask()
+        latencies.append(time.perf_counter() - due)
+        idle.append(client)
+
+    begin = time.perf_counter()
+    for number in range(round(rate * seconds)):
+        due = begin + number / rate
+        ahead = due - time.perf_counter()
+        if ahead > 0:
+            await asyncio.sleep(ahead)
+        # A timer that fires late is this process's doing, not the server's.
+        task = asyncio.create_task(one(max(due, time.perf_counter())))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    for client in idle:
+        client.transport.close()
+    return latencies
+
+
+async def closed_loop(port: int, payload: bytes, at_once: int, seconds: float) -> float:
+    """Requests per second."""
+    clients = [await Client(port, payload).connect() for _ in range(at_once)]
+    until = time.perf_counter() + seconds
+    done = 0
+
+    async def one(client: Client) -> None:
+        nonlocal done
+        while time.perf_counter() < until:
+            await client.ask()
+            done += 1
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(one, clients))
+    took = time.perf_counter() - began
+    for client in clients:
+        client.transport.close()
+    return done / took
+
+
+@contextmanager
+def litellm(python: str, backend: int, folder: Path) -> Iterator[tuple[int, int]]:
+    """LiteLLM's proxy in front of the synthetic backend: its port and process."""
+    port = free_port()
+    config = {
+        "model_list": [
+            {
+                "model_name": MODEL,
+                "litellm_params": {
+                    "model": f"openai/{MODEL}",
+                    "api_base": f"http://127.0.0.1:{backend}/v1",
+                    "api_key": "none",
+                },
+            }
+        ],
+        "litellm_settings": {"set_verbose": False, "json_logs": False, "callbacks": []},
+    }
+    (folder / "litellm.yaml").write_text(json.dumps(config))
+    log = folder / "litellm.log"
+    program = Path(python).with_name("litellm")
+    command = [
+        python,
+        str(program),
+        "--config",
+        str(folder / "litellm.yaml"),
+        "--port",
+        str(port),
+        "--num_workers",
+        "1",
+    ]
+    env = {**os.environ, "LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    env.pop("PYTHONPATH", None)
+    with process(command, log, env=env) as running:
+        wait_for(f"http://127.0.0.1:{port}/health/liveliness", running, log, within=180)
+        yield port, running.pid
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    payload = request(options.tokens, MODEL)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overhead-")))
+        backend = free_port()
+        bare = stack.enter_context(process([sys.executable, str(BACKEND), str(backend)], folder / "backend.log"))
+        wait_for(f"http://127.0.0.1:{backend}/v1/models", bare, folder / "backend.log")
+        ours = stack.enter_context(gateway(folder, interval_s=0.0, workers=options.workers, settings={}))
+        uvloop.run(closed_loop(ours.port, payload, options.at_once, 2.0))  # warm
+        for name, port in (("bare backend", backend), ("penstock", ours.port)):
+            console.print(f"{name}: {options.rate:g} requests/s for {options.seconds:g} s", highlight=False)
+            found = percentiles(uvloop.run(open_loop(port, payload, options.rate, options.seconds)))
+            results[f"latency, {name}"] = found.as_dict() if found else None
+        ports = {"penstock": ours.port}
+        if "litellm" in options.python:
+            ports["litellm"], _ = stack.enter_context(litellm(options.python["litellm"], backend, folder))
+            uvloop.run(closed_loop(ports["litellm"], payload, options.at_once, 3.0))
+        rates: dict[str, list[float]] = {name: [] for name in ports}
+        for _ in range(options.rounds):
+            for name, port in ports.items():
+                rates[name].append(uvloop.run(closed_loop(port, payload, options.at_once, options.seconds)))
+                console.print(f"{name}: {rates[name][-1]:,.0f} requests/s", highlight=False)
+        results["requests_per_s"] = rates
+        began, pids = cpu_seconds(ours.workers), ours.workers
+        count = options.rate * 3
+        uvloop.run(open_loop(ours.port, payload, options.rate, 3.0))
+        results["gateway_cpu_ms_per_request"] = (cpu_seconds(pids) - began) / count * 1000
+        if "litellm" in ports:
+            results["ratio"] = median(rates["penstock"]) / median(rates["litellm"])
+    return results
+
+
+def show(results: dict[str, Any], options: argparse.Namespace, console: Console) -> bool:
+    table = report.table(f"short completions at {options.rate:g} requests/s", "", "p50 ms", "p99 ms", "largest ms")
+    for name in ("bare backend", "penstock"):
+        found = results[f"latency, {name}"]
+        table.add_row(name, *(report.number(found[key] * 1000, 2) for key in ("p50", "p99", "largest")))
+    console.print(table)
+    table = report.table(f"{options.at_once} clients at once", "", "requests/s")
+    for name, rates in results["requests_per_s"].items():
+        table.add_row(name, report.number(median(rates), 0))
+    console.print(table)
+    console.print(f"gateway CPU per request: {results['gateway_cpu_ms_per_request']:.2f} ms", highlight=False)
+    ours = results["latency, penstock"]
+    bars = [
+        (f"p50 under {P50_MS:g} ms", ours["p50"] * 1000 < P50_MS),
+        (f"p99 under {P99_MS:g} ms", ours["p99"] * 1000 < P99_MS),
+    ]
+    if "ratio" in results:
+        bars.append((f"at least {RATIO:g} times LiteLLM: {results['ratio']:.1f}", results["ratio"] >= RATIO))
+    else:
+        console.print("LiteLLM was not measured: --python litellm=PATH/bin/python", highlight=False)
+    for what, holds in bars:
+        console.print(f"{'yes' if holds else 'NO '}  {what}", highlight=False)
+    return all(holds for _, holds in bars)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=500.0, help="requests per second of the open loop")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each side in the closed loop")
+    parser.add_argument("--at-once", type=int, default=32, help="clients of the closed loop")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a completion")
+    parser.add_argument("--workers", type=int, default=1, help="gateway processes of Penstock")
+    parser.add_argument("--python", action="append", default=[], metavar="litellm=PATH", help="its interpreter")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    options = parser.parse_args()
+    options.python = dict(entry.split("=", 1) for entry in options.python)
+    for name, python in options.python.items():
+        if name != "litellm" or subprocess.run([python, "-c", "import litellm"], check=False).returncode:
+            raise SystemExit(f"--python {name}={python}: it cannot import litellm")
+    console = Console()
+    results = measure(options, console)
+    console.print(report.machine_line(), highlight=False)
+    good = show(results, options, console)
+    if options.json is not None:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        report.write_json(options.json, "overhead", settings, results)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

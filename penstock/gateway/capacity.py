@@ -1,0 +1,44 @@
+"""How many connections this process can hold: each takes a file descriptor, so the system's limit is raised as far as
+it goes, and no more connections are accepted than fit under it (the others wait in the listener's queue)."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+MOST_CONNECTIONS = 65536
+WANTED_CONNECTIONS = 10_000
+KEPT_FILES = 256
+"""Descriptors for everything else: engines, stores, sinks, logs."""
+
+log = logging.getLogger("penstock.gateway")
+
+
+def connections() -> int:
+    """The most connections to accept, after raising the soft limit to the hard one."""
+    files = raise_file_limit()
+    room = max(min(MOST_CONNECTIONS, files - KEPT_FILES), 16)
+    if room < WANTED_CONNECTIONS:
+        log.warning(
+            "few connections: this process may open %d files, so it holds %d connections and lets others wait; raise "
+            "the hard limit (`ulimit -Hn 65536` before starting, or LimitNOFILE=65536 in its service)",
+            files,
+            room,
+        )
+    return room
+
+
+def raise_file_limit() -> int:
+    """Descriptors this process may open, once its soft limit is as high as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + KEPT_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("the limit on open files stays at %d: %s", soft, error)
+        return soft
+    return wanted

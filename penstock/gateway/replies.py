@@ -1,0 +1,107 @@
+"""The shapes of replies, as JSON schemas by the name of the function that answers. Objects may have more than what is
+required here; what is here is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+STRING: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+BOOLEAN: Schema = {"type": "boolean"}
+ANY_OBJECT: Schema = {"type": "object"}
+
+
+def obj(**properties: Schema) -> Schema:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def maybe(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def many(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def word(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def listing(item: Schema, **more: Schema) -> Schema:
+    return obj(object=word("list"), data=many(item), **more)
+
+
+_USAGE = obj(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
+_HEAD = {"id": STRING, "created": INTEGER, "model": STRING, "usage": _USAGE}
+_MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
+_MODEL = obj(
+    id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
+    context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
+    pricing=ANY_OBJECT,
+)  # fmt: skip
+_ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
+_TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
+_KEY = obj(id=STRING, object=word("key"), tenant=STRING, scopes=many(STRING))
+_STATE = obj(id=STRING, object=word("model"), state=STRING)
+_RESPONSE = obj(id=STRING, object=word("response"), status=STRING, model=STRING, output=many(ANY_OBJECT))
+
+EVENTS = frozenset(("chat_completions", "completions", "create_response", "create_message"))
+"""Those that may answer with a stream of events instead."""
+
+REPLIES: dict[str, Schema] = {
+    "chat_completions": obj(
+        object=word("chat.completion"),
+        choices=many(obj(index=INTEGER, message=_MESSAGE, finish_reason=STRING)),
+        **_HEAD,
+    ),
+    "completions": obj(
+        object=word("text_completion"), choices=many(obj(index=INTEGER, text=STRING, finish_reason=STRING)), **_HEAD
+    ),
+    "create_response": _RESPONSE,
+    "get_response": _RESPONSE,
+    "delete_response": obj(id=STRING, object=STRING, deleted=BOOLEAN),
+    "create_message": obj(
+        id=STRING,
+        type=word("message"),
+        role=word("assistant"),
+        model=STRING,
+        content=many(ANY_OBJECT),
+        stop_reason=maybe(STRING),
+        usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
+    ),
+    "count_tokens": obj(input_tokens=INTEGER),
+    "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
+    "rerank": ANY_OBJECT,
+    "list_models": listing(_MODEL),
+    "get_model": _MODEL,
+    "tokenize": obj(
+        object=STRING,
+        model=STRING,
+        tokens=many(INTEGER),
+        count=INTEGER,
+        max_model_len=maybe(INTEGER),
+        fits=BOOLEAN,
+        estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
+    ),
+    "detokenize": obj(object=STRING, model=STRING, text=STRING, prompt=STRING, count=INTEGER),
+    "list_adapters": listing(_ADAPTER),
+    "load_adapter": _ADAPTER,
+    "pin_adapter": _ADAPTER,
+    "unload_adapter": obj(id=STRING, object=STRING, deleted=BOOLEAN),
+    "sleep_model": _STATE,
+    "wake_model": _STATE,
+    "usage": listing(ANY_OBJECT, by=many(STRING)),
+    "list_requests": listing(ANY_OBJECT),
+    "list_tenants": listing(_TENANT),
+    "create_tenant": _TENANT,
+    "change_tenant": _TENANT,
+    "list_keys": listing(_KEY),
+    "create_key": {**_KEY, "required": [*_KEY["required"], "key"], "properties": {**_KEY["properties"], "key": STRING}},
+    "revoke_key": obj(id=STRING, object=STRING, revoked=BOOLEAN),
+    "live": obj(status=STRING, models=ANY_OBJECT),
+    "ready": obj(status=STRING, models=ANY_OBJECT),
+    "metrics": {"text/plain": {"schema": STRING}},
+}

@@ -1,0 +1,157 @@
+"""A worker's side of the desk: one connection, calls that wait for their answer, and what the desk asks of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.gateway.workers.messages import (
+    Ask,
+    Changed,
+    Collect,
+    Collected,
+    Decided,
+    DeskError,
+    Frames,
+    FromDesk,
+    Join,
+    Report,
+    Reserve,
+    Settle,
+    ToDesk,
+    frame,
+    from_desk,
+)
+from penstock.limits import Amounts, Decision, Limit, LimitStore
+from penstock.protocol.errors import Overloaded
+from penstock.telemetry.exposition import Readings
+
+log = logging.getLogger("penstock.gateway")
+
+REPORT_S = 1.0
+"""How old the count of a worker that dies may be."""
+
+
+class DeskClient:
+    """Connection of one worker. When it breaks, the supervisor is gone and so is the worker's reason to live."""
+
+    def __init__(
+        self, path: Path, worker: int, *, readings: Callable[[], list[Readings]], changed: Callable[[], None]
+    ) -> None:
+        self._path = path
+        self._worker = worker
+        self._readings = readings
+        self._changed = changed
+        self._calls: dict[int, asyncio.Future[Decided | Collected]] = {}
+        self._numbers = itertools.count(1)
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost = asyncio.Event()
+        """Set when the connection ended by itself."""
+
+    async def start(self) -> None:
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(self._path)
+        except OSError as error:
+            raise PenstockError(f"the supervisor's desk at {self._path} cannot be reached: {error.strerror}") from error
+        self._send(Join(self._worker))
+        self._tasks = [
+            asyncio.create_task(self._read(Frames(reader, from_desk)), name="desk reader"),
+            asyncio.create_task(self._report(), name="desk reporter"),
+        ]
+
+    async def close(self) -> None:
+        if self._writer is None:
+            return
+        self._send(Report(self._readings()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._writer.close()
+        self._fail_calls()
+
+    async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
+        try:
+            answer = await self._call(lambda call: Reserve(call, id, list(limits), amounts))
+        except asyncio.CancelledError:
+            self.settle(id, limits, amounts, Amounts(requests=0, concurrent=0))  # nobody will use what it may get
+            raise
+        assert isinstance(answer, Decided)
+        return answer.decision
+
+    def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
+        self._send(Settle(id, list(limits), reserved, used))
+
+    def tell_changed(self) -> None:
+        self._send(Changed())
+
+    async def collect(self) -> list[Readings]:
+        """What all workers read together."""
+        answer = await self._call(lambda call: Collect(call, self._readings()))
+        assert isinstance(answer, Collected)
+        return answer.readings
+
+    async def _call(self, message: Callable[[int], ToDesk]) -> Decided | Collected:
+        call = next(self._numbers)
+        future: asyncio.Future[Decided | Collected] = asyncio.get_running_loop().create_future()
+        if self.lost.is_set():
+            raise _gone()
+        self._calls[call] = future
+        try:
+            self._send(message(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    def _send(self, message: ToDesk) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(message))
+
+    async def _read(self, frames: Frames[FromDesk]) -> None:
+        try:
+            while (message := await frames.next()) is not None:
+                match message:
+                    case Decided(call) | Collected(call):
+                        waiting = self._calls.get(call)
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result(message)
+                    case Ask(number):
+                        self._send(Report(self._readings(), number))
+                    case Changed():
+                        self._changed()
+        except DeskError as error:
+            log.error("the supervisor's desk sent %s", error)
+        finally:
+            self.lost.set()
+            self._fail_calls()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._send(Report(self._readings()))
+
+    def _fail_calls(self) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(_gone())
+
+
+def _gone() -> Overloaded:
+    return Overloaded("Limits cannot be checked at the moment; try again.", retry_after=1.0)
+
+
+class DeskLimits(LimitStore):
+    """Limits counted at the desk, for all workers of this machine together. See `LimitStore`."""
+
+    def __init__(self, desk: DeskClient) -> None:
+        self._desk = desk
+
+    async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
+        return await self._desk.reserve(id, limits, amounts)
+
+    async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
+        self._desk.settle(id, limits, reserved, used)

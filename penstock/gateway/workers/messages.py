@@ -1,0 +1,117 @@
+"""The messages between a gateway worker and the desk of its supervisor, over one Unix socket per worker.
+
+    worker                               desk
+    Join              ──────────────────►            first
+    Reserve           ──────────────────►
+                      ◄──────────────────  Decided   one per reservation, in order of arrival
+    Settle, Changed   ──────────────────►            no answer; `Changed` is passed on to the others
+    Report            ──────────────────►            now and then, and when asked
+                      ◄──────────────────  Ask       what do you read now?
+    Collect           ──────────────────►
+                      ◄──────────────────  Collected what all workers read together
+
+A frame is its length in four bytes and the message in MessagePack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.limits import Amounts, Decision, Limit
+from penstock.telemetry.exposition import Readings
+
+LARGEST = 64 * 2**20
+_length = struct.Struct("!I")
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    worker: int
+
+
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    call: int
+    id: str
+    limits: list[Limit]
+    amounts: Amounts
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    id: str
+    limits: list[Limit]
+    reserved: Amounts
+    used: Amounts
+
+
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    """Tenants or keys were changed."""
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    readings: list[Readings]
+    asked: int = 0
+    """Which `Ask` this answers; 0: none."""
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    call: int
+    readings: list[Readings]
+    """Those of the worker that asks."""
+
+
+class Decided(msgspec.Struct, frozen=True, tag="decided"):
+    call: int
+    decision: Decision
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    number: int
+
+
+class Collected(msgspec.Struct, frozen=True, tag="collected"):
+    call: int
+    readings: list[Readings]
+
+
+ToDesk: TypeAlias = Join | Reserve | Settle | Changed | Report | Collect
+FromDesk: TypeAlias = Decided | Changed | Ask | Collected
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class DeskError(PenstockError):
+    """The other side of the socket does not speak this protocol."""
+
+
+def frame(message: ToDesk | FromDesk) -> bytes:
+    body = _encoder.encode(message)
+    return _length.pack(len(body)) + body
+
+
+class Frames(Generic[T]):
+    """Reads messages from a stream."""
+
+    def __init__(self, stream: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._stream = stream
+        self._decoder = decoder
+
+    async def next(self) -> T | None:
+        """The next message; None at the end of the stream."""
+        try:
+            (size,) = _length.unpack(await self._stream.readexactly(_length.size))
+            if size > LARGEST:
+                raise DeskError(f"a message of {size} bytes")
+            return self._decoder.decode(await self._stream.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except msgspec.MsgspecError as error:
+            raise DeskError(f"an unreadable message: {error}") from error
+
+
+to_desk: msgspec.msgpack.Decoder[ToDesk] = msgspec.msgpack.Decoder(ToDesk)
+from_desk: msgspec.msgpack.Decoder[FromDesk] = msgspec.msgpack.Decoder(FromDesk)
