@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config.context import ConversationsConfig
+from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.fields import setting
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
@@ -455,6 +455,8 @@ class Config:
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)
+    tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
+    tool_servers: tuple[ToolServerConfig, ...] = ()
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

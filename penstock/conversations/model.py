@@ -89,6 +89,12 @@ class Conversation(msgspec.Struct, frozen=True):
             kept, system=system if system and keep_system else self.system, turns=split_turns([*said, *rest])
         )
 
+    def followed_by(self, messages: Sequence[Message]) -> Conversation:
+        """With what the assistant and its tools say in the last turn."""
+        if not messages:
+            return self
+        return msgspec.structs.replace(self, turns=split_turns([*self.since(0), *messages]))
+
     def own(self, summary: Summary) -> Summary:
         """The summary, or an empty one when the history was replaced since it was made."""
         return summary if summary.epoch == self.epoch else Summary(epoch=self.epoch)

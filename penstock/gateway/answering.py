@@ -85,16 +85,17 @@ def guard_output(service: Service, exchange: Exchange, generation: Generation) -
 
 @asynccontextmanager
 async def engaged(
-    service: Service, exchange: Exchange, generation: Generation, *, aside: str = ""
+    service: Service, exchange: Exchange, generation: Generation, *, aside: str = "", further: bool = False
 ) -> AsyncIterator[Account | None]:
     """A generation that runs, with its charge; limits are reserved before, and however it ends it is settled.
 
     `aside`: what it is for, when it is not the answer that the request asks for. It is then no request of its own to
-    limits, the ledger has it under that feature, and the request does not end as it does.
+    limits, the ledger has it under that feature, and the request does not end as it does. `further`: it is another step
+    of the answer: no request of its own either, but part of what the client asked for.
     """
     exchange.timeline.follow("prepare")
     with exchange.timeline.phase("admission"):
-        reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside))
+        reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside) or further)
     if service.settings.telemetry.record_text:
         generation.keep_text()
     account: Account | None = None
@@ -103,7 +104,7 @@ async def engaged(
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)
         generation.submit()
-        if not aside:
+        if not (aside or further):
             exchange.extra_headers.append((b"x-penstock-replica", generation.replica.encode("latin-1", "replace")))
         yield account
     finally:

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.conversations import Busy, Held, Message, Owner, Sessions
 from penstock.conversations.fitting import fit_turns
-from penstock.conversations.model import Overflow, leading_system, split_turns
+from penstock.conversations.model import Overflow, leading_system
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
@@ -77,13 +77,17 @@ class OpenTurn:
         toolbox: Toolbox | None,
         window: int,
         limit: Limits,
+        following: Sequence[Message] = (),
     ) -> list[int]:
-        """The prompt of the conversation with `messages` added, without the oldest turns if it must be."""
+        """The prompt of the conversation with `messages` added, without the oldest turns if it must be.
+
+        `following`: what the assistant and its tools have said in this turn already.
+        """
         self._take(messages)
         config, metrics = service.settings.conversations, service.metrics.context
         reply = min(config.reply_tokens, window // 4) if limit.max_tokens is None else limit.max_tokens
         self._room = room = max(1, window - reply)
-        prompt = Prompt(service, model, toolbox, self._system, self._draft)
+        prompt = Prompt(service, model, toolbox, self._system, self._draft.followed_by(following))
         before = self._start
         tokens = await prompt.encoded(self._summary, self._start)
         if len(tokens) > room and self._overflow == "summarise":
@@ -118,8 +122,7 @@ class OpenTurn:
 
     async def keep(self, service: Service, exchange: Exchange, generation: Generation, said: Sequence[Message]) -> None:
         """Store the turn with its answer; the next one may begin."""
-        turns = split_turns([*self._draft.since(0), *said])
-        conversation = msgspec.structs.replace(self._draft, turns=turns, start=self._start)
+        conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start)
         sessions = _sessions(service)
         try:
             if not await sessions.commit(self.held, conversation):
@@ -140,7 +143,8 @@ class Recorder:
     def __init__(self, service: Service, exchange: Exchange, generation: Generation, turn: OpenTurn) -> None:
         self._service = service
         self._exchange = exchange
-        self._generation = generation
+        self.generation = generation
+        """The last one of the turn."""
         self._turn = turn
         self._parts: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -155,11 +159,14 @@ class Recorder:
             else:
                 self._calls[call.index]["function"]["arguments"] += call.arguments
 
-    async def keep(self) -> None:
-        said: Message = {"role": "assistant", "content": "".join(self._parts)}
-        if self._calls:
-            said["tool_calls"] = self._calls
-        await self._turn.keep(self._service, self._exchange, self._generation, [said])
+    async def keep(self, said: Sequence[Message] | None = None) -> None:
+        """`said`: the messages of the answer, when it has several; one with what was heard otherwise."""
+        if said is None:
+            message: Message = {"role": "assistant", "content": "".join(self._parts)}
+            if self._calls:
+                message["tool_calls"] = self._calls
+            said = [message]
+        await self._turn.keep(self._service, self._exchange, self.generation, said)
 
 
 def open_turn(

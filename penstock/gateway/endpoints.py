@@ -41,6 +41,7 @@ from penstock.gateway.api.rerank import rerank
 from penstock.gateway.api.responses import create_response, delete_response, get_response
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
+from penstock.gateway.api.tools import list_tool_servers, list_tools, register_tool_server, remove_tool_server
 from penstock.gateway.api.traces import get_trace, list_traces
 from penstock.gateway.api.usage import UsageQuery, usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
@@ -56,6 +57,7 @@ from penstock.gateway.schemas import (
 )
 from penstock.gateway.service import Service
 from penstock.identity import Scope
+from penstock.tools.running.specs import ToolSpec
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 Door = Literal["all", "public", "admin"]
@@ -122,6 +124,12 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
     Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
+    Endpoint("GET", "/v1/tools", list_tools, "Tools that the server runs for you.", "Inference"),
+    Endpoint("GET", "/v1/admin/tools", list_tool_servers, "Every tool server.", "Admin", scope="admin"),
+    Endpoint(
+        "POST", "/v1/admin/tools", register_tool_server, "Register a tool server.", "Admin", ToolSpec, scope="admin"
+    ),
+    Endpoint("DELETE", "/v1/admin/tools/{name}", remove_tool_server, "Remove one.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/conversations", list_conversations, "A user's conversations.", "Conversations"),
     Endpoint("GET", "/v1/conversations/{conversation}", get_conversation, "What was said.", "Conversations"),
     Endpoint("DELETE", "/v1/conversations/{conversation}", delete_conversation, "Forget it.", "Conversations"),

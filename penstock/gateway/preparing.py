@@ -5,6 +5,7 @@ Every API family that holds conversations says them as a `ChatRequest`; what fol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.request import EngineInfo
@@ -35,15 +36,24 @@ def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | No
 
 
 async def prepare_chat(
-    service: Service, exchange: Exchange, request: ChatRequest, limit: Limits, turn: OpenTurn | None = None
+    service: Service,
+    exchange: Exchange,
+    request: ChatRequest,
+    limit: Limits,
+    turn: OpenTurn | None = None,
+    following: Sequence[dict[str, Any]] = (),
 ) -> Generation:
-    """The generation that answers a conversation; raises what is wrong with the request. `turn`: of a stored one."""
+    """The generation that answers a conversation; raises what is wrong with the request.
+
+    `turn`: of a stored conversation. `following`: what the assistant and tools said since the request's messages.
+    """
     check_tools(request)
     n = request.n or 1
     check_choices(1, n, service.settings)
     messages = template_messages(request.messages, known_calls(turn))
     if service.guardrails is not None:
         messages = await service.guardrails.messages(exchange.caller, messages)
+        following = await service.guardrails.messages(exchange.caller, list(following)) if following else following
     stops = stop_strings(request)
     model, info = await open_route(service, exchange, request.model)
     toolbox = toolbox_of(request, model)
@@ -56,10 +66,10 @@ async def prepare_chat(
     )
     quota = service.quotas.context_tokens(exchange.caller)
     if turn is None:
-        tokens = await chat_tokens(service, model, messages, toolbox)
+        tokens = await chat_tokens(service, model, [*messages, *following], toolbox)
     else:
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
-        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit)
+        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit, following)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
     return Generation(
         model,

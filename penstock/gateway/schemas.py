@@ -178,6 +178,7 @@ class ChatRequest(Sampling, kw_only=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    server_tools: Annotated[list[Name], Meta(max_length=128)] | None = None
     functions: Unsupported = UNSET
     function_call: Unsupported = UNSET
     audio: Unsupported = UNSET

@@ -40,6 +40,8 @@ from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.gathering import rendered
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.text import ChatTemplateError
+from penstock.tools.running import ToolRegistry
+from penstock.tools.running.specs import ToolSpecStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class Service:
         self.responses: ResponseStore | None = None
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
+        self.tools: ToolRegistry | None = None
         self._keyring: KeyRing | None = None
         self.desk: DeskClient | None = None
         if settings.worker is not None:
@@ -114,6 +117,7 @@ class Service:
         self.sessions = open_sessions(self.settings.conversations, self.database)
         if self.sessions is not None:
             await self.sessions.start()
+        self.tools = await self._open_tools()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
@@ -125,6 +129,8 @@ class Service:
         await self.slices.close()
         if self.sessions is not None:
             await self.sessions.close()
+        if self.tools is not None:
+            await self.tools.close()
         for backend in self._backends():
             await backend.close()
         await self.encoders.close()
@@ -142,6 +148,17 @@ class Service:
             await self.database.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+
+    async def _open_tools(self) -> ToolRegistry | None:
+        """Tools that this gateway runs; None where there is no place for any."""
+        settings, store = self.settings, None
+        if self.database is not None:
+            store = ToolSpecStore(self.database)
+            await store.prepare()
+        elif not settings.tool_servers:
+            return None
+        networks = settings.tools.networks
+        return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
 
     async def authenticate(self, exchange: Exchange, scope: Scope) -> Caller:
         """Who sends this, allowed to do what `scope` covers; raises otherwise."""

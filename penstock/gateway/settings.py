@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.context import ConversationsConfig
+from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.schema import (
     Config,
     CountersConfig,
@@ -104,6 +104,8 @@ class GatewaySettings:
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
+    tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
+    tool_servers: tuple[ToolServerConfig, ...] = ()
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
@@ -189,6 +191,8 @@ class GatewaySettings:
             prices=config.prices,
             guardrails=config.guardrails,
             conversations=config.conversations,
+            tools=config.tools,
+            tool_servers=config.tool_servers,
             request_log=config.request_log,
             telemetry=config.telemetry,
             log_format=config.logging.format,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from typing import Any
 
 import msgspec
 
-from penstock.gateway.answering import DONE, Renderer, answer
+from penstock.gateway.answering import DONE, answer
 from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
@@ -19,6 +20,8 @@ from penstock.gateway.preparing import identify, prepare_chat
 from penstock.gateway.sampling import limits
 from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.service import Service
+from penstock.gateway.tool_loop import answer_with_tools
+from penstock.gateway.tool_steps import StepsRenderer, Totals
 from penstock.protocol.errors import InvalidRequest
 from penstock.text import TextModel
 
@@ -32,6 +35,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     asked, param = _max_tokens(request)
     limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
     async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
+        if request.server_tools:
+            render = functools.partial(ChatRenderer, request)
+            await answer_with_tools(service, exchange, request, limit, turn, render)
+            return
         generation = await prepare_chat(service, exchange, request, limit, turn)
         recorder = None if turn is None else Recorder(service, exchange, generation, turn)
         renderer = ChatRenderer(request, generation, recorder)
@@ -65,11 +72,19 @@ def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-class ChatRenderer(Renderer):
+class ChatRenderer(StepsRenderer):
     """`chat.completion` and `chat.completion.chunk` objects."""
 
-    def __init__(self, request: ChatRequest, generation: Generation, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        generation: Generation,
+        recorder: Recorder | None = None,
+        totals: Totals | None = None,
+    ) -> None:
+        """`totals`: of an answer that takes several steps."""
         self._recorder = recorder
+        self._totals = totals
         model = generation.model
         self._generation = generation
         self._text = model.text
@@ -119,10 +134,15 @@ class ChatRenderer(Renderer):
             data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
         return data
 
+    def tool_event(self, event: dict[str, Any]) -> bytes:
+        # A chunk like any other, so that clients which do not know the field pass it over.
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
+
     def closing(self) -> bytes:
         if not self._usage:
             return DONE
-        usage = encode_json({**self._head, "choices": [], "usage": self._generation.usage()})
+        usage = encode_json({**self._head, "choices": [], "usage": self._used()})
         return b"data: " + usage + b"\n\n" + DONE
 
     def whole(self, pieces: list[list[Piece]]) -> bytes:
@@ -147,12 +167,17 @@ class ChatRenderer(Renderer):
             if parts[-1].stop_reason is not None:
                 choice["stop_reason"] = parts[-1].stop_reason
             choices.append(choice)
-        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
+        body = {**self._head, "choices": choices, "usage": self._used()}
+        if self._totals is not None:
+            body["tool_events"] = self._totals.events
         if self._recorder is not None:
             for piece in pieces[0]:
                 self._recorder.hear(piece)
             body["conversation"] = self._recorder.report
         return encode_json(body)
+
+    def _used(self) -> dict[str, object]:
+        return self._generation.usage() if self._totals is None else self._totals.usage()
 
     async def before_end(self) -> None:
         if self._recorder is not None:

@@ -1,0 +1,88 @@
+"""Tools connect to public addresses, and to private ones only where the configuration says so."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import httpx
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.tools.running.addresses import Addresses, PinnedTransport
+from penstock.tools.running.model import ToolError
+from tests.tools.running.parts import LOOPBACK, weather
+
+PRIVATE = (
+    "127.0.0.1",
+    "10.0.0.1",
+    "172.16.5.5",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::1",
+    "::",
+    "fe80::1",
+    "fd00::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "64:ff9b::10.0.0.1",
+    "2002:7f00:1::",
+    "2001:0:102:304::f5ff:fffe",
+)
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private_addresses_are_refused_however_they_are_written(address: str) -> None:
+    assert not Addresses().allows(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1", "::ffff:8.8.8.8"])
+def test_public_addresses_are_allowed(address: str) -> None:
+    assert Addresses().allows(ipaddress.ip_address(address))
+
+
+def test_networks_that_are_named_are_allowed_and_no_others() -> None:
+    addresses = Addresses(["10.1.0.0/16", "::1/128"])
+    allowed = ("10.1.2.3", "::1", "::ffff:10.1.2.3")
+    assert all(addresses.allows(ipaddress.ip_address(address)) for address in allowed)
+    assert not any(addresses.allows(ipaddress.ip_address(address)) for address in ("10.2.0.1", "127.0.0.1"))
+    with pytest.raises(ConfigError, match="networks"):
+        Addresses(["10.1.0.0/33"])
+
+
+async def test_names_are_resolved_and_the_address_is_checked() -> None:
+    with pytest.raises(ToolError, match="private"):
+        await Addresses().resolve("localhost", 80)
+    with pytest.raises(ToolError, match="private"):
+        await Addresses().resolve("0x7f.1", 80)
+    assert await Addresses(LOOPBACK).resolve("localhost", 80) == "127.0.0.1"
+    with pytest.raises(ToolError, match="found"):
+        await Addresses().resolve("no-such-host.invalid", 80)
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that resolves to something else the second time leads nowhere else: it is not asked twice."""
+    answers = iter(["127.0.0.1", "169.254.169.254"])
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def rebinding(host: str, port: int, *args: object, **kwargs: object) -> object:
+        if host == "rebinding.example":
+            asked.append(host)
+            host = next(answers)
+        return real(host, port, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    with weather() as server:
+        async with httpx.AsyncClient(transport=PinnedTransport(Addresses(LOOPBACK))) as client:
+            reply = await client.get(f"http://rebinding.example:{server.server_port}/cities/Rome/weather")
+            assert reply.json()["city"] == "Rome"
+            assert server.seen[0][2]["Host"] == f"rebinding.example:{server.server_port}"
+            assert asked == ["rebinding.example"]
+            with pytest.raises(ToolError, match="private"):
+                await client.get(f"http://rebinding.example:{server.server_port}/")
+            assert len(server.seen) == 1
