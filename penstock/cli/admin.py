@@ -23,17 +23,32 @@ def call(
     """The answer to one request; a refusal is raised in the server's words."""
     import httpx
 
+    # Loading may have to download: no limit on the answer.
+    return fetch(method, url, key, path, body, under=under, timeout=httpx.Timeout(10.0, read=None)).json()
+
+
+def fetch(
+    method: str,
+    url: str,
+    key: str | None,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    under: str,
+    timeout: httpx.Timeout,
+) -> httpx.Response:
+    import httpx
+
     from penstock.errors import PenstockError
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     address = f"{url.rstrip('/').removesuffix('/v1')}{under}{path}"
     try:
-        # Loading may have to download: no limit on the answer.
-        answer = httpx.request(method, address, json=body, headers=headers, timeout=httpx.Timeout(10.0, read=None))
+        answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PenstockError(f"{address} cannot be reached: {error}; is `penstock serve` running there?") from error
     if answer.is_success:
-        return answer.json()
+        return answer
     raise PenstockError(_refusal(answer))
 
 

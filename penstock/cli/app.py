@@ -23,6 +23,7 @@ from penstock.cli.serve import serve
 from penstock.cli.soak import soak
 from penstock.cli.speculation import speculation
 from penstock.cli.structure import structure
+from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage
 
@@ -74,6 +75,7 @@ app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
 app.command(help=usage.__doc__)(usage)
 app.command(help=requests.__doc__)(requests)
+app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)

@@ -25,7 +25,9 @@ COLORS = {
     "decode": "green",
     "engine": "red",
 }
-WIDTH = 48
+LEAST_WIDTH = 12
+FIGURES = 36
+"""Columns that names and numbers take."""
 
 
 def trace(
@@ -70,7 +72,7 @@ def trace(
     else:
         console = Console()
         console.print(_summary(found), highlight=False)
-        console.print(_bars(found))
+        console.print(_bars(found, console.width))
 
 
 def _summary(found: dict[str, Any]) -> str:
@@ -85,26 +87,40 @@ def _summary(found: dict[str, Any]) -> str:
     return "\n".join(lines + ([f"trace {found['trace_id']}"] if found["trace_id"] else []))
 
 
-def _bars(found: dict[str, Any]) -> Table:
+def _bars(found: dict[str, Any], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     total = max([found["total_latency_ms"], *(p["start_ms"] + p["duration_ms"] for p in found["phases"])], default=0)
-    scale = WIDTH / total if total else 0.0
+    details = [_detail(phase["detail"]) for phase in found["phases"]]
+    room = max(LEAST_WIDTH, width - FIGURES - max(map(len, details), default=0))
+    scale = room / total if total else 0.0
     table = Table(box=None, pad_edge=False)
     table.add_column("phase", no_wrap=True)
-    table.add_column("start ms", justify="right")
-    table.add_column("ms", justify="right")
-    table.add_column("", no_wrap=True, min_width=WIDTH)
-    table.add_column("", style="dim")
-    for phase in found["phases"]:
-        start, length = round(phase["start_ms"] * scale), max(1, round(phase["duration_ms"] * scale))
-        start = min(start, WIDTH - 1)
-        bar = Text(" " * start)
-        bar.append("█" * min(length, WIDTH - start), COLORS.get(phase["name"], "white"))
-        detail = " ".join(f"{name}={value}" for name, value in phase["detail"].items() if name != "model")
+    table.add_column("start", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=room)
+    table.add_column("", style="dim", no_wrap=True)
+    for phase, detail in zip(found["phases"], details, strict=True):
+        start = min(round(phase["start_ms"] * scale), room - 1)
+        length = max(1, min(round(phase["duration_ms"] * scale), room - start))
+        bar = Text(" " * start).append("█" * length, COLORS.get(phase["name"], "white"))
         table.add_row(phase["name"], f"{phase['start_ms']:.1f}", f"{phase['duration_ms']:.1f}", bar, detail)
     return table
+
+
+def _detail(detail: dict[str, Any]) -> str:
+    words = []
+    if "prompt_tokens" in detail:
+        words.append(f"{detail['prompt_tokens']} tokens, {detail['cached_tokens']} cached")
+    if "completion_tokens" in detail:
+        words.append(f"{detail['completion_tokens']} tokens")
+    words += [str(detail[name]) for name in ("outcome", "for") if detail.get(name)]
+    if detail.get("choice"):
+        words.append(f"choice {detail['choice']}")
+    if detail.get("engine", "0") != "0":
+        words.append(f"replica {detail['engine']}")
+    return ", ".join(words)
 
 
 def _listing(data: list[dict[str, Any]]) -> Table:
@@ -114,10 +130,10 @@ def _listing(data: list[dict[str, Any]]) -> Table:
 
     table = Table(box=None, pad_edge=False)
     for name in ("time", "request", "tenant", "model", "end"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens", "ttft ms", "total ms"):
-        table.add_column(name, justify="right")
-    table.add_column("longest phase")
+        table.add_column(name, overflow="fold")
+    for name in ("tokens", "ttft", "total ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("longest", no_wrap=True)
     for found in data:
         longest = max(found["phases"], key=lambda phase: phase["duration_ms"], default=None)
         table.add_row(
@@ -129,6 +145,6 @@ def _listing(data: list[dict[str, Any]]) -> Table:
             f"{found['prompt_tokens']}+{found['completion_tokens']}",
             "-" if found["ttft_ms"] is None else f"{found['ttft_ms']:.1f}",
             f"{found['total_latency_ms']:.1f}",
-            "-" if longest is None else f"{longest['name']} {longest['duration_ms']:.1f} ms",
+            "-" if longest is None else f"{longest['name']} {longest['duration_ms']:.0f} ms",
         )
     return table

@@ -19,7 +19,7 @@ from penstock.gateway.guardrails import OutputGuard
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.context import sampled_trace
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.metrics import Metrics, RequestMetrics
 from penstock.telemetry.timeline import Run
 from penstock.tools.toolbox import Toolbox
 
@@ -70,7 +70,8 @@ class Generation:
         self._metrics = metrics
         self.replica = model.backend.name
         """Which one began it."""
-        self._observed = metrics.request(model.base_name, self.replica)
+        self._observed: RequestMetrics
+        """Of the replica: there from the moment it has the request, which is before its first delta."""
         self._started_at = started_at
         self._submitted_at = started_at
         self._trace = sampled_trace()
@@ -133,7 +134,7 @@ class Generation:
         now = time.monotonic()
         return [
             Run(
-                engine=self.model.backend.name,
+                engine=self.replica,
                 model=self.model.name,
                 choice=choice.index,
                 submitted_at=self._submitted_at,
@@ -157,8 +158,9 @@ class Generation:
         try:
             for index, request in enumerate(self._requests):
                 replica = self.model.backend.submit(request, self.mailbox, index)
-                if not index and replica and replica != self.replica:
-                    self.replica, self._observed = replica, self._metrics.request(self.model.base_name, replica)
+                if not index:
+                    self.replica = replica or self.replica
+                    self._observed = self._metrics.request(self.model.base_name, self.replica)
                 self._unfinished += 1
         except ApiError:
             self.close()

@@ -1,0 +1,133 @@
+"""One frame of `penstock top`: figures of an interval as tables. Draws nothing itself."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from penstock.telemetry.reading import Interval
+
+HISTORY = 60
+_BARS = " ▁▂▃▄▅▆▇█"
+_BREAKER = {0.0: "", 1.0: " half open", 2.0: " open"}
+TTFT, ITL = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+
+
+class Screen:
+    """Frames of one server; remembers how fast it was, for the little chart."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._tokens: deque[float] = deque(maxlen=HISTORY)
+
+    def frame(self, interval: Interval) -> RenderableType:
+        self._tokens.append(interval.rate("vllm:generation_tokens_total"))
+        parts: list[RenderableType] = [_totals(interval), Text(sparkline(self._tokens), style="green")]
+        parts.append(_replicas(interval))
+        refused = _reasons(interval)
+        if refused.plain:
+            parts.append(refused)
+        return Panel(Group(*parts), title=f"penstock  {self._url}", title_align="left", border_style="dim")
+
+    def trouble(self, message: str) -> RenderableType:
+        return Panel(Text(message, style="red"), title=f"penstock  {self._url}", title_align="left", border_style="red")
+
+
+def _totals(interval: Interval) -> Table:
+    now = interval.after
+    waiting = now.sum("vllm:num_requests_waiting") + now.sum("penstock_queue_depth")
+    errors = sum(
+        rate for status, rate in interval.rates("penstock_errors_total", "status").items() if status.startswith("5")
+    )
+    table = Table.grid(padding=(0, 3))
+    rows = (
+        (
+            ("generated", f"{interval.rate('vllm:generation_tokens_total'):,.0f} tok/s"),
+            ("prompts", f"{interval.rate('vllm:prompt_tokens_total'):,.0f} tok/s"),
+            ("requests", f"{interval.rate('penstock_http_requests_total'):,.1f}/s"),
+            ("errors", f"{errors:,.1f}/s"),
+        ),
+        (
+            ("running", f"{now.sum('vllm:num_requests_running'):,.0f}"),
+            ("waiting", f"{waiting:,.0f}"),
+            ("KV cache", share(now.most("vllm:kv_cache_usage_perc"))),
+            ("prefix hits", share(interval.ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"))),
+        ),
+        (
+            ("first token", percentiles(interval, TTFT)),
+            ("between tokens", percentiles(interval, ITL)),
+            ("charged", f"${3600 * interval.rate('penstock_usage_cost_dollars_total'):,.2f}/h"),
+            ("hardware", f"${3600 * now.sum('penstock_engine_cost_dollars_per_second'):,.2f}/h"),
+        ),
+    )
+    for row in rows:
+        table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
+    return table
+
+
+def _replicas(interval: Interval) -> Table:
+    now = interval.after
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("model", "replica", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "KV", "tok/s", "first p95", "between p95", "preempted", "GPU", "GPU memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for labels, up in sorted(now.series("penstock_engine_up"), key=lambda item: sorted(item[0].items())):
+        where = dict(labels)
+        awake = now.sum("penstock_engine_awake", **where)
+        state = "down" if not up else "up" if awake else "asleep"
+        breaker = _BREAKER.get(now.sum("penstock_replica_breaker", **where), "")
+        memory = now.sum("penstock_gpu_memory_total_bytes", **where)
+        table.add_row(
+            labels["model_name"],
+            labels["engine"],
+            Text(state + breaker, style="green" if state == "up" and not breaker else "red"),
+            f"{now.sum('vllm:num_requests_running', **where):,.0f}",
+            f"{now.sum('vllm:num_requests_waiting', **where):,.0f}",
+            share(now.most("vllm:kv_cache_usage_perc", **where)),
+            f"{interval.rate('vllm:generation_tokens_total', **where):,.0f}",
+            duration(interval.quantile(0.95, TTFT, **where)),
+            duration(interval.quantile(0.95, ITL, **where)),
+            f"{interval.rate('vllm:num_preemptions_total', **where):,.1f}/s",
+            share(now.most("penstock_gpu_utilization_ratio", **where)),
+            share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
+        )
+    return table
+
+
+def _reasons(interval: Interval) -> Text:
+    refused = interval.rates("penstock_rejections_total", "reason")
+    words = [f"{reason} {rate:,.1f}/s" for reason, rate in sorted(refused.items())]
+    return Text("refused: " + ", ".join(words), style="yellow") if words else Text()
+
+
+def percentiles(interval: Interval, histogram: str) -> str:
+    return " / ".join(duration(interval.quantile(q, histogram)) for q in (0.5, 0.95))
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1000:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1000:.1f} ms"
+    )
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.0%}"
+
+
+def sparkline(values: Iterable[float]) -> str:
+    found = list(values)
+    most = max(found, default=0.0)
+    return "".join(_BARS[round(value / most * (len(_BARS) - 1))] if most else _BARS[0] for value in found)

@@ -1,0 +1,77 @@
+"""`penstock top`: what a running server does, live in the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.admin import DEFAULT_URL, Url
+
+if TYPE_CHECKING:
+    from penstock.telemetry.reading import Scrape
+
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="PENSTOCK_API_KEY", help="API key with the scope `metrics`.", show_envvar=True),
+]
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    interval: Annotated[float, typer.Option("--interval", "-i", min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One frame, after one interval, and stop.")] = False,
+) -> None:
+    """
+    Watch a running server: throughput, latency, queue, KV cache, replicas. Ctrl-C leaves.
+
+    Examples:
+
+        penstock top
+
+        penstock top --url http://gpu1:8000 --key $METRICS_KEY --interval 2
+
+        penstock top --once
+    """
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from penstock.cli.frame import Screen
+    from penstock.errors import PenstockError
+    from penstock.telemetry.reading import Interval
+
+    console = Console()
+    before = _scrape(url, key)
+    screen = Screen(url)
+    if once:
+        time.sleep(interval)
+        console.print(screen.frame(Interval(before, _scrape(url, key))))
+        return
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    after = _scrape(url, key)
+                except PenstockError as error:
+                    live.update(screen.trouble(str(error)), refresh=True)
+                    continue
+                live.update(screen.frame(Interval(before, after)), refresh=True)
+                before = after
+    except KeyboardInterrupt:
+        return
+
+
+def _scrape(url: str, key: str | None) -> Scrape:
+    import time
+
+    import httpx
+
+    from penstock.cli.admin import fetch
+    from penstock.telemetry.reading import Scrape
+
+    answer: httpx.Response = fetch("GET", url, key, "/metrics", under="", timeout=httpx.Timeout(10.0))
+    return Scrape(answer.text, time.monotonic())
