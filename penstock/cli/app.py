@@ -18,6 +18,7 @@ from penstock.cli.models import app as models
 from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
+from penstock.cli.replicas import drain, replicas, restart, scale
 from penstock.cli.requests import requests
 from penstock.cli.serve import serve
 from penstock.cli.soak import soak
@@ -77,6 +78,10 @@ app.command(help=usage.__doc__)(usage)
 app.command(help=requests.__doc__)(requests)
 app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
+app.command(help=replicas.__doc__)(replicas)
+app.command(help=scale.__doc__)(scale)
+app.command(help=restart.__doc__)(restart)
+app.command(help=drain.__doc__)(drain)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)

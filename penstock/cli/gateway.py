@@ -36,6 +36,7 @@ def gateway(
     curve_engines: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Public keys of engines: lines of MODEL and key.")
     ] = None,
+    control: Annotated[Path | None, typer.Option(hidden=True, help="Socket of the supervisor.")] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
     desk: Annotated[Path | None, typer.Option(hidden=True, help="Where the workers of one port meet.")] = None,
@@ -91,6 +92,7 @@ def gateway(
             endpoints,
             curve,
             ask=lambda encoder: status.send(Asked(encoder)),
+            control=control,
             worker=None if desk is None else Worker(worker, desk),
             listening=lambda: status.send(Listening()),
         )

@@ -48,8 +48,10 @@ def serve(
     from penstock.cli.reporting import ConsoleReporter
     from penstock.config import load
     from penstock.identity.doors import check_doors
+    from penstock.supervisor.control import Control
     from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import desk, resolved, units
+    from penstock.supervisor.launch import desk, replica, resolved, units
+    from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.supervisor import Supervisor
 
@@ -80,7 +82,7 @@ def serve(
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)
         async with desk(config, folder) as gateways_up:
-            await Supervisor(
+            supervisor = Supervisor(
                 engines=engines,
                 gateways=gateways,
                 host=server.host,
@@ -88,7 +90,10 @@ def serve(
                 drain_s=server.drain_s,
                 reporter=ConsoleReporter(console, config),
                 gateways_up=gateways_up,
-            ).run()
+            )
+            replicas = Replicas(supervisor, engines, lambda name, index: replica(config, folder, name, index))
+            async with Control(folder.control, replicas):
+                await supervisor.run()
 
     with RuntimeFolder() as folder:
         asyncio.run(run(folder))

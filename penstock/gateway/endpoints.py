@@ -36,6 +36,16 @@ from penstock.gateway.api.identity import (
 from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
+from penstock.gateway.api.replicas import (
+    DrainRequest,
+    RestartRequest,
+    ScaleRequest,
+    drain_replica,
+    drain_server,
+    list_replicas,
+    restart_model,
+    scale_model,
+)
 from penstock.gateway.api.requests import RequestsQuery, list_requests
 from penstock.gateway.api.rerank import rerank
 from penstock.gateway.api.responses import create_response, delete_response, get_response
@@ -212,6 +222,35 @@ ENDPOINTS = (
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/replicas", list_replicas, "The engines behind every model.", "Admin", scope="admin"),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/scale",
+        scale_model,
+        "Run more or fewer replicas of a model.",
+        "Admin",
+        ScaleRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/restart",
+        restart_model,
+        "Drain and start again, one replica after the other.",
+        "Admin",
+        RestartRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/drain",
+        drain_replica,
+        "Let a replica finish what it runs and stop.",
+        "Admin",
+        DrainRequest,
+        scope="admin",
+    ),
+    Endpoint("POST", "/v1/admin/drain", drain_server, "Finish what runs and stop.", "Admin", scope="admin"),
     Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
     Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
     Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts", query=UsageQuery),

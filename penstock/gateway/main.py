@@ -14,6 +14,8 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import uvloop
 from granian.constants import HTTPModes, Interfaces
@@ -28,10 +30,12 @@ from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.app import App
 from penstock.gateway.capacity import connections
+from penstock.gateway.control import ControlLine
 from penstock.gateway.endpoints import Door
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings, Worker
 from penstock.identity.doors import check_doors
+from penstock.protocol.control import Topology
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
 from penstock.routing.policies import make_policy
@@ -52,12 +56,14 @@ def run(
     curve: Mapping[str, CurveClient] | None = None,
     *,
     ask: Callable[[str], None] | None = None,
+    control: Path | None = None,
     worker: Worker | None = None,
     listening: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
-    `worker`: which of several processes on the port this is; `listening` is called once connections are accepted."""
+    `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
+    processes on the port this is; `listening` is called once connections are accepted."""
     settings = GatewaySettings.from_config(config, worker)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
@@ -67,7 +73,7 @@ def run(
         check_port(settings.host, settings.port)
         if settings.admin_port is not None:
             check_port(settings.admin_host, settings.admin_port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask, listening))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening))
 
 
 async def _run(
@@ -75,6 +81,7 @@ async def _run(
     endpoints: Mapping[str, Sequence[str]],
     curve: Mapping[str, CurveClient],
     ask: Callable[[str], None] | None,
+    control: Path | None,
     listening: Callable[[], None],
 ) -> None:
     await check_doors(settings.host, settings.store_url or "")
@@ -93,13 +100,13 @@ async def _run(
     )
     stop = asyncio.Event()
     with _signals(stop):
-        await serve(settings, registry, stop, lambda service: listening(), encoders=encoders)
+        await serve(settings, registry, stop, lambda service: listening(), encoders=encoders, control=control)
 
 
 def _served(
     settings: GatewaySettings, model: ModelSettings, endpoints: Sequence[str], curve: CurveClient | None
 ) -> ServedModel:
-    replicas = [native(model, index, endpoint, curve) for index, endpoint in enumerate(endpoints)]
+    replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
     return ServedModel(
         name=model.name,
         text=load_text(resolve(model.source)),
@@ -119,11 +126,23 @@ def _served(
     )
 
 
-def native(model: ModelSettings, index: int, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
+def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
     """The client of one replica's engine."""
-    return NativeBackend(
-        endpoint, name=str(index), curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight
-    )
+    return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
+
+
+async def follow(settings: GatewaySettings, registry: Registry, topology: Topology) -> None:
+    """Use the replicas that the supervisor runs: new ones join, those that go get nothing new."""
+    for model in settings.models:
+        backend = registry.route(model.name).model.backend
+        wanted = {replica.name: replica.endpoint for replica in topology.models.get(model.name, ())}
+        if not isinstance(backend, ReplicaSet) or not wanted:
+            continue
+        known = {member.name for member in backend.members if not member.retiring}
+        for name in known - wanted.keys():
+            backend.retire(name)
+        for name in wanted.keys() - known:
+            await backend.join(native(model, name, wanted[name]))
 
 
 def served_encoder(
@@ -143,9 +162,12 @@ async def serve(
     stop: asyncio.Event,
     listening: Callable[[Service], None] | None = None,
     encoders: Encoders | None = None,
+    control: Path | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
     service = Service(settings, registry, encoders)
+    if control is not None:
+        service.control = ControlLine(control, partial(follow, settings, registry))
     await service.start()
     room = connections()
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]

@@ -15,6 +15,7 @@ from penstock.config.schema import CountersConfig
 from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.gateway.accounting import Accounts
+from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
@@ -34,6 +35,7 @@ from penstock.metering.request_log import RequestLog
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.encoder_metrics import EncoderMetrics
@@ -62,6 +64,7 @@ class Service:
         self.metrics = Metrics(self._views, settings.telemetry.most_series)
         self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
         self.watch = Watch(settings.telemetry, self.metrics.registry)
+        add_replica_metrics(self.metrics.registry, registry)
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -79,6 +82,8 @@ class Service:
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
         self.tools: ToolRegistry | None = None
+        self.control: ControlLine | None = None
+        """The line to the supervisor, where there is one."""
         self._keyring: KeyRing | None = None
         self.desk: DeskClient | None = None
         if settings.worker is not None:
@@ -123,9 +128,13 @@ class Service:
             self.request_log.start()
         for backend in self._backends():
             await backend.start()
+        if self.control is not None:
+            await self.control.start()
         self.slices.start()
 
     async def close(self) -> None:
+        if self.control is not None:
+            await self.control.close()
         await self.slices.close()
         if self.sessions is not None:
             await self.sessions.close()

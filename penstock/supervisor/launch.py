@@ -16,7 +16,7 @@ from penstock.config import Config, ModelConfig, dump
 from penstock.gateway.workers.desk import Desk
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
-from penstock.supervisor.supervisor import Unit
+from penstock.supervisor.unit import Unit
 
 
 def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
@@ -29,24 +29,31 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     """The engines, one per replica of each model and per encoder, and the gateways. `config` is resolved."""
     engines = []
     endpoints: dict[str, list[str]] = {}
-    for position, model in enumerate(config.models):
-        endpoints[model.name] = [folder.endpoint(position, index) for index in range(model.replicas)]
-        for index, endpoint in enumerate(endpoints[model.name]):
-            command = [*_run("engine", config, folder), model.name, "--endpoint", endpoint]
-            if model.replica_devices:
-                command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
-            engines.append(Unit(engine_name(model, index), command))
+    for model in config.models:
+        replicas = [replica(config, folder, model.name, index) for index in range(model.replicas)]
+        endpoints[model.name] = [unit.endpoint for unit in replicas]
+        engines += replicas
     for position, encoder in enumerate(config.encoders, start=len(config.models)):
         endpoint = folder.endpoint(position, 0)
         endpoints[encoder.name] = [endpoint]
         command = [*_run("engine", config, folder), encoder.name, "--endpoint", endpoint]
         engines.append(Unit(f"encoder {encoder.name}", command, optional=True, early=encoder.start == "now"))
-    return engines, gateways(config, folder, endpoints)
+    return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
+
+
+def replica(config: Config, folder: RuntimeFolder, name: str, index: int) -> Unit:
+    """The engine process of a model's replica with this number."""
+    position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
+    endpoint = folder.endpoint(position, index)
+    command = [*_run("engine", config, folder), model.name, "--endpoint", endpoint]
+    if model.replica_devices:
+        command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+    return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
 
 
 def engine_name(model: ModelConfig, index: int) -> str:
     """What logs call a replica's process."""
-    return f"engine {model.name}" if model.replicas == 1 else f"engine {model.name}/{index}"
+    return f"engine {model.name}/{index}" if index or model.replicas > 1 else f"engine {model.name}"
 
 
 def gateways(

@@ -41,6 +41,11 @@ class RuntimeFolder:
         """Where gateway workers meet."""
         return self.path / "desk"
 
+    @property
+    def control(self) -> Path:
+        """Where gateways reach the supervisor."""
+        return self.path / "control"
+
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

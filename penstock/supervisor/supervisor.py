@@ -13,44 +13,24 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-from penstock.engine.request import EngineInfo
 from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.lifeline import Asked, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.unit import Unit
 
 ENGINE_GRACE_S = 5.0
 """How long an engine without gateways may take to leave."""
+TICK_S = 0.05
 GATEWAY_EXTRA_S = 5.0
 """What a gateway may take beyond its own limit for draining."""
 
 
 class StartFailed(PenstockError):
     """Something could not be started."""
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A process that should always be running."""
-
-    name: str
-    command: Sequence[str]
-    optional: bool = False
-    """Started when somebody asks for it; the rest can do without."""
-    early: bool = False
-    """An optional one that is started without being asked, once the others are ready."""
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    child: Child | None = None
-    info: EngineInfo | None = None
-    problem: str | None = None
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it has been ready for the first time."""
-    ready_at: float | None = None
-    """When the present process became ready."""
 
 
 class Supervisor:
@@ -79,6 +59,7 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._keepers: dict[Unit, asyncio.Task[None]] = {}
 
     def stop(self) -> None:
         """Drain and stop; called again, stop at once."""
@@ -91,34 +72,92 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, self.stop)
         started = time.monotonic()
-        units = [*self._engines, *self._gateways]
-        keepers = [asyncio.create_task(self._keep(unit), name=f"keep {unit.name}") for unit in units]
+        for unit in [*self._engines, *self._gateways]:
+            self._start(unit)
         announcer = asyncio.create_task(self._announce(started), name="announce")
-        stop = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
-            # A keeper ends early only by failing; the announcer just ends.
-            watched = {*keepers, stop}
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            await self._stopping.wait()
         finally:
             self._stopping.set()
             announcer.cancel()
             await asyncio.gather(announcer, return_exceptions=True)
-            await self._shut_down(keepers)
-            stop.cancel()
-            await asyncio.gather(stop, return_exceptions=True)
+            await self._shut_down()
             self._reporter.stopped()
-        for keeper in keepers:
+        for keeper in self._keepers.values():
             if not keeper.cancelled() and (error := keeper.exception()) is not None:
                 raise error
 
+    async def add(self, unit: Unit) -> None:
+        """Keep one more engine running; returns when it is ready. `StartFailed` when it does not become so."""
+        unit.late = True
+        self._engines.append(unit)
+        self._start(unit)
+        await self._until_up(unit)
+
+    async def dismiss(self, unit: Unit) -> None:
+        """Let an engine finish what it runs and end, for good."""
+        unit.dismissed = True
+        unit.asked.set()
+        await self._send_off(unit)
+        await asyncio.wait([self._keepers[unit]])
+        self._forget(unit)
+
+    async def pause(self, unit: Unit) -> None:
+        """Let an engine finish what it runs and end; `renew` brings it back."""
+        unit.paused = True
+        unit.asked.clear()
+        await self._send_off(unit)
+
+    async def renew(self, unit: Unit) -> None:
+        """Let an engine finish what it runs, and start it again; returns when it is ready."""
+        unit.paused = False
+        unit.problem = None
+        await self._send_off(unit)
+        unit.fell.clear()
+        unit.asked.set()
+        await self._until_up(unit)
+
+    def _start(self, unit: Unit) -> None:
+        self._keepers[unit] = task = asyncio.create_task(self._keep(unit), name=f"keep {unit.name}")
+        task.add_done_callback(lambda ended: self._stopping.set() if _failed(ended) else None)
+
+    async def _send_off(self, unit: Unit) -> None:
+        """End the present process of an engine: it drains by itself, and is killed when that takes too long."""
+        child = unit.child
+        if child is not None and child.alive:
+            unit.told = True
+            unit.up.clear()
+            await self._end([unit], self._drain_s + ENGINE_GRACE_S)
+            while child.alive:  # noqa: ASYNC110 (the keeper alone waits for it)
+                await asyncio.sleep(TICK_S)
+
+    async def _until_up(self, unit: Unit) -> None:
+        """Until the process of an engine is ready; `StartFailed` when it ends instead."""
+        ends = [asyncio.create_task(event.wait(), name=unit.name) for event in (unit.up, unit.fell)]
+        try:
+            await asyncio.wait((*ends, self._keepers[unit]), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        if not unit.up.is_set():
+            if unit.dismissed:
+                self._forget(unit)
+            raise StartFailed(f"{unit.name}: {unit.problem or 'stopped while starting; see its log'}")
+
+    def _forget(self, unit: Unit) -> None:
+        self._keepers.pop(unit, None)
+        self._engines.remove(unit)
+
     async def _keep(self, unit: Unit) -> None:
         backoff = Backoff(self._backoff_s)
-        while not self._stopping.is_set():
-            if unit.optional and not unit.ready.is_set():
+        while not self._stopping.is_set() and not unit.dismissed:
+            if unit.paused or (unit.optional and not unit.ready.is_set()):
                 await self._until_asked(unit)
-                if self._stopping.is_set():
+                if self._stopping.is_set() or unit.dismissed:
                     return
             unit.ready_at = None
+            unit.told = False
             unit.child = await Child.spawn(
                 unit.name,
                 unit.command,
@@ -128,11 +167,18 @@ class Supervisor:
             if self._stopping.is_set():
                 unit.child.kill()  # stopped while it was being started
             code = await unit.child.wait()
+            unit.up.clear()
             if self._stopping.is_set():
                 return
+            if unit.told:
+                continue
+            unit.fell.set()
             how = describe_exit(code)
             if not unit.ready.is_set():
                 problem = unit.problem or f"stopped while starting ({how}); see its log above"
+                if unit.late:
+                    unit.problem, unit.dismissed = problem, True
+                    return
                 if not unit.optional:
                     raise StartFailed(f"{unit.name}: {problem}")
                 self._reporter.line(unit.name, f"not started: {problem}")
@@ -159,6 +205,7 @@ class Supervisor:
                 unit.info = info
                 unit.ready_at = time.monotonic()
                 unit.ready.set()
+                unit.up.set()
                 self._reporter.engine_started(unit.name, info)
             case Listening():
                 unit.ready_at = time.monotonic()
@@ -187,7 +234,7 @@ class Supervisor:
             if unit.early:
                 unit.asked.set()
 
-    async def _shut_down(self, keepers: list[asyncio.Task[None]]) -> None:
+    async def _shut_down(self) -> None:
         ready = all(unit.ready.is_set() for unit in self._gateways)
         if ready:
             self._reporter.draining(self._drain_s)
@@ -195,7 +242,7 @@ class Supervisor:
         grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, ENGINE_GRACE_S if ready else 0.5)
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
 
     async def _end(self, units: list[Unit], grace_s: float) -> None:
         """SIGTERM, wait up to `grace_s` or until hurried, SIGKILL."""
@@ -208,6 +255,10 @@ class Supervisor:
             if left <= 0 or self._hurry.is_set():
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), min(left, 0.05))
+                await asyncio.wait_for(self._hurry.wait(), min(left, TICK_S))
         for child in children:
             child.kill()
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is not None

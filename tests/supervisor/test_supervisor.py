@@ -20,7 +20,8 @@ from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.lifeline import Asked
 from penstock.supervisor.reporter import Reporter
-from penstock.supervisor.supervisor import StartFailed, Supervisor, Unit
+from penstock.supervisor.supervisor import StartFailed, Supervisor
+from penstock.supervisor.unit import Unit
 from tests.protocol.client import connected, eventually
 
 

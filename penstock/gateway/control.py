@@ -1,0 +1,81 @@
+"""A gateway's line to its supervisor: follows which replicas there are, and passes operations on.
+
+Owns one connection. When it ends, the supervisor is gone, and so will be this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.protocol.control import Done, Operation, Topology, decode_from_supervisor, line
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+
+log = logging.getLogger("penstock.gateway")
+
+LARGEST = 2**20
+"""Bytes of the longest line."""
+
+Follow = Callable[[Topology], Awaitable[None]]
+
+
+class ControlLine:
+    """The connection of one gateway."""
+
+    def __init__(self, path: Path, follow: Follow) -> None:
+        self._path = path
+        self._follow = follow
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Done]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(self._path, limit=LARGEST)
+        except OSError as error:
+            raise PenstockError(f"the supervisor at {self._path} cannot be reached: {error.strerror}") from error
+        self._reader = asyncio.create_task(self._read(reader), name="control line")
+
+    async def close(self) -> None:
+        if self._reader is not None and self._writer is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._writer.close()
+
+    async def ask(self, operation: Callable[[int], Operation]) -> None:
+        """Have something done; returns when it is. What stands against it is raised."""
+        if self._writer is None or self._reader is None or self._reader.done():
+            raise ServiceUnavailable("The supervisor of this server cannot be reached.")
+        number = next(self._numbers)
+        self._waiting[number] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(line(operation(number)))
+            done = await future
+        finally:
+            del self._waiting[number]
+        if done.error:
+            raise InvalidRequest(f"{done.error[:1].upper()}{done.error[1:]}.")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while sent := await reader.readline():
+                match decode_from_supervisor(sent):
+                    case Topology() as topology:
+                        await self._follow(topology)
+                    case Done(number) as done:
+                        waiting = self._waiting.get(number)
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result(done)
+        except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
+            log.error("the supervisor's control connection broke", extra={"why": str(error)})
+        finally:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(ServiceUnavailable("The supervisor of this server is gone."))

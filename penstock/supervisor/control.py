@@ -1,0 +1,94 @@
+"""The supervisor's ear: operations that gateways pass on, and the topology they follow.
+
+Invariant: operations run one at a time, in the order they came, and each is answered once; a gateway that goes away in
+between does not stop what it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.protocol.control import Done, Drain, Operation, Restart, Scale, Stop, Topology, decode_operation, line
+from penstock.supervisor.replicas import Replicas
+
+WAITING = 64
+"""Operations that may wait; a gateway that sends more is not read until there is room."""
+
+log = logging.getLogger("penstock.supervisor")
+
+
+class Control:
+    """Serves the gateways of one supervisor; an async context manager."""
+
+    def __init__(self, path: Path, replicas: Replicas) -> None:
+        self._path = path
+        self._replicas = replicas
+        self._gateways: set[asyncio.StreamWriter] = set()
+        self._waiting: asyncio.Queue[tuple[Operation, asyncio.StreamWriter]] = asyncio.Queue(WAITING)
+        self._server: asyncio.Server | None = None
+        self._worker: asyncio.Task[None] | None = None
+        replicas.on_change = self._publish
+
+    async def __aenter__(self) -> Control:
+        self._server = await asyncio.start_unix_server(self._converse, self._path)
+        self._path.chmod(0o600)
+        self._worker = asyncio.create_task(self._work(), name="control operations")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None and self._worker is not None
+        self._server.close()
+        self._worker.cancel()
+        await asyncio.gather(self._worker, return_exceptions=True)
+        for writer in list(self._gateways):
+            writer.close()
+        self._path.unlink(missing_ok=True)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._gateways.add(writer)
+        writer.write(line(self._replicas.topology()))
+        try:
+            while sent := await reader.readline():
+                await self._waiting.put((decode_operation(sent), writer))
+        except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
+            log.error("a gateway's control connection broke: %s", error)
+        finally:
+            self._gateways.discard(writer)
+            writer.close()
+
+    def _publish(self, topology: Topology) -> None:
+        for writer in self._gateways:
+            writer.write(line(topology))
+
+    async def _work(self) -> None:
+        while True:
+            operation, asker = await self._waiting.get()
+            error = ""
+            try:
+                await self._carry_out(operation)
+            except PenstockError as problem:
+                error = str(problem)
+            except Exception as problem:
+                log.exception("an operation failed")
+                error = f"the supervisor failed on it: {problem}"
+            if asker in self._gateways:
+                asker.write(line(Done(operation.operation, error)))
+
+    async def _carry_out(self, operation: Operation) -> None:
+        match operation:
+            case Scale(_, model, count):
+                await self._replicas.scale(model, count)
+            case Restart(_, model, replica):
+                await self._replicas.restart(model, replica)
+            case Drain(_, model, replica):
+                await self._replicas.drain(model, replica)
+            case Stop():
+                self._replicas.stop()

@@ -1,0 +1,139 @@
+"""Engines come, go and are renewed while the server runs, as gateways ask for it over the control socket (R-OPS-1)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from penstock.gateway.control import ControlLine
+from penstock.protocol.control import Drain, Restart, Scale, Stop, Topology
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.supervisor import replicas as module
+from penstock.supervisor.child import STATUS_FD
+from penstock.supervisor.control import Control
+from penstock.supervisor.replicas import Replicas
+from penstock.supervisor.supervisor import Supervisor
+from penstock.supervisor.unit import Unit
+from tests.supervisor.test_supervisor import alive, folder, supervised, until
+
+__all__ = ["folder"]
+
+
+@dataclass
+class World:
+    supervisor: Supervisor
+    first: Unit
+    line: ControlLine
+    kinds: dict[int, str]
+    seen: list[Topology] = field(default_factory=list)
+    made: list[Unit] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [replica.name for replica in self.seen[-1].models["m"]]
+
+
+@asynccontextmanager
+async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(module, "FOUND_S", 0.0)
+    async with supervised(folder) as (supervisor, _, engine, _gateway):
+        engine.model, engine.replica, engine.endpoint = "m", "0", f"ipc://{folder}/engine"
+        kinds: dict[int, str] = {}
+
+        def make(model: str, index: int) -> Unit:
+            run = [sys.executable, "-m", "tests.supervisor.fakes", "engine"]
+            endpoint = f"ipc://{folder}/engine-{index}"
+            command = [*run, endpoint, STATUS_FD, kinds.get(index, "good")]
+            unit = Unit(f"engine {index}", command, model=model, replica=str(index), endpoint=endpoint)
+            it.made.append(unit)
+            return unit
+
+        async def follow(topology: Topology) -> None:
+            it.seen.append(topology)
+
+        async with Control(folder / "control", Replicas(supervisor, [engine], make)):
+            line = ControlLine(folder / "control", follow)
+            it = World(supervisor, engine, line, kinds)
+            await line.start()
+            await until(lambda: bool(it.seen))
+            yield it
+            await line.close()
+
+
+async def test_scaling_up_and_down_starts_and_drains_and_tells_every_gateway(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(folder, monkeypatch) as it:
+        assert it.names == ["0"]
+        await it.line.ask(lambda number: Scale(number, "m", 3))
+        assert it.names == ["0", "1", "2"] and all(unit.up.is_set() for unit in it.made)
+        pids = [unit.child.pid for unit in it.made if unit.child is not None]
+        await it.line.ask(lambda number: Scale(number, "m", 1))
+        assert it.names == ["0"] and not any(alive(pid) for pid in pids)
+        assert it.first.child is not None and it.first.child.alive
+
+
+async def test_a_restart_renews_one_after_the_other_without_backoff(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(folder, monkeypatch) as it:
+        await it.line.ask(lambda number: Scale(number, "m", 2))
+        units = [it.first, *it.made]
+        before = [unit.child.pid for unit in units if unit.child is not None]
+        together: list[int] = []
+        restarting = asyncio.create_task(it.line.ask(lambda number: Restart(number, "m")))
+        while not restarting.done():
+            together.append(sum(unit.up.is_set() for unit in units))
+            await asyncio.sleep(0.01)
+        await restarting
+        assert min(together) >= 1, "never both away at once"
+        assert all(unit.up.is_set() for unit in units)
+        assert not set(before) & {unit.child.pid for unit in units if unit.child is not None}
+
+
+async def test_a_drained_replica_stays_away_until_it_is_restarted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(folder, monkeypatch) as it:
+        await it.line.ask(lambda number: Scale(number, "m", 2))
+        (second,) = it.made
+        await it.line.ask(lambda number: Drain(number, "m", "1"))
+        await asyncio.sleep(0.3)
+        assert second.child is not None and not second.child.alive
+        with pytest.raises(InvalidRequest, match="only replica"):
+            await it.line.ask(lambda number: Drain(number, "m", "0"))
+        await it.line.ask(lambda number: Restart(number, "m", "1"))
+        assert second.up.is_set()
+        await it.line.ask(lambda number: Drain(number, "m", "1"))
+        await it.line.ask(lambda number: Scale(number, "m", 1))
+        assert it.names == ["0"]
+
+
+async def test_what_cannot_be_done_is_said_and_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(folder, monkeypatch) as it:
+        it.kinds[1] = "broken"
+        with pytest.raises(InvalidRequest, match="no such model"):
+            await it.line.ask(lambda number: Scale(number, "m", 2))
+        assert it.names == ["0"] and it.first.up.is_set()
+        for wrong, says in (
+            (lambda number: Scale(number, "other", 2), "serves `other`"),
+            (lambda number: Scale(number, "m", 0), "replicas"),
+            (lambda number: Restart(number, "m", "9"), "no replica `9`"),
+        ):
+            with pytest.raises(InvalidRequest, match=says):
+                await it.line.ask(wrong)
+
+
+async def test_the_whole_server_can_be_drained_from_a_gateway(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(folder, monkeypatch) as it:
+        await it.line.ask(lambda number: Stop(number))
+        await until(lambda: it.first.child is not None and not it.first.child.alive)
+        assert (folder / "drained").read_text() == "drained"
+    with pytest.raises(ServiceUnavailable):
+        await it.line.ask(lambda number: Stop(number))
