@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.interface import INT8, SCALE_DTYPE, KVScales
+from penstock.engine.memory_pages import in_large_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +86,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Pages come from the system on first touch, so that a large cache costs nothing to make.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return in_large_pages(memory).view(dtype).view(shape)

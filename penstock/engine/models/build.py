@@ -126,6 +126,8 @@ def build_decoder(
     tied = config.tied_embeddings or not heads
     rows = {f"{prefix}embed_tokens" if tied else heads[0]: head_rows or vocab}
     head = read.linear("", rows, hidden) if ends else make_linear(read.zeros(16, hidden))
+    if hasattr(head, "out_dtype"):
+        head.out_dtype = torch.float32  # logits are compared, so they keep all their bits
     decoder = Decoder(
         config=config,
         ops=ops,

@@ -42,6 +42,8 @@ class QuantLinear:
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
         self.half_rows = 0
         """From this many rows on, products in float16 vectors (see `has_half`); 0 means never."""
+        self.out_dtype: torch.dtype | None = None
+        """Of the outputs; None: as the inputs."""
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.weight_bytes = packed.numel()
         self._handle = handle
@@ -109,12 +111,12 @@ class QuantLinear:
         return cls(handle, packed, shape, bits, bias)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[T, in] to [T, out], in the dtype of `x` unless `out_dtype` says otherwise (float32 for logits)."""
+        """[T, in] to [T, out], in the dtype of `x` unless an `out_dtype` says otherwise."""
         need_contiguous(x, "x")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=out_dtype or x.dtype)
+        out = torch.empty((rows, self.out_features), dtype=out_dtype or self.out_dtype or x.dtype)
         args = LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), rows, self.out_features, self.in_features,
@@ -133,5 +135,4 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _allocate(handle: Handle, shape: tuple[int, int], bits: int) -> Tensor:
-    """64-byte aligned, as torch's CPU allocator gives it."""
-    return torch.empty(handle.lib.pk_linear_bytes(*shape, bits), dtype=torch.uint8)
+    return handle.memory.take(handle.lib.pk_linear_bytes(*shape, bits))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.kernels.cpu.build import BuildError, build
+from penstock.engine.memory_pages import Slabs
 
 _ABI = 1
 _SPIN_US = 50
@@ -152,6 +153,8 @@ class Handle:
         self.library_name = Path(self.lib._name).stem
         """Of the compiled file: stands for the instruction set, the processor and the sources."""
         self.threads = threads
+        self.memory = Slabs()
+        """Where weights lie."""
         pointer = self.lib.pk_create(max(1, threads), _SPIN_US)
         if not pointer:
             raise BuildError(f"could not start {threads} CPU worker threads")
