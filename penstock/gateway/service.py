@@ -39,8 +39,9 @@ from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.encoder_metrics import EncoderMetrics
-from penstock.telemetry.gathering import rendered
+from penstock.telemetry.exposition import render
 from penstock.telemetry.metrics import EngineView, Metrics
+from penstock.telemetry.timeline import Shown, TraceQuery, newest
 from penstock.text import ChatTemplateError
 from penstock.tools.running import ToolRegistry
 from penstock.tools.running.specs import ToolSpecStore
@@ -92,6 +93,7 @@ class Service:
                 settings.worker.number,
                 readings=self.metrics.registry.readings,
                 changed=self._identities_changed_elsewhere,
+                traces=self.watch.recent.find,
             )
         self.quotas = Quotas(
             _counters(settings.counters, self.desk), settings.tiers, settings.limits, settings.price_book()
@@ -201,7 +203,14 @@ class Service:
         """Everything measured, by all gateways on this port."""
         if self.desk is None:
             return self.metrics.render(openmetrics)
-        return rendered(await self.desk.collect())
+        return render(await self.desk.collect(), openmetrics)
+
+    async def traces(self, query: TraceQuery) -> list[Shown]:
+        """Timelines of recent requests, whichever gateway of this port answered them; the newest first."""
+        found = self.watch.recent.find(query)
+        if self.desk is not None:
+            found = newest(found + await self.desk.seek(query), query.limit)
+        return found
 
     def cache_salt(self, caller: Caller) -> str:
         """What keeps tenants out of each other's cached prefixes; callers without a key share one."""

@@ -28,6 +28,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """The format in which histograms also name a trace per bucket (exemplars)."""
 
+EOF = "# EOF\n"
+
 Merge = Literal["sum", "max"]
 """What several processes that answer on one port say together: the sum of what each has, or, where each sees the same
 thing (an engine), the largest."""
@@ -102,6 +104,8 @@ class Readings(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     merge: Merge
     samples: dict[str, float]
+    exemplars: dict[str, str] = {}
+    """Traces of a histogram's buckets, by the same text, as OpenMetrics writes them."""
 
 
 class Family(ABC):
@@ -117,6 +121,9 @@ class Family(ABC):
 
     @abstractmethod
     def samples(self) -> Iterable[tuple[str, float]]: ...
+
+    def exemplars(self) -> dict[str, str]:
+        return {}
 
     def lines(self, openmetrics: bool) -> Iterable[str]:
         return [f"{prefix}{number(value)}\n" for prefix, value in self.samples()]
@@ -177,6 +184,9 @@ class _HistogramText:
         yield self._sum, child.sum
         yield self._count, total
 
+    def exemplars(self) -> Iterator[tuple[str, str]]:
+        return ((self._buckets[bucket], text) for bucket, text in (self._child.exemplars or {}).items())
+
     def text(self, openmetrics: bool) -> str:
         child = self._child
         if child.count != self._written:
@@ -213,6 +223,9 @@ class Histogram(Family):
     def samples(self) -> Iterable[tuple[str, float]]:
         return (sample for text in self._texts for sample in text.samples())
 
+    def exemplars(self) -> dict[str, str]:
+        return {prefix: exemplar for text in self._texts for prefix, exemplar in text.exemplars()}
+
     def lines(self, openmetrics: bool) -> Iterable[str]:
         return [text.text(openmetrics) for text in self._texts]
 
@@ -245,12 +258,22 @@ class Sampled(Family):
             yield prefix, value
 
 
-def render(families: Iterable[tuple[str, Iterable[tuple[str, float]]]]) -> bytes:
-    """Heads and samples, whosever they are, as text."""
+def openmetrics_head(head: str, kind: str) -> str:
+    """In that format a counter's family has no `_total` in its name; its samples do."""
+    return head.replace("_total ", " ") if kind == "counter" else head
+
+
+def render(readings: Iterable[Readings], openmetrics: bool = False) -> bytes:
+    """Families, whosever they are, as text."""
     parts: list[str] = []
-    for head, samples in families:
-        parts.append(head)
-        parts.extend([f"{prefix}{number(value)}\n" for prefix, value in samples])
+    for family in readings:
+        parts.append(openmetrics_head(family.head, family.kind) if openmetrics else family.head)
+        exemplars = family.exemplars if openmetrics else {}
+        parts.extend(
+            [f"{prefix}{number(value)}{exemplars.get(prefix, '')}\n" for prefix, value in family.samples.items()]
+        )
+    if openmetrics:
+        parts.append(EOF)
     return "".join(parts).encode()
 
 
@@ -291,19 +314,16 @@ class Registry:
     def render(self, openmetrics: bool = False) -> bytes:
         parts: list[str] = []
         for family in self._families.values():
-            head = family.head
-            if openmetrics and family.kind == "counter":
-                head = head.replace(f" {family.name} ", f" {family.name.removesuffix('_total')} ")
-            parts.append(head)
+            parts.append(openmetrics_head(family.head, family.kind) if openmetrics else family.head)
             parts.extend(family.lines(openmetrics))
         if openmetrics:
-            parts.append("# EOF\n")
+            parts.append(EOF)
         return "".join(parts).encode()
 
     def readings(self) -> list[Readings]:
         """Everything, for other processes to add theirs."""
         return [
-            Readings(family.head, family.kind, family.merge, dict(family.samples()))
+            Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars())
             for family in self._families.values()
         ]
 

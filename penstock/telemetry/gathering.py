@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.telemetry.exposition import Readings, render
+from penstock.telemetry.exposition import Readings
 
 
 def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
@@ -18,8 +18,12 @@ def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
         for family in readings:
             found = families.get(family.head)
             if found is None:
-                families[family.head] = Readings(family.head, family.kind, family.merge, dict(family.samples))
-            elif family.merge == "sum":
+                families[family.head] = Readings(
+                    family.head, family.kind, family.merge, dict(family.samples), dict(family.exemplars)
+                )
+                continue
+            found.exemplars.update(family.exemplars)
+            if family.merge == "sum":
                 for prefix, value in family.samples.items():
                     found.samples[prefix] = found.samples.get(prefix, 0) + value
             else:
@@ -31,7 +35,3 @@ def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
 def lasting(readings: list[Readings]) -> list[Readings]:
     """What of a process's readings outlives it: what it counted itself."""
     return [family for family in readings if family.merge == "sum" and family.kind in ("counter", "histogram")]
-
-
-def rendered(readings: list[Readings]) -> bytes:
-    return render((family.head, family.samples.items()) for family in readings)

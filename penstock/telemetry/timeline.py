@@ -7,11 +7,13 @@ decoded; those lengths are laid back from the moment its first token reached the
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,8 @@ MOST_PHASES = 256
 
 
 Detail = dict[str, str | int | float]
+Shown = dict[str, Any]
+"""A timeline as JSON has it."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -142,12 +146,37 @@ class Timeline:
             found += (Phase(name, start - zero, end - zero, detail) for name, start, end, detail in run.phases())
         return sorted(found, key=lambda phase: (phase.start, phase.end))
 
+    def shown(self) -> Shown:
+        """As the API shows it."""
+        return {
+            "object": "trace",
+            **msgspec.structs.asdict(self.record),
+            "trace_id": None if self.trace is None else self.trace.trace_id,
+            "phases": [
+                {
+                    "name": phase.name,
+                    "start_ms": round(phase.start * 1000, 3),
+                    "duration_ms": round(phase.seconds * 1000, 3),
+                    "detail": phase.detail,
+                }
+                for phase in self.phases()
+            ],
+        }
+
     def breakdown(self) -> dict[str, float]:
         """Milliseconds per phase, summed over those of the same name."""
         sums: dict[str, float] = {}
         for phase in self.phases():
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds * 1000
         return {name: round(value, 3) for name, value in sums.items()}
+
+
+class TraceQuery(msgspec.Struct, frozen=True):
+    """Which timelines: the newest `limit` of a tenant (all tenants for None), or those of one request id."""
+
+    limit: int = 1
+    tenant: str | None = None
+    request_id: str | None = None
 
 
 class Recent:
@@ -159,9 +188,17 @@ class Recent:
     def add(self, timeline: Timeline) -> None:
         self._kept.append(timeline)
 
-    def find(self, request_id: str, tenant: str | None) -> Timeline | None:
-        """The newest request of that id that `tenant` may see; None for a tenant sees all."""
-        return next((item for item in self.newest(tenant) if item.record.request_id == request_id), None)
+    def find(self, query: TraceQuery) -> list[Shown]:
+        """What matches, newest first."""
+        matching = (
+            item
+            for item in reversed(self._kept)
+            if (query.tenant is None or item.record.tenant == query.tenant)
+            and (query.request_id is None or item.record.request_id == query.request_id)
+        )
+        return [item.shown() for item in itertools.islice(matching, query.limit)]
 
-    def newest(self, tenant: str | None) -> Iterator[Timeline]:
-        return (item for item in reversed(self._kept) if tenant is None or item.record.tenant == tenant)
+
+def newest(found: list[Shown], limit: int) -> list[Shown]:
+    """Of what several processes found."""
+    return sorted(found, key=lambda entry: float(entry["timestamp"]), reverse=True)[:limit]

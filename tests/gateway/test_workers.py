@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from penstock.config import load
 from penstock.errors import ConfigError
@@ -141,6 +142,31 @@ async def test_a_scrape_of_any_worker_shows_all_of_them(workers: Workers) -> Non
     assert await asyncio.to_thread(workers.metric, "penstock_gateway_workers") == WORKERS
     # What every worker sees of the one engine is not counted twice.
     assert await asyncio.to_thread(workers.metric, "penstock_engine_up") == 1
+
+
+async def test_any_worker_knows_the_timeline_of_a_request_that_another_answered(workers: Workers) -> None:
+    names = [f"traced-{i}" for i in range(8)]
+    await asyncio.gather(*(workers.ask({**workers.admin, "x-request-id": name}) for name in names))
+
+    async def get(path: str, headers: dict[str, str]) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=workers.url, headers=headers) as client:
+            return await client.get(path)
+
+    replies = await asyncio.gather(*(get(f"/v1/traces/{name}", workers.admin) for name in names))
+    assert [reply.json().get("request_id") for reply in replies] == names
+    listing = (await get("/v1/traces?limit=8", workers.admin)).json()["data"]
+    assert {entry["request_id"] for entry in listing} == set(names)
+    stranger = await asyncio.to_thread(workers.key, "plain")
+    replies = await asyncio.gather(*(get(f"/v1/traces/{name}", stranger) for name in names))
+    assert [reply.status_code for reply in replies] == [404] * 8
+
+
+async def test_openmetrics_of_several_workers_is_well_formed(workers: Workers) -> None:
+    await asyncio.gather(*(workers.ask(workers.admin) for _ in range(4)))
+    headers = {**workers.admin, "accept": "application/openmetrics-text"}
+    reply = await asyncio.to_thread(httpx.get, f"{workers.url}/metrics", headers=headers)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert "vllm:generation_tokens" in {family.name for family in text_string_to_metric_families(reply.text)}
 
 
 async def test_a_limit_of_ten_is_ten_over_all_workers(workers: Workers) -> None:

@@ -81,7 +81,9 @@ def test_readings_are_what_a_scrape_would_show() -> None:
     registry.histogram("h", "Help.", (1.0,)).child().observe(3.0)
     registry.sampled("gauge", "g", "Help.", (), lambda: [((), 7)])
     readings = registry.readings()
-    assert render((family.head, family.samples.items()) for family in readings) == registry.render()
+    assert render(readings) == registry.render()
+    registry.histogram("i", "Help.", (1.0,)).child().observe(0.5, trace="4bf92f3577b34da6a3ce929d0e0e4736")
+    assert render(registry.readings(), openmetrics=True) == registry.render(openmetrics=True)
     assert [family.merge for family in readings] == ["sum", "sum", "max"]
 
 

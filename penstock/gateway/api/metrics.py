@@ -8,7 +8,6 @@ from penstock.telemetry.exposition import CONTENT_TYPE, OPENMETRICS
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    # What several gateways say together has no exemplars, so it is the older format.
-    openmetrics = service.desk is None and b"application/openmetrics-text" in (exchange.header(b"accept") or b"")
+    openmetrics = b"application/openmetrics-text" in (exchange.header(b"accept") or b"")
     body = await service.metrics_text(openmetrics)
     await exchange.reply(200, body, (OPENMETRICS if openmetrics else CONTENT_TYPE).encode())

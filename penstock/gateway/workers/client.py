@@ -16,19 +16,24 @@ from penstock.gateway.workers.messages import (
     Collected,
     Decided,
     DeskError,
+    Found,
     Frames,
     FromDesk,
     Join,
     Report,
     Reserve,
+    Seek,
     Settle,
+    Sought,
     ToDesk,
+    Told,
     frame,
     from_desk,
 )
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.protocol.errors import Overloaded
 from penstock.telemetry.exposition import Readings
+from penstock.telemetry.timeline import Shown, TraceQuery
 
 log = logging.getLogger("penstock.gateway")
 
@@ -40,13 +45,20 @@ class DeskClient:
     """Connection of one worker. When it breaks, the supervisor is gone and so is the worker's reason to live."""
 
     def __init__(
-        self, path: Path, worker: int, *, readings: Callable[[], list[Readings]], changed: Callable[[], None]
+        self,
+        path: Path,
+        worker: int,
+        *,
+        readings: Callable[[], list[Readings]],
+        changed: Callable[[], None],
+        traces: Callable[[TraceQuery], list[Shown]],
     ) -> None:
         self._path = path
         self._worker = worker
         self._readings = readings
         self._changed = changed
-        self._calls: dict[int, asyncio.Future[Decided | Collected]] = {}
+        self._traces = traces
+        self._calls: dict[int, asyncio.Future[Decided | Collected | Found]] = {}
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -95,9 +107,15 @@ class DeskClient:
         assert isinstance(answer, Collected)
         return answer.readings
 
-    async def _call(self, message: Callable[[int], ToDesk]) -> Decided | Collected:
+    async def seek(self, query: TraceQuery) -> list[Shown]:
+        """What the other workers have."""
+        answer = await self._call(lambda call: Seek(call, query))
+        assert isinstance(answer, Found)
+        return answer.traces
+
+    async def _call(self, message: Callable[[int], ToDesk]) -> Decided | Collected | Found:
         call = next(self._numbers)
-        future: asyncio.Future[Decided | Collected] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Decided | Collected | Found] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
             raise _gone()
         self._calls[call] = future
@@ -115,12 +133,14 @@ class DeskClient:
         try:
             while (message := await frames.next()) is not None:
                 match message:
-                    case Decided(call) | Collected(call):
+                    case Decided(call) | Collected(call) | Found(call):
                         waiting = self._calls.get(call)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(message)
                     case Ask(number):
                         self._send(Report(self._readings(), number))
+                    case Sought(number, query):
+                        self._send(Told(number, self._traces(query)))
                     case Changed():
                         self._changed()
         except DeskError as error:

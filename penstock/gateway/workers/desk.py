@@ -22,13 +22,17 @@ from penstock.gateway.workers.messages import (
     Collected,
     Decided,
     DeskError,
+    Found,
     Frames,
     FromDesk,
     Join,
     Report,
     Reserve,
+    Seek,
     Settle,
+    Sought,
     ToDesk,
+    Told,
     frame,
     to_desk,
 )
@@ -36,6 +40,7 @@ from penstock.limits import Amounts, Limit
 from penstock.limits.memory import MemoryLimits
 from penstock.telemetry.exposition import Readings
 from penstock.telemetry.gathering import lasting, merged
+from penstock.telemetry.timeline import Shown, TraceQuery
 
 ANSWER_S = 1.0
 """How long a scrape waits for a worker that is busy; then what it said last is shown."""
@@ -62,6 +67,22 @@ class _Worker:
             self.writer.write(frame(message))
 
 
+class _Search:
+    """What is sought among workers, and from whom an answer is still to come."""
+
+    def __init__(self, waiting: set[_Worker]) -> None:
+        self.waiting = waiting
+        self.traces: list[Shown] = []
+        self.done = asyncio.Event()
+        self.without()
+
+    def without(self, worker: _Worker | None = None) -> None:
+        if worker is not None:
+            self.waiting.discard(worker)
+        if not self.waiting:
+            self.done.set()
+
+
 class Desk:
     """Serves the workers of one supervisor; an async context manager."""
 
@@ -71,6 +92,7 @@ class Desk:
         self._workers: set[_Worker] = set()
         self._departed: list[Readings] = []
         self._asked = 0
+        self._searches: dict[int, _Search] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,6 +139,8 @@ class Desk:
         finally:
             self._workers.discard(worker)
             worker.heard.set()
+            for search in self._searches.values():
+                search.without(worker)
             writer.close()
             self._departed = merged([self._departed, lasting(worker.readings)])
             for id, (limits, reserved) in worker.held.items():
@@ -139,6 +163,13 @@ class Desk:
             case Collect(call, readings):
                 worker.readings = readings
                 self._spawn(self._collect(worker, call), "collect metrics")
+            case Seek(call, query):
+                self._spawn(self._seek(worker, call, query), "seek traces")
+            case Told(number, traces):
+                search = self._searches.get(number)
+                if search is not None and worker in search.waiting:
+                    search.traces += traces
+                    search.without(worker)
             case Changed():
                 for other in self._workers - {worker}:
                     other.tell(message)
@@ -161,3 +192,18 @@ class Desk:
             log.warning("a gateway worker did not say in time what it measures; its last word is used")
         known = [worker.readings for worker in self._workers]
         asker.tell(Collected(call, merged([*known, self._departed])))
+
+    async def _seek(self, asker: _Worker, call: int, query: TraceQuery) -> None:
+        self._asked += 1
+        number = self._asked
+        search = self._searches[number] = _Search(self._workers - {asker})
+        for other in tuple(search.waiting):
+            other.tell(Sought(number, query))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await search.done.wait()
+        except TimeoutError:
+            log.warning("a gateway worker did not say in time which requests it remembers")
+        finally:
+            del self._searches[number]
+        asker.tell(Found(call, search.traces))

@@ -9,6 +9,10 @@
                       ◄──────────────────  Ask       what do you read now?
     Collect           ──────────────────►
                       ◄──────────────────  Collected what all workers read together
+    Seek              ──────────────────►            timelines of recent requests
+                      ◄──────────────────  Sought    passed on to the others
+    Told              ──────────────────►            what one of them has
+                      ◄──────────────────  Found     what they have together
 
 A frame is its length in four bytes and the message in MessagePack.
 """
@@ -24,6 +28,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.limits import Amounts, Decision, Limit
 from penstock.telemetry.exposition import Readings
+from penstock.telemetry.timeline import Shown, TraceQuery
 
 LARGEST = 64 * 2**20
 _length = struct.Struct("!I")
@@ -77,8 +82,29 @@ class Collected(msgspec.Struct, frozen=True, tag="collected"):
     readings: list[Readings]
 
 
-ToDesk: TypeAlias = Join | Reserve | Settle | Changed | Report | Collect
-FromDesk: TypeAlias = Decided | Changed | Ask | Collected
+class Seek(msgspec.Struct, frozen=True, tag="seek"):
+    call: int
+    query: TraceQuery
+
+
+class Sought(msgspec.Struct, frozen=True, tag="sought"):
+    number: int
+    query: TraceQuery
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    number: int
+    """Which `Sought` this answers."""
+    traces: list[Shown]
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    call: int
+    traces: list[Shown]
+
+
+ToDesk: TypeAlias = Join | Reserve | Settle | Changed | Report | Collect | Seek | Told
+FromDesk: TypeAlias = Decided | Changed | Ask | Collected | Sought | Found
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
