@@ -1,7 +1,8 @@
 """What every backend offers, and the bookkeeping that engine clients share.
 
 A backend turns `Request`s into deltas in a `Mailbox`. Invariant: every accepted request ends in its mailbox
-with exactly one final delta or one error, also when the engine dies; after `abort` it gets neither.
+with exactly one final delta or one error, also when the engine dies; after `abort` the final delta still comes, with
+what was produced until the engine heard of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.protocol.messages import (
     AdapterResult,
     LoadAdapter,
     PinAdapter,
+    Produced,
     Sleep,
     State,
     UnloadAdapter,
@@ -77,7 +79,13 @@ class Backend(Protocol):
         Raises `ApiError` when it cannot."""
 
     def abort(self, request_id: str) -> None:
-        """Stop a request and forget it. Unknown ids are ignored."""
+        """Stop a request. Unknown ids are ignored."""
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the last word about a request has not come yet."""
+
+    async def produced(self, charges: Sequence[str]) -> list[Produced]:
+        """What the engine knows of the requests of these charges, of any gateway. `ApiError`: it cannot be asked."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """The deltas of one request. Closing the iterator early aborts it."""
@@ -113,6 +121,7 @@ class EngineClient(ABC):
         self._max_waiters = max_waiters
         self._clock = clock
         self._routes: dict[str, tuple[Inbox, int]] = {}
+        self._aborted: set[str] = set()
         self._info: EngineInfo | None = None
         self._up = False
         """Whether the engine knows us; `_ready`: and takes requests."""
@@ -154,7 +163,7 @@ class EngineClient(ABC):
 
     @property
     def in_flight(self) -> int:
-        return len(self._routes)
+        return len(self._routes) - len(self._aborted)
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -187,9 +196,11 @@ class EngineClient(ABC):
     def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
-        if len(self._routes) >= self._max_in_flight:
+        if request.request_id in self._routes:
+            raise EngineUnavailable("The engine has not ended an earlier attempt at this request yet; try again.")
+        if self.in_flight >= self._max_in_flight:
             raise Overloaded(
-                f"{len(self._routes)} requests are already running or waiting; try again shortly.",
+                f"{self.in_flight} requests are already running or waiting; try again shortly.",
                 retry_after=2.0,
             )
         if not self._routes:
@@ -203,8 +214,15 @@ class EngineClient(ABC):
         return self.name
 
     def abort(self, request_id: str) -> None:
-        if self._routes.pop(request_id, None) is not None and self._up:
+        if request_id in self._routes and request_id not in self._aborted:
+            self._aborted.add(request_id)
             self._send_abort(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._routes
+
+    async def produced(self, charges: Sequence[str]) -> list[Produced]:
+        return []  # an engine that lives and dies with its only gateway remembers nothing the gateway does not know
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)
@@ -325,6 +343,7 @@ class EngineClient(ABC):
         self._ready.clear()
         self._load = dataclasses.replace(self._load, running=0, waiting=0, used_blocks=0)
         routes, self._routes = self._routes, {}
+        self._aborted.clear()
         for mailbox, _ in routes.values():
             mailbox.fail(error)
         for future in self._operations.values():
@@ -344,9 +363,10 @@ class EngineClient(ABC):
         for delta in output.deltas:
             route = self._routes.get(delta.request_id)
             if route is None:
-                continue  # aborted here; the engine's last words about it are not for anybody
+                continue  # it has ended already
             if delta.finish_reason is not None:
                 del self._routes[delta.request_id]
+                self._aborted.discard(delta.request_id)
             if delta.finish_reason == "error":
                 route[0].fail(error_of(delta))
             else:

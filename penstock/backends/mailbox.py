@@ -36,7 +36,7 @@ class Inbox(Protocol):
 class Mailbox:
     """Deltas of one HTTP request, in order of arrival, for a single reader."""
 
-    __slots__ = ("_arrivals", "_error", "_loop", "_timer", "_until", "_waiter")
+    __slots__ = ("_arrivals", "_error", "_loop", "_timer", "_until", "_waiter", "cached", "produced")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -45,9 +45,19 @@ class Mailbox:
         self._waiter: asyncio.Future[bool] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._until = 0.0
+        self.produced: dict[int, int] = {}
+        """Tokens that have arrived for each choice, whether anybody reads them or not."""
+        self.cached: dict[int, int] = {}
+        """Tokens of each choice's prompt that came from the cache."""
 
     def put(self, index: int, delta: Delta) -> None:
         now = time.monotonic()
+        self.produced[index] = self.produced.get(index, 0) + len(delta.tokens)
+        if delta.cached_tokens is not None:
+            self.cached.setdefault(index, delta.cached_tokens)
+        if self._error is not None:
+            self._wake()  # nobody reads any more; what is still said only counts
+            return
         arrival = self._arrivals.get(index)
         if arrival is None:
             self._arrivals[index] = Arrival(index, delta, now)
@@ -78,6 +88,15 @@ class Mailbox:
         if self._error is not None:
             raise self._error
         return []
+
+    async def stirred(self, within: float) -> None:
+        """Returns when something more has arrived, or after `within` seconds; it stays in the mailbox."""
+        self._waiter = self._loop.create_future()
+        self._wake_by(self._loop.time() + max(within, 0.0))
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def close(self) -> None:
         """Nobody waits any more."""

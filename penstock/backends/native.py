@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -20,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.request import Request
 from penstock.protocol.codec import ProtocolError, decode_from_engine, encode
-from penstock.protocol.errors import EngineLost, Overloaded
+from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, Overloaded
 from penstock.protocol.messages import (
     HELLO_S,
     PROTOCOL_VERSION,
@@ -28,10 +29,13 @@ from penstock.protocol.messages import (
     AdapterOperation,
     AdapterResult,
     Adapters,
+    Count,
+    Counted,
     FromEngine,
     Goodbye,
     Hello,
     Leaving,
+    Produced,
     Ready,
     Sleep,
     State,
@@ -73,6 +77,7 @@ class NativeBackend(EngineClient):
         self._monitor: Any = None
         self._greeter: asyncio.Task[None] | None = None
         self._heard_at = clock()
+        self._questions: dict[str, asyncio.Future[list[Produced]]] = {}
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,6 +115,25 @@ class NativeBackend(EngineClient):
         monitor.close()
         socket.close()
         await asyncio.to_thread(self._context.term)  # waits for the goodbye to leave, up to LINGER
+
+    async def produced(self, charges: Sequence[str]) -> list[Produced]:
+        if not self._up:
+            raise EngineUnavailable("The engine for this model is restarting; try again.")
+        question = Count(self._next_operation(), list(charges))
+        answer: asyncio.Future[list[Produced]] = asyncio.get_running_loop().create_future()
+        self._questions[question.question] = answer
+        try:
+            if not self._try_send(question):
+                raise Overloaded("The engine takes no messages at the moment; try again shortly.")
+            return await answer
+        finally:
+            del self._questions[question.question]
+
+    def _went_down(self, error: ApiError) -> None:
+        super()._went_down(error)
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def _send_submit(self, request: Request) -> None:
         if not self._try_send(Submit(request)):
@@ -180,6 +204,10 @@ class NativeBackend(EngineClient):
             case Leaving():
                 log.info("engine leaves", extra={"engine": self.name, "requests_in_flight": self.in_flight})
                 self._leaves()
+            case Counted(question, entries):
+                asked = self._questions.get(question)
+                if asked is not None and not asked.done():
+                    asked.set_result(entries)
             case Stopped(reason):
                 self._lost(reason)
 

@@ -271,6 +271,9 @@ class StoreConfig:
     responses_per_tenant: int = setting(
         10_000, doc="Stored responses a tenant has at most; the oldest go first. 0: none are stored.", least=0
     )
+    gateway_timeout_s: float = setting(
+        20.0, doc="Seconds without a sign of life after which another gateway takes over what one left behind.", least=1
+    )
 
 
 @dataclass(frozen=True, slots=True)

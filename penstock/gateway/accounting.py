@@ -2,7 +2,10 @@
 
 A charge is opened while the engine already works on the prompt; no token is delivered before it is in the ledger, and
 the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
-error, a drain) is settled with the tokens produced so far. What dead gateways left open is settled by whoever notices.
+error, a drain) is settled with the tokens produced until it ended.
+
+What a dead gateway left open is settled by whoever notices, with what the engine says it produced. An engine that knows
+nothing of a charge has been restarted since, or never saw it: then the count that the gateway noted last stands.
 """
 
 from __future__ import annotations
@@ -11,21 +14,28 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.metered import Metered
+from penstock.metering.counting import merged, usage_of
 from penstock.metering.journal import Journal
-from penstock.metering.ledger import Charge, Ledger, Settlement, cost_of
-from penstock.metering.prices import PriceBook
+from penstock.metering.ledger import Charge, Ledger, OpenCharge, Settlement, cost_of
+from penstock.metering.prices import PriceBook, Usage
+from penstock.protocol.errors import ApiError
+from penstock.protocol.messages import Produced
+from penstock.protocol.tally import KEEP_S, group_of
+from penstock.routing.registry import Registry
 from penstock.storage import DatabaseError
 from penstock.telemetry.usage_metrics import UsageMetrics
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0
-DEAD_S = 20.0
-"""A gateway that has not been seen for this long has died."""
+ASK_S = 5.0
+"""How long an engine may take to answer; it is asked again later."""
+MOST_ASKED = 500
 _FEATURE_LENGTH = 64
 _USER_LENGTH = 256
 
@@ -68,10 +78,21 @@ class Account:
 class Accounts:
     """One per gateway process."""
 
-    def __init__(self, ledger: Ledger, prices: PriceBook, metrics: UsageMetrics | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        prices: PriceBook,
+        registry: Registry,
+        metrics: UsageMetrics | None = None,
+        *,
+        dead_after_s: float = 20.0,
+    ) -> None:
+        """`dead_after_s`: a gateway that has not been seen for this long has died."""
         self.ledger = ledger
         self._metrics = metrics
         self.prices = prices
+        self._registry = registry
+        self._dead_after_s = dead_after_s
         self.journal = Journal(ledger)
         self.gateway = uuid.uuid4().hex
         self._keeper: asyncio.Task[None] | None = None
@@ -98,7 +119,7 @@ class Accounts:
         sent = exchange.header(b"x-feature")
         named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
         charge = Charge(
-            id=uuid.uuid4().hex,
+            id=generation.id,
             request_id=exchange.request_id,
             gateway=self.gateway,
             opened_at=time.time(),
@@ -118,19 +139,54 @@ class Accounts:
         return Account(self.journal, charge, generation, self._metrics)
 
     async def recover(self) -> int:
-        """Settle what dead gateways left open, with the tokens last noted; how many charges that were."""
-        abandoned = await self.ledger.open_charges(abandoned_since=time.time() - DEAD_S)
+        """Settle what dead gateways left open; how many charges that were. What an engine must be asked about waits."""
+        settled = 0
+        abandoned = await self.ledger.open_charges(abandoned_since=time.time() - self._dead_after_s)
+        by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
         for entry in abandoned:
-            produced = entry.completion_tokens > 0
-            cost = cost_of(entry.charge, entry.cached_tokens, entry.completion_tokens) if produced else 0
-            self.journal.settle(
-                Settlement(
-                    entry.charge, time.time(), entry.cached_tokens, entry.completion_tokens, cost, "lost", "recovery"
-                )
-            )
-        if abandoned:
-            log.warning("settled %d charges that a gateway left open when it died", len(abandoned))
-        return len(abandoned)
+            by_model[entry.charge.model].append(entry)
+        for model, entries in by_model.items():
+            for start in range(0, len(entries), MOST_ASKED):
+                part = entries[start : start + MOST_ASKED]
+                known = await self._ask(model, [entry.charge.id for entry in part])
+                settled += sum(self._settle_abandoned(entry, known) for entry in part)
+        if settled:
+            log.warning("settled %d charges that a gateway left open when it died", settled)
+        return settled
+
+    async def _ask(self, model: str, charges: Sequence[str]) -> dict[str, list[Produced]] | None:
+        """What the model's engine produced, by charge; None when it cannot say at the moment."""
+        served = next((served for served in self._registry if served.name == model), None)
+        if served is None:
+            return {}  # it is not served here any more
+        try:
+            entries = await asyncio.wait_for(served.backend.produced(charges), ASK_S)
+        except (ApiError, TimeoutError) as error:
+            log.info("the engine of %s cannot be asked about open charges: %s", model, error or "no answer")
+            return None
+        found: defaultdict[str, list[Produced]] = defaultdict(list)
+        for entry in merged(entries):
+            found[group_of(entry.request_id)].append(entry)
+        return found
+
+    def _settle_abandoned(self, entry: OpenCharge, known: dict[str, list[Produced]] | None) -> bool:
+        now, charge = time.time(), entry.charge
+        if known is None and now - charge.opened_at < KEEP_S:
+            return False  # it is asked again; later than that it would have forgotten
+        produced = (known or {}).get(charge.id, [])
+        if any(run.finish_reason is None for run in produced):
+            return False  # still running: its gateway may be alive after all
+        counted = usage_of(produced)
+        # What was noted had arrived at the gateway; after a failover it may be more than one engine produced.
+        used = Usage(
+            charge.prompt_tokens,
+            max(entry.cached_tokens, counted.cached),
+            max(entry.completion_tokens, counted.completion),
+        )
+        ended = bool(produced) and all(run.finish_reason not in ("abort", "error") for run in produced)
+        cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
+        self.journal.settle(Settlement(charge, now, used.cached, used.completion, cost, "lost", "recovery"))
+        return True
 
     async def _keep(self) -> None:
         while True:
@@ -139,7 +195,7 @@ class Accounts:
                 await self.recover()
             except DatabaseError as error:
                 log.warning("the ledger cannot be reached: %s", error)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._dead_after_s / 4)
 
 
 def _count(metrics: UsageMetrics, settlement: Settlement) -> None:

@@ -109,12 +109,15 @@ async def engaged(
         yield account
     finally:
         generation.close()
-        service.untrack(generation)
-        _record(exchange, generation, aside=aside)
-        if account is not None:
-            account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
-        if reservation is not None:
-            service.in_background(service.quotas.settle(reservation, generation))
+        try:
+            await generation.quiet()
+        finally:
+            service.untrack(generation)
+            _record(exchange, generation, aside=aside)
+            if account is not None:
+                account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
+            if reservation is not None:
+                service.in_background(service.quotas.settle(reservation, generation))
 
 
 @asynccontextmanager

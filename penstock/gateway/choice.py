@@ -67,7 +67,6 @@ class Choice:
         "_released",
         "_stops",
         "_toolbox",
-        "cached_tokens",
         "completion_tokens",
         "decode_s",
         "discard",
@@ -112,7 +111,6 @@ class Choice:
         self._length = 0
         self._released = 0
         self.completion_tokens = 0
-        self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.guard: OutputGuard | None = None
         self.finished = False
@@ -129,8 +127,6 @@ class Choice:
         """Text and logprobs that are safe to show after `delta`; None when there is nothing to say."""
         if self.finished:
             return None
-        if delta.cached_tokens is not None:
-            self.cached_tokens = delta.cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         piece = Piece(self.index)

@@ -94,6 +94,10 @@ class Exchange:
                 return bytes(value)
         return None
 
+    def new_answer_id(self) -> str:
+        """For what is generated next: its name in the ledger, in the engine and to the client."""
+        return uuid.uuid4().hex
+
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_at

@@ -1,12 +1,12 @@
 """The engine requests behind one HTTP request: submit them, turn deltas into pieces of text, abort what is left.
 
 Invariant: whatever happens (client gone, error, stop string, time limit, drain), `close` leaves no request of
-ours in the engine, and `next` never waits beyond the time limit.
+ours in the engine, and `next` never waits beyond the time limit. The tokens of a choice that ended are those the client
+was told of; of one that was cut off, all that the engine had produced when it heard of it (after `quiet`).
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
+from penstock.metering.counting import engine_id
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.context import sampled_trace
@@ -25,9 +26,8 @@ from penstock.tools.toolbox import Toolbox
 
 GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
-_serial = itertools.count()
-_PROCESS = uuid.uuid4().hex[:8]
-"""Keeps the requests of gateways that share an engine apart."""
+LAST_WORDS_S = 10.0
+"""How long an engine that is alive may take to say how far an aborted request was."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Generation:
         model: ServedModel,
         prompts: Sequence[Prompt],
         *,
-        request_id: str,
+        id: str | None = None,
         metrics: Metrics,
         started_at: float,
         stops: list[str],
@@ -59,8 +59,8 @@ class Generation:
         continuation: bool = False,
         toolbox: Toolbox | None = None,
     ) -> None:
-        self.id = f"{request_id}:{_PROCESS}-{next(_serial)}"
-        """A client may send the same x-request-id twice; this is said once."""
+        """`id`: names it in the ledger, in the engine and to the client; never used before."""
+        self.id = id or uuid.uuid4().hex
         self.model = model
         self.prompts = prompts
         self.mailbox = Mailbox()
@@ -78,10 +78,10 @@ class Generation:
         self._texts: list[list[str]] | None = None
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
         self._unfinished = 0
-        for prompt in prompts:
-            for params in prompt.params:
+        for place, prompt in enumerate(prompts):
+            for number, params in enumerate(prompt.params):
                 request = Request(
-                    f"{self.id}:{len(self.choices)}",
+                    engine_id(self.id, place, number, counted=not discard),
                     prompt.tokens,
                     params,
                     priority=priority,
@@ -145,8 +145,8 @@ class Generation:
                 prefill_s=choice.prefill_s,
                 decode_s=choice.decode_s,
                 prompt_tokens=len(self._requests[choice.index].prompt),
-                cached_tokens=choice.cached_tokens or 0,
-                completion_tokens=choice.completion_tokens,
+                cached_tokens=self.mailbox.cached.get(choice.index, 0),
+                completion_tokens=self._tokens(choice),
                 outcome=choice.outcome or "abort",
                 purpose=purpose,
             )
@@ -198,6 +198,16 @@ class Generation:
             self.model.backend.abort(request.request_id)
         self.mailbox.close()
 
+    async def quiet(self) -> None:
+        """After `close`: returns when the engine has said its last word about what was cut off, or is lost."""
+        end = time.monotonic() + LAST_WORDS_S
+        while any(map(self._awaited, self.choices)) and (left := end - time.monotonic()) > 0:
+            await self.mailbox.stirred(left)
+        self.mailbox.close()
+
+    def _awaited(self, choice: Choice) -> bool:
+        return not choice.finished and self.model.backend.holds(self._requests[choice.index].request_id)
+
     @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.tokens) for prompt in self.prompts)
@@ -205,7 +215,11 @@ class Generation:
     @property
     def billable(self) -> bool:
         """Whether there is anything to pay for: a request that broke off before its first token is free."""
-        return self.completion_tokens > 0 or all(choice.finished for choice in self.choices)
+        return self.completion_tokens > 0 or self.complete
+
+    @property
+    def complete(self) -> bool:
+        return all(choice.finished for choice in self.choices)
 
     @property
     def most_completion_tokens(self) -> int:
@@ -213,14 +227,20 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.completion_tokens for choice in self.choices)
+        return sum(map(self._tokens, self.choices))
+
+    def _tokens(self, choice: Choice) -> int:
+        """Of a choice that has not ended: what has arrived, whether it was read or not."""
+        if choice.finished or choice.discard:
+            return choice.completion_tokens
+        return self.mailbox.produced.get(choice.index, 0)
 
     @property
     def cached_tokens(self) -> int:
         """Per prompt, what its first choice found in the cache; the others share with the first by design."""
         total = first = 0
         for prompt in self.prompts:
-            total += self.choices[first].cached_tokens or 0
+            total += self.mailbox.cached.get(first, 0)
             first += len(prompt.params)
         return total
 

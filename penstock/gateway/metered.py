@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -18,6 +19,10 @@ class NamedModel(Protocol):
 
 class Metered(Protocol):
     """Work that is counted and paid for."""
+
+    @property
+    def id(self) -> str:
+        """Of its charge; never used before."""
 
     @property
     def model(self) -> NamedModel: ...
@@ -38,6 +43,10 @@ class Metered(Protocol):
     def billable(self) -> bool:
         """Whether the client got anything for it."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
@@ -55,3 +64,8 @@ class FixedWork:
     completion_tokens: int = 0
     most_completion_tokens: int = 0
     billable: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def complete(self) -> bool:
+        return self.billable

@@ -74,7 +74,7 @@ async def prepare_chat(
     return Generation(
         model,
         [Prompt(tokens, [with_seed(params, i) for i in range(n)])],
-        request_id=exchange.request_id,
+        id=exchange.new_answer_id(),
         metrics=service.metrics,
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),

@@ -119,7 +119,13 @@ class Service:
                     self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
                 )
                 await self.responses.prepare()
-            self.accounts = Accounts(Ledger(self.database), self.settings.price_book(), self.metrics.usage)
+            self.accounts = Accounts(
+                Ledger(self.database),
+                self.settings.price_book(),
+                self.registry,
+                self.metrics.usage,
+                dead_after_s=self.settings.gateway_timeout_s,
+            )
             await self.accounts.start()
         self.sessions = open_sessions(self.settings.conversations, self.database)
         if self.sessions is not None:

@@ -92,6 +92,8 @@ class GatewaySettings:
     """Where tenants and keys are; None: nowhere, and everybody is let in."""
     keep_responses_s: float = 30 * 86400.0
     responses_per_tenant: int = 10_000
+    gateway_timeout_s: float = 20.0
+    """A gateway that shows no sign of life for this long has died."""
     default_tier: str = ""
     key_fresh_s: float = 5.0
     key_grace_s: float = 3600.0
@@ -179,6 +181,7 @@ class GatewaySettings:
             store_url=config.store.url,
             keep_responses_s=config.store.keep_responses_s,
             responses_per_tenant=config.store.responses_per_tenant,
+            gateway_timeout_s=config.store.gateway_timeout_s,
             default_tier=config.auth.default_tier,
             key_fresh_s=config.auth.fresh_s,
             key_grace_s=config.auth.grace_s,

@@ -124,7 +124,7 @@ async def _condensed(prompt: Prompt, exchange: Exchange, summary: Summary, room:
         generation = Generation(
             model,
             [Tokenized(asked, [params])],
-            request_id=exchange.request_id,
+            id=exchange.new_answer_id(),
             metrics=service.metrics,
             started_at=exchange.started_at,
             stops=[],

@@ -31,7 +31,7 @@ class Journal:
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._waiting: deque[tuple[Statement, asyncio.Future[None] | None, float]] = deque()
+        self._waiting: deque[tuple[list[Statement], asyncio.Future[None], float]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -74,9 +74,9 @@ class Journal:
         """How far an open charge is; only the newest count matters, so it waits for the next transaction."""
         self._progress[id] = (cached_tokens, completion_tokens)
 
-    def _add(self, statement: Statement) -> asyncio.Future[None]:
+    def _add(self, statements: list[Statement]) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((statement, future, self._clock()))
+        self._waiting.append((statements, future, self._clock()))
         self._wake.set()
         return future
 
@@ -96,7 +96,7 @@ class Journal:
         """One transaction; what it held stays in the queue until it is done."""
         count = min(len(self._waiting), MOST_TOGETHER)
         notes = dict(self._progress)
-        statements = [self._waiting[index][0] for index in range(count)]
+        statements = [statement for index in range(count) for statement in self._waiting[index][0]]
         statements += [progressed(id, *tokens) for id, tokens in notes.items()]
         try:
             await self._ledger.write(statements)
@@ -115,6 +115,6 @@ class Journal:
                 del self._progress[id]
         for _ in range(count):
             _, future, _ = self._waiting.popleft()
-            if future is not None and not future.done():
+            if not future.done():
                 future.set_result(None)
         return True

@@ -1,8 +1,8 @@
 """The ledger: a charge is opened when a request is admitted and settled once, when it ends; nothing is ever changed.
 
 Opening and settling are two inserts under the same charge id, so that repeating either changes nothing: whoever settles
-first wins, and a retry after a lost answer cannot bill twice. What a dead gateway left open is settled by another one,
-or by itself when it starts again, from the last count of its tokens that was noted.
+first wins, and a retry after a lost answer cannot bill twice. A third table lists what is open, with the count of its
+tokens that was noted last; it is small however long the ledger is.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _VERSIONS = (
         "CREATE TABLE IF NOT EXISTS ledger_gateways (id TEXT PRIMARY KEY, seen_at DOUBLE PRECISION NOT NULL)",
         "CREATE INDEX IF NOT EXISTS charges_settled_at ON charges_settled (settled_at)",
         "CREATE INDEX IF NOT EXISTS charges_settled_tenant ON charges_settled (tenant, settled_at)",
+    ),
+    (
+        "INSERT INTO charges_progress (id, cached_tokens, completion_tokens) SELECT o.id, 0, 0 FROM charges_opened o "
+        "LEFT JOIN charges_settled s ON s.id = o.id WHERE s.id IS NULL ON CONFLICT (id) DO NOTHING",
+        "DELETE FROM charges_progress WHERE id IN (SELECT id FROM charges_settled)",
     ),
 )
 
@@ -121,11 +126,13 @@ _SETTLED = (
     "prompt_tokens, cached_tokens, completion_tokens, cost_nanos, finish_reason, settled_by) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 )
+_TRACKED = (
+    "INSERT INTO charges_progress (id, cached_tokens, completion_tokens) SELECT ?, 0, 0 "
+    "WHERE NOT EXISTS (SELECT 1 FROM charges_settled WHERE id = ?) ON CONFLICT (id) DO NOTHING"
+)
+_UNTRACKED = "DELETE FROM charges_progress WHERE id = ?"
 _PROGRESS = (
-    "INSERT INTO charges_progress (id, cached_tokens, completion_tokens) VALUES (?, ?, ?) "
-    "ON CONFLICT (id) DO UPDATE SET cached_tokens = excluded.cached_tokens, "
-    "completion_tokens = excluded.completion_tokens "
-    "WHERE excluded.completion_tokens > charges_progress.completion_tokens"
+    "UPDATE charges_progress SET cached_tokens = ?, completion_tokens = ? WHERE id = ? AND completion_tokens < ?"
 )
 
 
@@ -135,21 +142,23 @@ def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
     return price.cost(Usage(charge.prompt_tokens, cached_tokens, completion_tokens), percent=charge.percent)
 
 
-def opened(charge: Charge) -> Statement:
-    return _OPENED, [getattr(charge, field.name) for field in fields(charge)]
+def opened(charge: Charge) -> list[Statement]:
+    values = [getattr(charge, field.name) for field in fields(charge)]
+    return [(_OPENED, values), (_TRACKED, [charge.id, charge.id])]
 
 
-def settled(settlement: Settlement) -> Statement:
+def settled(settlement: Settlement) -> list[Statement]:
     charge = settlement.charge
-    return _SETTLED, [
+    values = [
         charge.id, settlement.settled_at, charge.tenant, charge.user, charge.key, charge.feature, charge.model,
         charge.adapter, charge.tier, charge.prompt_tokens, settlement.cached_tokens, settlement.completion_tokens,
         settlement.cost_nanos, settlement.finish_reason, settlement.settled_by,
     ]  # fmt: skip
+    return [(_SETTLED, values), (_UNTRACKED, [charge.id])]
 
 
 def progressed(id: str, cached_tokens: int, completion_tokens: int) -> Statement:
-    return _PROGRESS, [id, cached_tokens, completion_tokens]
+    return _PROGRESS, [cached_tokens, completion_tokens, id, completion_tokens]
 
 
 class Ledger:
@@ -182,12 +191,11 @@ class Ledger:
         columns = ", ".join(f"o.{name}" for name in _opened_columns())
         dead, values = "", list[float]()
         if abandoned_since is not None:
-            dead = " AND o.opened_at < ? AND o.gateway NOT IN (SELECT id FROM ledger_gateways WHERE seen_at > ?)"
+            dead = "WHERE o.opened_at < ? AND o.gateway NOT IN (SELECT id FROM ledger_gateways WHERE seen_at > ?)"
             values = [abandoned_since, abandoned_since]
         rows = await self._database.fetch(
-            f"SELECT {columns}, COALESCE(p.cached_tokens, 0), COALESCE(p.completion_tokens, 0) FROM charges_opened o "
-            "LEFT JOIN charges_settled s ON s.id = o.id LEFT JOIN charges_progress p ON p.id = o.id "
-            f"WHERE s.id IS NULL{dead} ORDER BY o.opened_at",
+            f"SELECT {columns}, p.cached_tokens, p.completion_tokens FROM charges_progress p "
+            f"JOIN charges_opened o ON o.id = p.id {dead} ORDER BY o.opened_at",
             *values,
         )
         return [OpenCharge(Charge(*row[:-2]), row[-2], row[-1]) for row in rows]

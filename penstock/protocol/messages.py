@@ -17,6 +17,8 @@ of its own):
     Sleep, Wake      ──────────────────►
                      ◄──────────────────  State     to every gateway, whenever it changes
                      ◄──────────────────  Leaving   to every gateway, when it begins to drain
+    Count            ──────────────────►
+                     ◄──────────────────  Counted   at once, from memory
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
@@ -34,7 +36,7 @@ import msgspec
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
-from penstock.engine.request import EngineInfo, EngineState, Load, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineState, FinishReason, Load, Request, StepOutput
 
 PROTOCOL_VERSION = 2
 HELLO_S = 1.0
@@ -62,7 +64,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop this request, in prefill too. Unknown ids are ignored."""
+    """Stop this request, in prefill too. Its last delta says so, and holds what was produced meanwhile. Unknown ids are
+    ignored."""
 
     request_id: str
 
@@ -115,9 +118,18 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
     pinned: bool
 
 
+class Count(msgspec.Struct, frozen=True, tag="count"):
+    """How many tokens were produced for these charges (see `penstock.protocol.tally`)?"""
+
+    question: str
+    charges: list[str]
+
+
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
-ToEngine: TypeAlias = Hello | Submit | Abort | Encode | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
+ToEngine: TypeAlias = (
+    Hello | Submit | Abort | Encode | Count | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -174,4 +186,20 @@ class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
     error: str = ""
 
 
-FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult
+class Produced(msgspec.Struct):
+    """What an engine made for one request; `finish_reason` is None while it runs."""
+
+    request_id: str
+    tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """Every request of the charges asked for that this engine runs or remembers."""
+
+    question: str
+    entries: list[Produced]
+
+
+FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted

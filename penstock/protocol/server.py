@@ -30,6 +30,8 @@ from penstock.protocol.messages import (
     Abort,
     AdapterResult,
     Adapters,
+    Count,
+    Counted,
     Drain,
     Encode,
     Goodbye,
@@ -49,6 +51,7 @@ from penstock.protocol.messages import (
     Wake,
 )
 from penstock.protocol.peers import BACKLOG_LIMIT, Peers
+from penstock.protocol.tally import Tally
 from penstock.protocol.transport import Listener
 from penstock.protocol.watchdog import Watchdog
 
@@ -122,6 +125,7 @@ class EngineServer:
         self._listener = listener
         self._socket = listener.socket
         self._peers = Peers(listener.socket, backlog_limit=backlog_limit)
+        self._tally = Tally()
         self._sleeper = sleeper
         self._state: EngineState = state
         self._watchdog = watchdog
@@ -191,7 +195,7 @@ class EngineServer:
         peer = self._peers.get(identity)
         match message:
             case Submit(request):
-                self._submit(identity, request.request_id, partial(self._engine.submit, request))
+                self._submit(identity, request.request_id, partial(self._begin, request))
             case Encode(texts):
                 if isinstance(self._engine, EncoderLike):
                     self._submit(identity, texts.request_id, partial(self._engine.encode, texts))
@@ -200,6 +204,8 @@ class EngineServer:
             case Abort(request_id):
                 if peer is not None and request_id in peer.requests:
                     self._engine.abort(request_id)
+            case Count(question, charges):
+                self._answer(identity, Counted(question, self._tally.of(charges)))
             case LoadAdapter() | UnloadAdapter() | PinAdapter():
                 operate(self._engine, message, lambda result: self._answer(identity, result))
             case Hello(gateway, version):
@@ -250,6 +256,10 @@ class EngineServer:
                 log.exception("request %s was not accepted", request_id)
                 self._fail([request_id], f"the engine did not accept the request: {error}")
 
+    def _begin(self, request: Request) -> None:
+        self._tally.begin(request.request_id, already=len(request.produced))
+        self._engine.submit(request)
+
     def _step(self) -> None:
         if self._watchdog is not None:
             self._watchdog.busy()
@@ -264,7 +274,7 @@ class EngineServer:
             return
         self._failures = 0
         if output is not None:
-            self._peers.deliver(output.deltas, output.load, time.monotonic())
+            self._deliver(output.deltas, output.load)
             if isinstance(output, EncodeOutput):
                 self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
         # A step without deltas may still have advanced a long prefill; its counter tells.
@@ -376,14 +386,19 @@ class EngineServer:
             if found != statuses:
                 self._peers.tell_all(Adapters(found), now)
 
-    def _answer(self, identity: bytes, result: AdapterResult) -> None:
+    def _deliver(self, deltas: list[Delta], load: Load) -> None:
+        """Count first: what the gateway does not hear of any more was produced all the same."""
+        self._tally.add(deltas)
+        self._peers.deliver(deltas, load, time.monotonic())
+
+    def _answer(self, identity: bytes, result: AdapterResult | Counted) -> None:
         peer = self._peers.get(identity)
         if peer is not None:
             self._peers.send(peer, result, time.monotonic())
 
     def _fail(self, request_ids: list[str], why: str) -> None:
         deltas = [Delta(request_id, finish_reason="error", error=why) for request_id in request_ids]
-        self._peers.deliver(deltas, self._engine.load_snapshot(), time.monotonic())
+        self._deliver(deltas, self._engine.load_snapshot())
 
     def _refuse(self, identity: bytes, request_id: str, why: str) -> None:
         delta = Delta(request_id, finish_reason="error", error=why)

@@ -127,11 +127,24 @@ class Dispatcher:
         return name
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request and forget it; whether there was one."""
-        flight = self._flights.pop(request_id, None)
-        if flight is not None:
-            self._drop(flight)
-        return flight is not None
+        """Stop a request; whether there was one. What its replica still says of it, to the last delta, is delivered."""
+        flight = self._flights.get(request_id)
+        if flight is None or flight.stopping:
+            return flight is not None
+        flight.stop_hedging()
+        self._parked.pop(flight.id, None)
+        for other in flight.legs[1:]:
+            self._end(other, abort=True)
+        del flight.legs[1:]
+        if not flight.legs:
+            del self._flights[flight.id]
+            return True
+        flight.stopping = True
+        flight.legs[0].member.backend.abort(flight.id)
+        return True
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._flights
 
     def _launch(self, flight: Flight, besides: Sequence[Member] = ()) -> Member:
         """Send a flight to the best replica that takes it; raises what the last one said when none does."""
@@ -185,7 +198,7 @@ class Dispatcher:
         flight = leg.flight
         if leg not in flight.legs:
             return
-        if delta.finish_reason == "abort":
+        if delta.finish_reason == "abort" and not flight.stopping:
             self._on_failure(leg, EngineLost("The engine gave up this request; try again."))
             return
         leg.member.meter.received(delta, self._clock())
@@ -212,6 +225,10 @@ class Dispatcher:
         self._end(leg, abort=False)
         if flight.legs:
             return  # its hedge still runs
+        if flight.stopping:
+            del self._flights[flight.id]
+            flight.deliver(Delta(flight.id, finish_reason="abort"))
+            return
         if not self._may_go_on(flight, member, error):
             self._fail(flight, error)
             return

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 class Flight:
     """A request, its reader, and what the reader has got so far."""
 
-    __slots__ = ("began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced", "request")
+    __slots__ = (
+        *("began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced", "request"),
+        "stopping",
+    )
 
     def __init__(self, request: Request, inbox: Inbox, index: int, began_at: float) -> None:
         self.request = request
@@ -39,6 +42,8 @@ class Flight:
         self.parked_at = began_at
         """When it was parked, if it is: since when no replica could take it."""
         self.hedge: asyncio.TimerHandle | None = None
+        self.stopping = False
+        """Whether it was aborted; it ends with the last word of its replica."""
 
     @property
     def id(self) -> str:

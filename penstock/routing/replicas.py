@@ -16,6 +16,7 @@ from penstock.backends.mailbox import Inbox
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request
 from penstock.protocol.errors import ApiError, EngineUnavailable
+from penstock.protocol.messages import Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
 from penstock.routing.loads import total_load
 from penstock.routing.member import Member
@@ -150,6 +151,16 @@ class ReplicaSet:
         if not self.dispatcher.abort(request_id):
             for member in self._members:
                 member.backend.abort(request_id)  # begun while there was one replica
+
+    def holds(self, request_id: str) -> bool:
+        if len(self._members) == 1:
+            return self._members[0].backend.holds(request_id)
+        return self.dispatcher.holds(request_id)
+
+    async def produced(self, charges: Sequence[str]) -> list[Produced]:
+        """From every replica: one that went on behind another counts the other's tokens with its own."""
+        found = await asyncio.gather(*(member.backend.produced(charges) for member in self._members))
+        return [entry for entries in found for entry in entries]
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)

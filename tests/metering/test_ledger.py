@@ -48,9 +48,10 @@ def end(of: Charge, completion: int = 10, cached: int = 0, at: float = 2000.0) -
 
 async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
     one = charge("a")
-    assert await ledger.write([opened(one), opened(one)]) == [1, 0]
+    assert await ledger.write([*opened(one), *opened(one)]) == [1, 1, 0, 0]
     assert [entry.charge for entry in await ledger.open_charges()] == [one]
-    assert await ledger.write([settled(end(one)), settled(end(one, completion=99))]) == [1, 0]
+    assert await ledger.write([*settled(end(one)), *settled(end(one, completion=99))]) == [1, 1, 0, 0]
+    assert await ledger.write(opened(one)) == [0, 0]  # late: it stays settled
     assert await ledger.open_charges() == []
     (total,) = await ledger.totals()
     assert (total.requests, total.prompt_tokens, total.completion_tokens) == (1, 100, 10)
@@ -58,14 +59,16 @@ async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
 
 
 async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
-    await ledger.write([opened(charge("a")), opened(charge("b", gateway="g2", opened_at=5000.0))])
+    await ledger.write([*opened(charge("a")), *opened(charge("b", gateway="g2", opened_at=5000.0))])
     await ledger.write([progressed("a", 64, 7), progressed("a", 64, 9), progressed("a", 64, 8)])
     entry = (await ledger.open_charges())[0]
     assert (entry.cached_tokens, entry.completion_tokens) == (64, 9)
 
 
 async def test_only_the_charges_of_dead_gateways_are_abandoned(ledger: Ledger) -> None:
-    await ledger.write([opened(charge("a")), opened(charge("b", gateway="g2")), opened(charge("c", opened_at=5000.0))])
+    await ledger.write(
+        [*opened(charge("a")), *opened(charge("b", gateway="g2")), *opened(charge("c", opened_at=5000.0))]
+    )
     await ledger.beat("g1", 3000.0)
     await ledger.beat("g2", 4000.0)
     abandoned = await ledger.open_charges(abandoned_since=3500.0)
@@ -81,7 +84,9 @@ async def test_usage_by_any_dimension(ledger: Ledger) -> None:
         charge("c", tenant="other", adapter="french"),
         charge("d", tenant="other", model="big"),
     ]
-    await ledger.write([settled(end(one, at=86400.0 * (index + 1))) for index, one in enumerate(charges)])
+    await ledger.write(
+        [part for index, one in enumerate(charges) for part in settled(end(one, at=86400.0 * (index + 1)))]
+    )
     by_tenant = await ledger.totals(["tenant"])
     assert {total.group: total.requests for total in by_tenant} == {("acme",): 2, ("other",): 2}
     assert len(await ledger.totals(["tenant", "user", "feature", "model", "adapter"])) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ class MessageRenderer(Renderer):
         """Of the block that is open: what was said, or the JSON of a call's input."""
         self._last: Piece | None = None
         self._head: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}",
+            "id": f"msg_{generation.id}",
             "type": "message",
             "role": "assistant",
             "model": generation.model.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import uuid
 from typing import Any
 
 import msgspec
@@ -92,7 +91,7 @@ class ChatRenderer(StepsRenderer):
         self._top = request.top_logprobs or 0
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": f"chatcmpl-{generation.id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(time.time()),
             "model": model.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +61,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     generation = Generation(
         model,
         prompts,
-        request_id=exchange.request_id,
+        id=exchange.new_answer_id(),
         metrics=service.metrics,
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
@@ -139,7 +138,7 @@ class CompletionRenderer(Renderer):
         self._n = request.n or 1
         self._echoed: dict[int, int] = {}
         self._head: dict[str, Any] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{generation.id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model.name,

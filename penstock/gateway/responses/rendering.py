@@ -202,7 +202,7 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
     wanted = None if request.text is None else request.text.format
     tier = request.service_tier or "auto"
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": f"resp_{generation.id}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
