@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.fields import setting
 from penstock.engine.adapters.spec import AdapterSpec
@@ -232,7 +233,9 @@ class TierConfig:
     """What the tenants of a tier may do. A limit that is not set does not exist."""
 
     name: str = setting("", doc="What tenants and prices call it.")
-    priority: int = setting(1, doc="Class of its requests: 0 goes first, 2 last.", least=0, most=2)
+    priority: int = setting(
+        1, doc="Class of its requests: 0 goes first, 2 last and at the price of batches.", least=0, most=2
+    )
     requests_per_minute: int | None = setting(
         None, doc="Requests a tenant may begin in a minute.", least=1, example="600"
     )
@@ -250,6 +253,9 @@ class TierConfig:
         None, doc="Money a tenant may spend in a calendar month (UTC).", least=0, example="200"
     )
 
+
+LAST_CLASS = 2
+"""The class of batches."""
 
 DEFAULT_TIERS = (
     TierConfig(name="free", priority=1, requests_per_minute=60, tokens_per_minute=40_000, concurrent_requests=4,
@@ -366,6 +372,9 @@ class PriceConfig:
         example="0.05",
     )  # fmt: skip
     output_price: float = setting(0.0, doc="Price of a million completion tokens.", least=0)
+    batch_percent: int = setting(
+        50, doc="How much of these prices batches pay, and tiers of the last class.", least=0, most=100
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,4 +471,5 @@ class Config:
     tool_servers: tuple[ToolServerConfig, ...] = ()
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
+    batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

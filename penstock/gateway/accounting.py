@@ -52,12 +52,15 @@ class Account:
         self._metrics = metrics
         self._charge = charge
         self._generation = generation
-        self._opened = journal.open(charge)
+        self._opened: asyncio.Future[None] | None = None
         self._settled: asyncio.Future[None] | None = None
+
+    def open(self) -> None:
+        self._opened = self._journal.open(self._charge)
 
     async def opened(self) -> None:
         """Returns when the charge is in the ledger."""
-        if not self._opened.done():
+        if self._opened is not None and not self._opened.done():
             await asyncio.shield(self._opened)
 
     def note(self) -> None:
@@ -73,6 +76,25 @@ class Account:
             if self._metrics is not None:
                 _count(self._metrics, settlement)
         return self._settled
+
+
+class LineAccount(Account):
+    """The charge of a batch's line, which exists only once the line is answered: one that breaks off is run again, and
+    nobody pays for what came to nothing."""
+
+    __slots__ = ()
+
+    def note(self) -> None:
+        return
+
+    def settle(self, finish_reason: str) -> asyncio.Future[None]:
+        if self._settled is None:
+            if not self._generation.complete:
+                self._settled = asyncio.get_running_loop().create_future()
+                self._settled.set_result(None)
+                return self._settled
+            self.open()
+        return super().settle(finish_reason)
 
 
 class Accounts:
@@ -131,12 +153,16 @@ class Accounts:
             adapter=model.adapter,
             tier=caller.tier,
             prompt_tokens=generation.prompt_tokens,
-            percent=100,
+            percent=self.prices.percent(price, caller.tier, batch=exchange.line is not None),
             price_input=price.input,
             price_cached=price.cached,
             price_output=price.output,
         )
-        return Account(self.journal, charge, generation, self._metrics)
+        if exchange.line is not None:
+            return LineAccount(self.journal, charge, generation, self._metrics)
+        account = Account(self.journal, charge, generation, self._metrics)
+        account.open()
+        return account
 
     async def recover(self) -> int:
         """Settle what dead gateways left open; how many charges that were. What an engine must be asked about waits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -41,6 +41,7 @@ class App:
         self._endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
         self.fastapi = self._routes()
         self._hot = {(endpoint.method, endpoint.path): endpoint for endpoint in self._endpoints if endpoint.hot}
+        self._inner = {endpoint.path: endpoint for endpoint in self._endpoints if endpoint.method == "POST"}
         origins = service.settings.cors_origins
         self._cors = Cors(origins) if origins else None
 
@@ -59,6 +60,15 @@ class App:
             return
         scope[_EXCHANGE] = exchange
         await self.fastapi(scope, receive, _tagging(exchange, send))
+
+    @property
+    def paths(self) -> Collection[str]:
+        """Where something can be posted."""
+        return self._inner.keys()
+
+    async def answer_inner(self, exchange: Exchange) -> None:
+        """Answer a request that was not sent through a socket."""
+        await self._answer(exchange, self._inner[exchange.path])
 
     async def _answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
         service = self.service
@@ -85,7 +95,9 @@ class App:
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        if endpoint.scope is not None:
+        if exchange.line is not None:
+            exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
+        elif endpoint.scope is not None:
             caller = exchange.caller = await self.service.authenticate(exchange, endpoint.scope)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")

@@ -31,7 +31,7 @@ async def metered(
     service: Service, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
 ) -> T:
     """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
-    counted = FixedWork(ModelName(embedder.name), tokens)
+    counted = FixedWork(ModelName(embedder.name), tokens, id=exchange.new_answer_id())
     begin = time.monotonic()
     try:
         reservation = await service.quotas.reserve(exchange, counted)

@@ -17,10 +17,12 @@ from penstock.gateway.api.admin import (
     pin_adapter,
     unload_adapter,
 )
+from penstock.gateway.api.batches import BatchRequest, cancel_batch, create_batch, get_batch, list_batches
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.completions import completions
 from penstock.gateway.api.conversations import delete_conversation, get_conversation, list_conversations
 from penstock.gateway.api.embeddings import embeddings
+from penstock.gateway.api.files import create_file, delete_file, file_content, get_file, list_files
 from penstock.gateway.api.health import live, ready
 from penstock.gateway.api.identity import (
     KeyRequest,
@@ -184,6 +186,15 @@ ENDPOINTS = (
         hot=True,
         serves_tokens=True,
     ),
+    Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches"),
+    Endpoint("GET", "/v1/files", list_files, "The files there are.", "Batches"),
+    Endpoint("GET", "/v1/files/{file}", get_file, "A file without its content.", "Batches"),
+    Endpoint("DELETE", "/v1/files/{file}", delete_file, "Delete a file.", "Batches"),
+    Endpoint("GET", "/v1/files/{file}/content", file_content, "What is in a file.", "Batches"),
+    Endpoint("POST", "/v1/batches", create_batch, "Run the requests in a file.", "Batches", BatchRequest),
+    Endpoint("GET", "/v1/batches", list_batches, "The batches there are.", "Batches"),
+    Endpoint("GET", "/v1/batches/{batch}", get_batch, "A batch and how far it is.", "Batches"),
+    Endpoint("POST", "/v1/batches/{batch}/cancel", cancel_batch, "Stop a batch.", "Batches"),
     Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),
     Endpoint(

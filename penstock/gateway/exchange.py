@@ -10,8 +10,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, MutableMapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,13 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 encode_json = msgspec.json.Encoder().encode
 
 
+class BatchLine(NamedTuple):
+    """Says that a request is one of a batch: it runs last, at the batch price, and is billed when it is answered."""
+
+    batch: str
+    number: int
+
+
 class ClientGone(PenstockError):
     """The client left, or stopped reading; there is nobody to answer."""
 
@@ -51,6 +58,8 @@ class Exchange:
         "caller",
         "dialect",
         "extra_headers",
+        "generations",
+        "line",
         "method",
         "path",
         "receive_s",
@@ -79,6 +88,9 @@ class Exchange:
         self.status: int | None = None
         self.body_read = False
         self.caller: Caller = OPEN_CALLER
+        self.line: BatchLine | None = None
+        """Set on a request of a batch; its caller is known then."""
+        self.generations = 0
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -95,8 +107,12 @@ class Exchange:
         return None
 
     def new_answer_id(self) -> str:
-        """For what is generated next: its name in the ledger, in the engine and to the client."""
-        return uuid.uuid4().hex
+        """For what is generated next: its name in the ledger, in the engine and to the client. A batch's line has the
+        same one however often it is tried, so that it is billed once."""
+        self.generations += 1
+        if self.line is None:
+            return uuid.uuid4().hex
+        return uuid.uuid5(uuid.NAMESPACE_URL, f"{self.line.batch}/{self.line.number}/{self.generations}").hex
 
     @property
     def elapsed_s(self) -> float:
@@ -162,6 +178,15 @@ class Exchange:
 
     async def reply_json(self, value: object, status: int = 200) -> None:
         await self.reply(status, encode_json(value))
+
+    async def reply_parts(self, parts: AsyncIterator[bytes], length: int, content_type: bytes) -> None:
+        """A body that is not in memory at one time."""
+        self.status = 200
+        headers = [*self._headers(content_type), (b"content-length", str(length).encode())]
+        await self._guarded({"type": "http.response.start", "status": 200, "headers": headers})
+        async for part in parts:
+            await self.write(part)
+        await self.end_stream()
 
     async def reply_error(self, error: ApiError) -> None:
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]

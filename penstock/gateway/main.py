@@ -173,7 +173,8 @@ async def serve(
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    servers = [_server(App(service, door), host, port, settings, room) for door, host, port in doors]
+    apps = [App(service, door) for door, _, _ in doors]
+    servers = [_server(app, host, port, settings, room) for app, (_, host, port) in zip(apps, doors, strict=True)]
     listeners = [asyncio.create_task(server.serve(), name="http listener") for server in servers]
     stopped = asyncio.create_task(stop.wait(), name="stop signal")
     watched = [*listeners, stopped]
@@ -183,6 +184,7 @@ async def serve(
         for (_, host, port), listener in zip(doors, listeners, strict=True):
             await _accepting(host, port, listener)
             log.info("listening", extra={"url": f"http://{host}:{port}"})
+        service.run_batches(apps[0].answer_inner, apps[0].paths)
         if listening is not None:
             listening(service)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)

@@ -14,6 +14,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.messages import template_messages
 from penstock.gateway.sampling import (
+    BATCH_PRIORITY,
     PRIORITIES,
     Limits,
     check_choices,
@@ -79,12 +80,22 @@ async def prepare_chat(
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
         stops=stops,
-        priority=PRIORITIES[request.service_tier or "auto"],
+        priority=priority_of(exchange, request.service_tier),
         speculation=request.speculation is not False,
-        time_limit_s=service.settings.time_limit_s,
+        time_limit_s=time_limit(service, exchange),
         want_logprobs=bool(request.logprobs),
         toolbox=toolbox,
     )
+
+
+def priority_of(exchange: Exchange, service_tier: str | None) -> int:
+    """In the engine; smaller goes first."""
+    return BATCH_PRIORITY if exchange.line is not None else PRIORITIES[service_tier or "auto"]
+
+
+def time_limit(service: Service, exchange: Exchange) -> float | None:
+    """Seconds that a request may generate."""
+    return service.settings.time_limit_s if exchange.line is None else service.settings.batches.time_limit_s
 
 
 async def chat_tokens(

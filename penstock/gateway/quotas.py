@@ -37,6 +37,7 @@ class Reservation:
     limits: list[Limit]
     reserved: Amounts
     price: Price
+    percent: int
 
 
 class Quotas:
@@ -61,24 +62,24 @@ class Quotas:
         model = generation.model
         price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
+        percent = self._prices.percent(price, exchange.caller.tier, batch=exchange.line is not None)
         count = 0 if aside else 1
-        amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most)))
+        amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most), percent=percent))
         id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways
         decision = await self._store.reserve(id, limits, amounts)
         if not aside:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
-        return Reservation(id, limits, amounts, price)
+        return Reservation(id, limits, amounts, price, percent)
 
     async def settle(self, reservation: Reservation, generation: Metered) -> None:
         used = Usage()
         if generation.billable:
             used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
         counted = reservation.reserved
-        amounts = Amounts(
-            counted.requests, used.prompt + used.completion, counted.concurrent, reservation.price.cost(used)
-        )
+        cost = reservation.price.cost(used, percent=reservation.percent)
+        amounts = Amounts(counted.requests, used.prompt + used.completion, counted.concurrent, cost)
         await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded
 
 PRIORITIES = {"priority": -1, "auto": 0, "default": 0, "flex": 1}
 """`service_tier` to engine priority (smaller first)."""
+BATCH_PRIORITY = 2
 SEED_MASK = 2**63 - 1
 
 

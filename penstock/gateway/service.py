@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +15,9 @@ from penstock.config.schema import CountersConfig
 from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.gateway.accounting import Accounts
+from penstock.gateway.batches.files import FileStore
+from penstock.gateway.batches.runner import Answerer, BatchRunner
+from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
@@ -51,6 +54,8 @@ T = TypeVar("T")
 
 CUT_S = 1.0
 """After the drain: how long requests that were cut may take to say so."""
+UPLOADS = 4
+"""Files that are read at one time: each is in memory while it is."""
 INLINE_CHARACTERS = 4096
 """Text up to this size is tokenized on the event loop: it takes less time than a thread's round trip."""
 
@@ -80,6 +85,11 @@ class Service:
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
         self.responses: ResponseStore | None = None
+        self.files: FileStore | None = None
+        self.batches: BatchStore | None = None
+        self._batch_runner: BatchRunner | None = None
+        self._paths: frozenset[str] = frozenset()
+        self.uploads = asyncio.Semaphore(UPLOADS)
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
         self.tools: ToolRegistry | None = None
@@ -119,6 +129,10 @@ class Service:
                     self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
                 )
                 await self.responses.prepare()
+            self.files = FileStore(self.database, keep_s=self.settings.batches.keep_files_s)
+            await self.files.prepare()
+            self.batches = BatchStore(self.database)
+            await self.batches.prepare()
             self.accounts = Accounts(
                 Ledger(self.database),
                 self.settings.price_book(),
@@ -140,9 +154,36 @@ class Service:
             await self.control.start()
         self.slices.start()
 
+    def run_batches(self, answer: Answerer, paths: Collection[str]) -> None:
+        """Take part in running batches; `answer` answers their requests, for the endpoints in `paths`."""
+        self._paths = frozenset(paths)
+        config = self.settings.batches
+        if self.batches is not None and self.files is not None and config.lines_at_once:
+            self._batch_runner = BatchRunner(
+                self.batches,
+                self.files,
+                answer,
+                self.holder,
+                lines_at_once=config.lines_at_once,
+                most_lines=config.most_lines,
+                lease_s=self.settings.gateway_timeout_s,
+            )
+            self._batch_runner.start()
+
+    def serves(self, path: str) -> bool:
+        """Whether requests of a batch may go there."""
+        return path in self._paths
+
+    def batches_changed(self) -> None:
+        """A batch was made here: look at once."""
+        if self._batch_runner is not None:
+            self._batch_runner.wake()
+
     async def close(self) -> None:
         if self.control is not None:
             await self.control.close()
+        if self._batch_runner is not None:
+            await self._batch_runner.close()
         await self.slices.close()
         if self.sessions is not None:
             await self.sessions.close()
@@ -189,6 +230,12 @@ class Service:
             raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
         return caller
 
+    async def holder(self, tenant: str, key: str) -> Caller:
+        """Who asked, earlier, for something that is done only now; raises when the key is not good any more."""
+        if self._keyring is None or not key:
+            return dataclasses.replace(self._open_caller, tenant=tenant)
+        return await self._keyring.holder(key)
+
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Finish something after its request is over; waited for at the end."""
         task = asyncio.create_task(work, name="after a request")
@@ -226,6 +273,8 @@ class Service:
         """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""
         self.draining = True
         self.metrics.draining.set(1)
+        if self._batch_runner is not None:
+            self._batch_runner.hold()
         for wait in (seconds, CUT_S):
             try:
                 async with asyncio.timeout(wait):

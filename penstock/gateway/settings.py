@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.schema import (
+    LAST_CLASS,
     Config,
     CountersConfig,
     EncoderConfig,
@@ -110,6 +112,7 @@ class GatewaySettings:
     tool_servers: tuple[ToolServerConfig, ...] = ()
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
+    batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
     log_level: str = "info"
 
@@ -121,12 +124,13 @@ class GatewaySettings:
         ] + [PriceEntry(Price.per_million(encoder.input_price, 0.0), model=encoder.name) for encoder in self.encoders]
         listed = [
             PriceEntry(
-                Price.per_million(entry.input_price, entry.output_price, entry.cached_price),
+                Price.per_million(entry.input_price, entry.output_price, entry.cached_price, entry.batch_percent),
                 model=entry.model, adapter=entry.adapter, tier=entry.tier,
             )
             for entry in self.prices
         ]  # fmt: skip
-        return PriceBook([*listed, *own])
+        last = [tier.name for tier in self.tiers if tier.priority == LAST_CLASS]
+        return PriceBook([*listed, *own], batch_tiers=last)
 
     def how_resilient(self) -> Resilience:
         """What a model's replicas do when one of them fails."""
@@ -198,6 +202,7 @@ class GatewaySettings:
             tool_servers=config.tool_servers,
             request_log=config.request_log,
             telemetry=config.telemetry,
+            batches=config.batches,
             log_format=config.logging.format,
             log_level=config.logging.level,
         )

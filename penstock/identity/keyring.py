@@ -71,6 +71,16 @@ class KeyRing:
         stored = await self._find(id)
         if stored is None or not matches(token, stored.digest):
             raise AuthenticationError(_WRONG)
+        return self._checked(stored)
+
+    async def holder(self, id: str) -> Caller:
+        """The caller that a key's public part stands for: for work that was asked for earlier with that key."""
+        stored = await self._find(id)
+        if stored is None:
+            raise AuthenticationError(f"The API key {id} does not exist any more.")
+        return self._checked(stored)
+
+    def _checked(self, stored: StoredKey) -> Caller:
         key, tenant = stored.key, stored.tenant
         if not key.usable(self._wall_clock()):
             raise AuthenticationError(f"The API key {key.id} is {'revoked' if key.revoked_at else 'expired'}.")

@@ -6,10 +6,11 @@ names the adapter before one that names the model before one that names the tier
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NANOS = 1_000_000_000
+HALF = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,14 @@ class Price:
     input: int = 0
     cached: int = 0
     output: int = 0
+    batch_percent: int = HALF
+    """How much of it batches pay."""
 
     @classmethod
-    def per_million(cls, input: float, output: float, cached: float | None = None) -> Price:
+    def per_million(cls, input: float, output: float, cached: float | None = None, batch_percent: int = HALF) -> Price:
         """From dollars per million tokens; cached prompt tokens cost half when not said."""
-        return cls(round(input * 1000), round((input / 2 if cached is None else cached) * 1000), round(output * 1000))
+        cached = input / 2 if cached is None else cached
+        return cls(round(input * 1000), round(cached * 1000), round(output * 1000), batch_percent)
 
     def cost(self, usage: Usage, *, percent: int = 100) -> int:
         """Nanodollars, rounded down; `percent` of the price is charged."""
@@ -51,9 +55,10 @@ class PriceEntry:
 
 
 class PriceBook:
-    """Finds the price of a request."""
+    """Finds the price of a request. `batch_tiers`: those whose requests all run as batches do, last and for less."""
 
-    def __init__(self, entries: Sequence[PriceEntry]) -> None:
+    def __init__(self, entries: Sequence[PriceEntry], *, batch_tiers: Collection[str] = ()) -> None:
+        self._batch_tiers = frozenset(batch_tiers)
         self._entries = sorted(entries, key=lambda entry: (entry.adapter == "", entry.model == "", entry.tier == ""))
 
     def price(self, model: str, adapter: str = "", tier: str = "") -> Price:
@@ -61,6 +66,10 @@ class PriceBook:
             if entry.adapter in ("", adapter) and entry.model in ("", model) and entry.tier in ("", tier):
                 return entry.price
         return Price()
+
+    def percent(self, price: Price, tier: str, *, batch: bool) -> int:
+        """How much of `price` a request pays."""
+        return price.batch_percent if batch or tier in self._batch_tiers else 100
 
 
 def dollars(nanos: int) -> str:

@@ -15,9 +15,8 @@ from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.logprobs import finite
-from penstock.gateway.preparing import identify, open_route
+from penstock.gateway.preparing import identify, open_route, priority_of, time_limit
 from penstock.gateway.sampling import (
-    PRIORITIES,
     check_choices,
     check_token_ids,
     fit,
@@ -66,9 +65,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
         stops=stops,
-        priority=PRIORITIES[request.service_tier or "auto"],
+        priority=priority_of(exchange, request.service_tier),
         speculation=request.speculation is not False,
-        time_limit_s=service.settings.time_limit_s,
+        time_limit_s=time_limit(service, exchange),
         want_logprobs=request.logprobs is not None,
         discard=only_prompt,
         continuation=True,

@@ -1,0 +1,190 @@
+"""Files of tenants in the table store: text, cut at line ends into parts, so that no statement is large.
+
+A file is visible once all of it is there; what an upload or a batch left unfinished is removed when it is old. A file
+belongs to a tenant and is never found by another.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from penstock.storage import Database, Row, Statement
+
+PART = 512 * 1024
+"""Characters of a part, unless a single line is longer."""
+UNFINISHED_S = 3600.0
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, "
+        "purpose TEXT NOT NULL, bytes BIGINT NOT NULL, complete INTEGER NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION)",
+        "CREATE TABLE IF NOT EXISTS file_parts (file_id TEXT NOT NULL, number INTEGER NOT NULL, content TEXT NOT NULL, "
+        "PRIMARY KEY (file_id, number))",
+        "CREATE INDEX IF NOT EXISTS files_by_tenant ON files (tenant, created_at)",
+    ),
+)
+_COLUMNS = "id, tenant, filename, purpose, bytes, created_at, expires_at"
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file without its content."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: float
+    expires_at: float | None
+
+    def shown(self) -> dict[str, Any]:
+        """As the wire has it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": int(self.created_at),
+            "expires_at": None if self.expires_at is None else int(self.expires_at),
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class FileWriter:
+    """A file being written. Nobody sees it before `finished`'s statement has run."""
+
+    def __init__(self, database: Database, file: File) -> None:
+        self._database = database
+        self.file = file
+        self._parts = 0
+        self._waiting: list[str] = []
+        self._size = 0
+        self._bytes = 0
+
+    async def add(self, text: str) -> None:
+        """Whole lines."""
+        self._waiting.append(text)
+        self._size += len(text)
+        if self._size >= PART:
+            await self._flush()
+
+    async def finished(self) -> Statement:
+        """Write what is left; the statement that makes the file appear."""
+        await self._flush()
+        return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (self._bytes, self.file.id)
+
+    async def _flush(self) -> None:
+        if not self._waiting:
+            return
+        content = "".join(self._waiting)
+        await self._database.execute(
+            "INSERT INTO file_parts (file_id, number, content) VALUES (?, ?, ?)", self.file.id, self._parts, content
+        )
+        self._parts += 1
+        self._bytes += len(content.encode())
+        self._waiting, self._size = [], 0
+
+
+class FileStore:
+    """All files."""
+
+    def __init__(self, database: Database, *, keep_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._keep_s = keep_s
+        self._clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("files", _VERSIONS)
+
+    async def begin(self, tenant: str, filename: str, purpose: str, *, keep_s: float | None = None) -> FileWriter:
+        now = self._clock()
+        file = File(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, 0, now, now + (keep_s or self._keep_s))
+        await self._database.execute(
+            "INSERT INTO files (id, tenant, filename, purpose, bytes, complete, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, 0, 0, ?, ?)",
+            file.id, tenant, filename, purpose, file.created_at, file.expires_at,
+        )  # fmt: skip
+        return FileWriter(self._database, file)
+
+    async def create(self, tenant: str, filename: str, purpose: str, text: str, *, keep_s: float | None = None) -> File:
+        writer = await self.begin(tenant, filename, purpose, keep_s=keep_s)
+        for part in parts(text):
+            await writer.add(part)
+        await self._database.transact([await writer.finished()])
+        return msgspec.structs.replace(writer.file, bytes=len(text.encode()))
+
+    async def get(self, id: str, tenant: str) -> File | None:
+        rows = await self._database.fetch(
+            f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND complete = 1 AND expires_at > ?",
+            id, tenant, self._clock(),
+        )  # fmt: skip
+        return _file(rows[0]) if rows else None
+
+    async def page(
+        self, tenant: str, *, purpose: str | None, after: File | None, newest: bool, limit: int
+    ) -> list[File]:
+        where, values = "tenant = ? AND complete = 1 AND expires_at > ?", list[Any]((tenant, self._clock()))
+        if purpose is not None:
+            where += " AND purpose = ?"
+            values.append(purpose)
+        sign, order = ("<", "DESC") if newest else (">", "ASC")
+        if after is not None:
+            where += f" AND (created_at {sign} ? OR (created_at = ? AND id {sign} ?))"
+            values += [after.created_at, after.created_at, after.id]
+        rows = await self._database.fetch(
+            f"SELECT {_COLUMNS} FROM files WHERE {where} ORDER BY created_at {order}, id {order} LIMIT {int(limit)}",
+            *values,
+        )
+        return [_file(row) for row in rows]
+
+    async def used(self, tenant: str) -> int:
+        """Bytes that a tenant's files have."""
+        rows = await self._database.fetch(
+            "SELECT CAST(COALESCE(SUM(bytes), 0) AS BIGINT) FROM files WHERE tenant = ? AND expires_at > ?",
+            tenant, self._clock(),
+        )  # fmt: skip
+        return int(rows[0][0])
+
+    async def content(self, id: str) -> AsyncIterator[str]:
+        """The parts of a file; each ends at the end of a line."""
+        number = 0
+        while rows := await self._database.fetch(
+            "SELECT content FROM file_parts WHERE file_id = ? AND number = ?", id, number
+        ):
+            yield rows[0][0]
+            number += 1
+
+    async def delete(self, id: str) -> None:
+        await self._database.transact(
+            [("DELETE FROM files WHERE id = ?", (id,)), ("DELETE FROM file_parts WHERE file_id = ?", (id,))]
+        )
+
+    async def sweep(self) -> None:
+        """Remove what has expired, and what was never finished."""
+        rows = await self._database.fetch(
+            "SELECT id FROM files WHERE expires_at <= ? OR (complete = 0 AND created_at <= ?) LIMIT 100",
+            self._clock(), self._clock() - UNFINISHED_S,
+        )  # fmt: skip
+        for (id,) in rows:
+            await self.delete(id)
+
+
+def parts(text: str) -> Iterator[str]:
+    """Pieces of about `PART` characters that end where lines end."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PART)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def _file(row: Row) -> File:
+    return File(*row)

@@ -1,0 +1,67 @@
+"""A request that comes from a batch and not from a socket: the same ASGI conversation, held in memory.
+
+It takes the way of every other request, through validation, limits, guardrails, engine and request log; what is
+different about it is said by `BatchLine`, which its `Exchange` carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+
+from penstock.gateway.exchange import BatchLine, Exchange, Message
+from penstock.identity import Caller
+
+
+@dataclass(slots=True)
+class Reply:
+    """What was answered; no status when the request was broken off."""
+
+    request_id: str
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class Inner:
+    """One such request. When `gone` is set its client has left."""
+
+    def __init__(self, path: str, body: bytes, line: BatchLine, caller: Caller, gone: asyncio.Event) -> None:
+        self._body: bytes | None = body
+        self._gone = gone
+        self._parts: list[bytes] = []
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+        }
+        self.exchange = Exchange(scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0)
+        self.exchange.line = line
+        self.exchange.caller = caller
+        self._reply = Reply(request_id)
+
+    @property
+    def reply(self) -> Reply:
+        self._reply.body = b"".join(self._parts)
+        return self._reply
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._reply.status = message["status"]
+            self._reply.headers = {
+                name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]
+            }
+        else:
+            self._parts.append(message.get("body", b""))

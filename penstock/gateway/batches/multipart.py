@@ -1,0 +1,80 @@
+"""Forms with files in them (`multipart/form-data`), read whole: the body's size was limited before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from penstock.protocol.errors import InvalidRequest
+
+MOST_FIELDS = 32
+
+
+@dataclass(slots=True)
+class Field:
+    """One part of a form. `filename` is empty when it is not a file."""
+
+    name: str
+    filename: str
+    content: bytes
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Collects what the parser finds."""
+
+    fields: list[Field] = field(default_factory=list)
+    _headers: dict[bytes, bytes] = field(default_factory=dict)
+    _name: bytearray = field(default_factory=bytearray)
+    _value: bytearray = field(default_factory=bytearray)
+    _content: list[bytes] = field(default_factory=list)
+
+    def begin(self) -> None:
+        if len(self.fields) >= MOST_FIELDS:
+            raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields.")
+        self._headers, self._content = {}, []
+
+    def header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def header_end(self) -> None:
+        self._headers[bytes(self._name).lower()] = bytes(self._value)
+        self._name, self._value = bytearray(), bytearray()
+
+    def data(self, data: bytes, start: int, end: int) -> None:
+        self._content.append(data[start:end])
+
+    def end(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        name, filename = (options.get(key, b"").decode("utf-8", "replace") for key in (b"name", b"filename"))
+        self.fields.append(Field(name, filename, b"".join(self._content)))
+
+
+def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:
+    """The fields of a form by name; the last of one name counts. Raises what is wrong with it."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or b"boundary" not in options:
+        raise InvalidRequest("A file is sent as a form: `content-type: multipart/form-data` with a boundary.")
+    reader = _Reader()
+    parser = MultipartParser(
+        options[b"boundary"],
+        {
+            "on_part_begin": reader.begin,
+            "on_header_field": reader.header_name,
+            "on_header_value": reader.header_value,
+            "on_header_end": reader.header_end,
+            "on_part_data": reader.data,
+            "on_part_end": reader.end,
+        },
+    )
+    try:
+        parser.write(body)
+        parser.finalize()
+    except MultipartParseError as error:
+        raise InvalidRequest(f"The form cannot be read: {error}.") from None
+    return {field.name: field for field in reader.fields}

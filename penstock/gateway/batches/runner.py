@@ -1,0 +1,291 @@
+"""Runs batches: claims one, checks its input, answers its lines a few at a time, writes its files.
+
+Whatever happens to this process, the batch goes on elsewhere from the answers that were written: a line is done when
+its answer is in the store, and is billed once under a charge id made from the batch and its number. Lines run at the
+lowest priority; one that is refused because there is no room waits and tries again until the batch's time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Literal
+
+from penstock.gateway.batches.files import FileStore
+from penstock.gateway.batches.inner import Inner, Reply
+from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
+from penstock.gateway.batches.store import Answer, Batch, BatchStore
+from penstock.gateway.exchange import BatchLine, Exchange, encode_json
+from penstock.identity import Caller
+from penstock.protocol.errors import ApiError, AuthenticationError
+from penstock.storage import DatabaseError, Statement
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""Batches that one gateway runs side by side, so that a short one need not wait for a long one."""
+SWEEP_S = 600.0
+LONGEST_PAUSE_S = 30.0
+ATTEMPTS = 5
+"""How often a line is tried that the server failed on; one that found no room is tried until it does."""
+
+Reason = Literal["cancelled", "expired", "held", "lost"]
+FindCaller = Callable[[str, str], Awaitable[Caller]]
+Answerer = Callable[[Exchange], Awaitable[None]]
+_WHY: dict[str, tuple[str, str]] = {
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
+    "expired": ("batch_expired", "This request could not be answered before the completion window was over."),
+}
+
+
+class _Stop:
+    """Why a batch ends early. `held`: lines that run may finish; otherwise they are broken off."""
+
+    def __init__(self) -> None:
+        self.reason: Reason | None = None
+        self.now = asyncio.Event()
+
+    def set(self, reason: Reason) -> None:
+        if self.reason in (None, "held"):
+            self.reason = reason
+        if reason != "held":
+            self.now.set()
+
+
+class BatchRunner:
+    """One per gateway process."""
+
+    def __init__(
+        self,
+        batches: BatchStore,
+        files: FileStore,
+        answer: Answerer,
+        caller: FindCaller,
+        *,
+        lines_at_once: int,
+        most_lines: int,
+        lease_s: float,
+    ) -> None:
+        self._batches = batches
+        self._files = files
+        self._answer = answer
+        self._caller = caller
+        self._most_lines = most_lines
+        self._lease_s = lease_s
+        self._lines_at_once = lines_at_once
+        self._slots = asyncio.Semaphore(lines_at_once)
+        self._name = uuid.uuid4().hex
+        self._running: dict[str, tuple[asyncio.Task[None], _Stop]] = {}
+        self._wake = asyncio.Event()
+        self._held = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="batch runner")
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def hold(self) -> None:
+        """Begin nothing more: the gateway drains."""
+        self._held = True
+        for _, stop in self._running.values():
+            stop.set("held")
+
+    async def close(self) -> None:
+        self.hold()
+        tasks = [task for task, _ in self._running.values()]
+        if self._task is not None:
+            tasks.append(self._task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        swept = float("-inf")
+        while not self._held:
+            try:
+                if loop.time() - swept > SWEEP_S:
+                    swept = loop.time()
+                    await self._files.sweep()
+                while len(self._running) < AT_ONCE and (batch := await self._claim()) is not None:
+                    stop = _Stop()
+                    task = asyncio.create_task(self._drive(batch, stop), name=batch.id)
+                    self._running[batch.id] = (task, stop)
+                    task.add_done_callback(self._ended)
+            except DatabaseError as error:
+                log.warning("batches cannot be read: %s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._lease_s / 4)
+            self._wake.clear()
+
+    async def _claim(self) -> Batch | None:
+        return await self._batches.claim(self._name, self._lease_s, besides=list(self._running))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.pop(task.get_name(), None)
+        self._wake.set()
+
+    async def _drive(self, batch: Batch, stop: _Stop) -> None:
+        """Run a batch and keep its lease meanwhile; what goes wrong with the store leaves it to a later claim."""
+        work = asyncio.create_task(self._work(batch, stop), name=f"{batch.id} work")
+        try:
+            while not (await asyncio.wait((work,), timeout=min(2.0, self._lease_s / 4)))[0]:
+                status = await self._batches.renew(batch.id, self._name, self._lease_s)
+                if status is None:
+                    log.warning("%s is run by another gateway now", batch.id)
+                    return
+                if status == "cancelling":
+                    stop.set("cancelled")
+                elif status == "in_progress" and self._batches.clock() >= (batch.expires_at or float("inf")):
+                    stop.set("expired")
+            await work
+        except DatabaseError as error:
+            log.warning("%s waits: %s", batch.id, error)
+        except Exception:
+            log.exception("%s failed; it is tried again later", batch.id)
+        finally:
+            stop.set("lost")
+            work.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await work
+            with suppress(DatabaseError):
+                await self._batches.release(batch.id, self._name)
+
+    async def _work(self, batch: Batch, stop: _Stop) -> None:
+        if batch.status == "cancelling":
+            stop.set("cancelled")
+        if batch.status == "validating" and not await self._validate(batch):
+            return
+        if batch.status != "finalizing":
+            await self._answer_lines(batch, stop)
+        if stop.reason is None or stop.reason in ("cancelled", "expired"):
+            await self._finish(batch, stop.reason)
+
+    async def _validate(self, batch: Batch) -> bool:
+        """Whether the batch goes on; what is wrong with its file is written down."""
+        if await self._files.get(batch.input_file_id, batch.tenant) is None:
+            problems = [Problem("file_not_found", f"The file {batch.input_file_id} is not there any more.")]
+        else:
+            check = Check(batch.endpoint, self._most_lines)
+            first = 1
+            async for part in self._files.content(batch.input_file_id):
+                await asyncio.to_thread(check.add, numbered(part, first))
+                first += part.count("\n")
+            problems = check.finish()
+        if problems:
+            await self._batches.failed(batch.id, self._name, problems)
+            return False
+        return await self._batches.begun(batch.id, self._name, check.count)
+
+    async def _lines(self, batch: Batch) -> AsyncIterator[tuple[int, str]]:
+        """The lines that have no answer yet."""
+        done = await self._batches.answered(batch.id)
+        first = 1
+        async for part in self._files.content(batch.input_file_id):
+            for number, text in numbered(part, first):
+                if number not in done:
+                    yield number, text
+            first += part.count("\n")
+
+    async def _answer_lines(self, batch: Batch, stop: _Stop) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            async for number, text in self._lines(batch):
+                await self._slots.acquire()
+                if stop.reason is not None:
+                    self._slots.release()
+                    break
+                task = asyncio.create_task(self._answer_line(batch, number, text, stop), name=f"{batch.id} {number}")
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                task.add_done_callback(lambda _: self._slots.release())
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer_line(self, batch: Batch, number: int, text: str, stop: _Stop) -> None:
+        line = read(text)
+        attempt = 0
+        while stop.reason is None:
+            attempt += 1
+            reply = await self._ask(batch, number, bytes(line.body), stop)
+            if reply.status is None or stop.now.is_set():
+                return
+            pause = _pause(reply, attempt)
+            if pause is None:
+                answer = Answer(
+                    number, reply.status == 200, answered(line.custom_id, reply.status, reply.request_id, reply.body)
+                )
+                await self._batches.add([answer], batch.id)
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.now.wait(), pause)
+
+    async def _ask(self, batch: Batch, number: int, body: bytes, stop: _Stop) -> Reply:
+        try:
+            caller = await self._caller(batch.tenant, batch.key)
+        except AuthenticationError as error:
+            return Reply(f"req_{uuid.uuid4().hex}", error.status, {}, encode_json(error.body()))
+        except ApiError as error:  # the store of keys is away
+            return Reply("", error.status, dict(error.headers()))
+        inner = Inner(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now)
+        await self._answer(inner.exchange)
+        return inner.reply
+
+    async def _finish(self, batch: Batch, why: Reason | None) -> None:
+        if why is None and batch.status != "finalizing" and not await self._batches.finalizing(batch.id, self._name):
+            return  # cancelled at the last moment, or lost: the next claim sees which
+        if why is not None:
+            await self._write_off(batch, *_WHY[why])
+        statements: list[Statement] = []
+        output = await self._compose(batch, True, statements)
+        errors = await self._compose(batch, False, statements)
+        status: Literal["completed", "expired", "cancelled"] = "completed"
+        if why == "cancelled" or why == "expired":
+            status = why
+        await self._batches.finish(batch.id, self._name, status, output=output, errors=errors, with_files=statements)
+        log.info("%s is %s", batch.id, status)
+
+    async def _write_off(self, batch: Batch, code: str, message: str) -> None:
+        """An entry in the error file for every line that has no answer."""
+        answers: list[Answer] = []
+        async for number, text in self._lines(batch):
+            with suppress(ValueError):  # one that was cancelled before its input was checked
+                answers.append(Answer(number, False, unanswered(read(text).custom_id, code, message)))
+            if len(answers) >= 500:
+                await self._batches.add(answers, batch.id)
+                answers = []
+        await self._batches.add(answers, batch.id)
+
+    async def _compose(self, batch: Batch, ok: bool, statements: list[Statement]) -> str | None:
+        """Write a file of answers; its id, or None when there are none. It appears when `statements` are run."""
+        page = await self._batches.answers(batch.id, ok=ok)
+        if not page:
+            return None
+        name = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
+        writer = await self._files.begin(batch.tenant, name, "batch_output")
+        while page:
+            await writer.add("".join(answer.content for answer in page))
+            page = await self._batches.answers(batch.id, ok=ok, after=page[-1].line)
+        statements.append(await writer.finished())
+        return writer.file.id
+
+
+def _pause(reply: Reply, attempt: int) -> float | None:
+    """How long to wait before a line is tried again; None when the answer stands."""
+    status = reply.status or 500
+    if status < 429 and status != 408:
+        return None
+    room = status in (429, 503)
+    if reply.headers.get("x-should-retry") == "false" or (not room and attempt >= ATTEMPTS):
+        return None
+    told = reply.headers.get("retry-after", "")
+    longer = min(0.5 * 2 ** min(attempt, 10), LONGEST_PAUSE_S)
+    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else longer

@@ -1,0 +1,277 @@
+"""Batches in the table store: their state, whose turn it is to run them, and the answers so far.
+
+A batch is run by the one gateway that holds its lease; a lease that is not renewed ends, and another gateway goes on
+from the answers that are there. A line has one answer: the first that was written. Every change that a runner makes
+is made only while the lease is its own.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.gateway.batches.lines import Problem
+from penstock.storage import Database, Row, Statement
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ACTIVE: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+_TIMES = (
+    "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
+    "cancelled_at",
+)  # fmt: skip
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS batches (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, user_id TEXT NOT NULL, "
+        "key_id TEXT NOT NULL, endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, "
+        "metadata TEXT NOT NULL, status TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL, "
+        + "".join(f"{name} DOUBLE PRECISION, " for name in _TIMES)
+        + "total BIGINT NOT NULL DEFAULT 0, completed BIGINT NOT NULL DEFAULT 0, failed BIGINT NOT NULL DEFAULT 0, "
+        "errors TEXT NOT NULL DEFAULT '', output_file_id TEXT, error_file_id TEXT, "
+        "runner TEXT NOT NULL DEFAULT '', leased_until DOUBLE PRECISION NOT NULL DEFAULT 0)",
+        "CREATE INDEX IF NOT EXISTS batches_by_tenant ON batches (tenant, created_at)",
+        "CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status, leased_until)",
+        "CREATE TABLE IF NOT EXISTS batch_answers (batch_id TEXT NOT NULL, line BIGINT NOT NULL, ok INTEGER NOT NULL, "
+        "content TEXT NOT NULL, PRIMARY KEY (batch_id, line))",
+    ),
+)
+_COLUMNS = (
+    "id", "tenant", "user_id", "key_id", "endpoint", "input_file_id", "completion_window", "metadata", "status",
+    "created_at", *_TIMES, "total", "completed", "failed", "errors", "output_file_id", "error_file_id",
+)  # fmt: skip
+_LISTED = ", ".join(_COLUMNS)
+_IN_ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A batch as it is stored. The fields are the table's columns, in order."""
+
+    id: str
+    tenant: str
+    user: str
+    key: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: str
+    status: Status
+    created_at: float
+    in_progress_at: float | None = None
+    expires_at: float | None = None
+    finalizing_at: float | None = None
+    completed_at: float | None = None
+    failed_at: float | None = None
+    expired_at: float | None = None
+    cancelling_at: float | None = None
+    cancelled_at: float | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: str = ""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the wire has it."""
+        times = {name: getattr(self, name) for name in _TIMES}
+        problems = msgspec.json.decode(self.errors) if self.errors else None
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": None if problems is None else {"object": "list", "data": problems},
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": int(self.created_at),
+            **{name: None if at is None else int(at) for name, at in times.items()},
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": msgspec.json.decode(self.metadata),
+        }
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What goes into a batch's output file, or its error file when not `ok`."""
+
+    line: int
+    ok: bool
+    content: str
+
+
+class BatchStore:
+    """All batches."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self.clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("batches", _VERSIONS)
+
+    async def create(
+        self,
+        tenant: str,
+        *,
+        user: str,
+        key: str,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: float,
+        metadata: dict[str, str],
+    ) -> Batch:
+        now = self.clock()
+        batch = Batch(
+            f"batch_{uuid.uuid4().hex}", tenant, user, key, endpoint, input_file_id, window,
+            msgspec.json.encode(metadata).decode(), "validating", now, expires_at=now + window_s,
+        )  # fmt: skip
+        values = [getattr(batch, field) for field in Batch.__struct_fields__]
+        await self._database.execute(
+            f"INSERT INTO batches ({_LISTED}) VALUES ({', '.join('?' * len(values))})", *values
+        )
+        return batch
+
+    async def get(self, id: str, tenant: str) -> Batch | None:
+        rows = await self._database.fetch(f"SELECT {_LISTED} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
+        return await self._with_counts(Batch(*rows[0])) if rows else None
+
+    async def page(self, tenant: str, *, after: Batch | None, limit: int) -> list[Batch]:
+        """Newest first."""
+        where, values = "tenant = ?", list[Any]((tenant,))
+        if after is not None:
+            where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
+            values += [after.created_at, after.created_at, after.id]
+        rows = await self._database.fetch(
+            f"SELECT {_LISTED} FROM batches WHERE {where} ORDER BY created_at DESC, id DESC LIMIT {int(limit)}", *values
+        )
+        return [await self._with_counts(Batch(*row)) for row in rows]
+
+    async def cancel(self, id: str, tenant: str) -> bool:
+        """Whether it could still be cancelled; whoever runs it sees it soon."""
+        changed = await self._database.execute(
+            "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ? AND tenant = ? "
+            "AND status IN ('validating', 'in_progress')",
+            self.clock(), id, tenant,
+        )  # fmt: skip
+        return bool(changed)
+
+    async def uses(self, file_id: str) -> bool:
+        """Whether a batch that is not over reads this file."""
+        rows = await self._database.fetch(
+            f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN ({_IN_ACTIVE}) LIMIT 1", file_id
+        )
+        return bool(rows)
+
+    async def claim(self, runner: str, lease_s: float, *, besides: Sequence[str] = ()) -> Batch | None:
+        """Take the oldest batch that nobody runs."""
+        now = self.clock()
+        rows = await self._database.fetch(
+            f"SELECT {_LISTED} FROM batches WHERE status IN ({_IN_ACTIVE}) AND leased_until <= ? ORDER BY created_at "
+            "LIMIT 32", now,
+        )  # fmt: skip
+        for row in rows:
+            batch = Batch(*row)
+            if batch.id not in besides and await self._database.execute(
+                f"UPDATE batches SET runner = ?, leased_until = ? WHERE id = ? AND leased_until <= ? "
+                f"AND status IN ({_IN_ACTIVE})",
+                runner, now + lease_s, batch.id, now,
+            ):  # fmt: skip
+                return batch
+        return None
+
+    async def renew(self, id: str, runner: str, lease_s: float) -> Status | None:
+        """The batch's status, with the lease prolonged; None when it has gone to somebody else."""
+        renewed = await self._database.execute(
+            "UPDATE batches SET leased_until = ? WHERE id = ? AND runner = ?", self.clock() + lease_s, id, runner
+        )
+        if not renewed:
+            return None
+        rows = await self._database.fetch("SELECT status FROM batches WHERE id = ?", id)
+        status: Status = rows[0][0]
+        return status
+
+    async def release(self, id: str, runner: str) -> None:
+        """Give the batch to whoever wants it."""
+        await self._database.execute(
+            "UPDATE batches SET runner = '', leased_until = 0 WHERE id = ? AND runner = ?", id, runner
+        )
+
+    async def begun(self, id: str, runner: str, total: int) -> bool:
+        """The input is good. False: it was cancelled meanwhile, or the lease is lost."""
+        changed = await self._database.execute(
+            "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
+            "WHERE id = ? AND runner = ? AND status = 'validating'",
+            self.clock(), total, id, runner,
+        )  # fmt: skip
+        return bool(changed)
+
+    async def failed(self, id: str, runner: str, problems: Sequence[Problem]) -> None:
+        """It cannot be run at all."""
+        await self._database.execute(
+            "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, runner = '' WHERE id = ? AND runner = ?",
+            self.clock(), msgspec.json.encode(problems).decode(), id, runner,
+        )  # fmt: skip
+
+    async def add(self, answers: Sequence[Answer], id: str) -> None:
+        """The first answer of a line stays."""
+        insert = (
+            "INSERT INTO batch_answers (batch_id, line, ok, content) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (batch_id, line) DO NOTHING"
+        )
+        await self._database.transact([(insert, (id, one.line, int(one.ok), one.content)) for one in answers])
+
+    async def answered(self, id: str) -> set[int]:
+        """The lines that have an answer."""
+        rows = await self._database.fetch("SELECT line FROM batch_answers WHERE batch_id = ?", id)
+        return {line for (line,) in rows}
+
+    async def answers(self, id: str, *, ok: bool, after: int = -1, limit: int = 200) -> list[Answer]:
+        """Answers in the order of their lines."""
+        rows = await self._database.fetch(
+            "SELECT line, content FROM batch_answers WHERE batch_id = ? AND ok = ? AND line > ? ORDER BY line "
+            f"LIMIT {int(limit)}", id, int(ok), after,
+        )  # fmt: skip
+        return [Answer(line, ok, content) for line, content in rows]
+
+    async def finalizing(self, id: str, runner: str) -> bool:
+        changed = await self._database.execute(
+            "UPDATE batches SET status = 'finalizing', finalizing_at = ? "
+            "WHERE id = ? AND runner = ? AND status = 'in_progress'",
+            self.clock(), id, runner,
+        )  # fmt: skip
+        return bool(changed)
+
+    async def finish(
+        self,
+        id: str,
+        runner: str,
+        status: Literal["completed", "expired", "cancelled"],
+        *,
+        output: str | None,
+        errors: str | None,
+        with_files: Sequence[Statement],
+    ) -> bool:
+        """The end: files appear, the counts are fixed, the answers are forgotten, all at once."""
+        count = "(SELECT COUNT(*) FROM batch_answers WHERE batch_id = ? AND ok = ?)"
+        ended = (
+            f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
+            f"completed = {count}, failed = {count}, runner = '' WHERE id = ? AND runner = ?",
+            (status, self.clock(), output, errors, id, 1, id, 0, id, runner),
+        )
+        forgotten = ("DELETE FROM batch_answers WHERE batch_id = ?", (id,))
+        return (await self._database.transact([ended, *with_files, forgotten], guarded=True))[0] > 0
+
+    async def _with_counts(self, batch: Batch) -> Batch:
+        """Of one that runs, the counts so far."""
+        if batch.status not in ACTIVE:
+            return batch
+        rows: list[Row] = await self._database.fetch(
+            "SELECT ok, COUNT(*) FROM batch_answers WHERE batch_id = ? GROUP BY ok", batch.id
+        )
+        counts = {bool(ok): count for ok, count in rows}
+        return msgspec.structs.replace(batch, completed=counts.get(True, 0), failed=counts.get(False, 0))
