@@ -204,7 +204,7 @@ async def test_a_batch_goes_on_where_a_gateway_stopped_and_no_line_is_answered_o
     def slow() -> ScriptedEngine:
         return ScriptedEngine(text, lambda request: [ord("a")] * 20, step_s=0.01)
 
-    options = settings(store_url, batches=BatchesConfig(lines_at_once=3), drain_s=0.0)
+    options = settings(store_url, batches=BatchesConfig(lines_at_once=3), drain_s=0.0, gateway_timeout_s=3.0)
     content = jsonl(*(request(str(number), max_tokens=20) for number in range(12)))
     first = slow()
     async with serving(first, **options) as running, client_of(running) as client:

@@ -77,6 +77,7 @@ def test_a_request_that_was_aborted_or_left_behind_is_counted_to_its_end() -> No
         other.hello()
         client.submit("a:0.0.0", tokens=1000)
         other.submit("b:0.0.0", tokens=1000)
+        assert eventually(lambda: len(engine.running) == 2)
         assert ask(client, "b")[0].finish_reason is None
         client.send(Abort("a:0.0.0"))
         tokens, _ = client.finish("a:0.0.0")
