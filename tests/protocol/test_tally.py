@@ -82,6 +82,6 @@ def test_a_request_that_was_aborted_or_left_behind_is_counted_to_its_end() -> No
         client.send(Abort("a:0.0.0"))
         tokens, _ = client.finish("a:0.0.0")
         (aborted,) = ask(client, "a")
-        assert 0 < len(tokens) <= aborted.tokens and aborted.finish_reason == "abort"
+        assert len(tokens) <= aborted.tokens and aborted.finish_reason == "abort"
         other.send(Goodbye())
         assert eventually(lambda: ask(client, "b")[0].finish_reason == "abort")
