@@ -118,6 +118,8 @@ _DEVICES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
 
 
 def add_engine_metrics(registry: Registry, engines: Engines) -> None:
+    engines = registry.once(engines)
+
     def loads(kind: str, name: str, help: str, value: Callable[[Load], float]) -> None:
         registry.sampled(
             kind,

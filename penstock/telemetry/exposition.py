@@ -1,7 +1,7 @@
 """Counters, gauges and histograms that cost a fraction of a microsecond, rendered as Prometheus text.
 
 The event loop is the only writer, so there are no locks; labels are rendered once, when a child is made, and the text
-of a histogram nobody touched since the last scrape is kept, so that a scraper polling every 50 ms costs little. That,
+of what nobody touched since the last scrape is kept, so that a scraper polling every 50 ms costs little. That,
 and sums over thousands of streams per second, is why this is not the client library (the tests parse our output with
 it).
 
@@ -15,6 +15,8 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
+from operator import ne
 from typing import Literal, TypeVar
 
 import msgspec
@@ -133,7 +135,12 @@ class _Scalar(Family):
     def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
         super().__init__(name, help, labels)
         self._children: dict[tuple[str, ...], Value] = {}
-        self._prefixes: list[tuple[str, Value]] = []
+        self._prefixes: list[str] = []
+        """In the order of the children."""
+        self._written: list[float] = []
+        """What each child was when it was last written, and the line that says so: few change between two scrapes."""
+        self._lines: list[str] = []
+        self._text = ""
         if not self.labels:
             self.child()
 
@@ -143,11 +150,22 @@ class _Scalar(Family):
             if len(self._children) >= MOST_CHILDREN and (values := (OTHER,) * len(values)) in self._children:
                 return self._children[values]
             found = self._children[values] = Value()
-            self._prefixes.append((f"{self.name}{render_labels(self.labels, values)} ", found))
+            self._prefixes.append(f"{self.name}{render_labels(self.labels, values)} ")
+            self._written.append(math.nan)  # equal to nothing
+            self._lines.append("")
         return found
 
     def samples(self) -> Iterable[tuple[str, float]]:
-        return ((prefix, child.value) for prefix, child in self._prefixes)
+        return zip(self._prefixes, (child.value for child in self._children.values()), strict=True)
+
+    def lines(self, openmetrics: bool) -> Iterable[str]:
+        values = [child.value for child in self._children.values()]
+        if values != self._written:
+            for index in compress(range(len(values)), map(ne, values, self._written)):
+                self._lines[index] = f"{self._prefixes[index]}{number(values[index])}\n"
+            self._written = values
+            self._text = "".join(self._lines)
+        return (self._text,)
 
 
 class Counter(_Scalar):
@@ -278,6 +296,7 @@ def render(readings: Iterable[Readings], openmetrics: bool = False) -> bytes:
 
 
 FamilyT = TypeVar("FamilyT", bound=Family)
+T = TypeVar("T")
 
 
 class Registry:
@@ -285,6 +304,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}
+        self._round = 0
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return self._add(Counter(name, help, labels))
@@ -307,11 +327,25 @@ class Registry:
     ) -> None:
         self._add(Sampled(kind, name, help, labels, read, merge))
 
+    def once(self, read: Callable[[], Iterable[T]]) -> Callable[[], Sequence[T]]:
+        """`read`, but called at most once per scrape, however many families ask for what it gives."""
+        kept: list[T] = []
+        seen = -1
+
+        def cached() -> Sequence[T]:
+            nonlocal seen
+            if seen != self._round:
+                seen, kept[:] = self._round, read()
+            return kept
+
+        return cached
+
     def names(self) -> dict[str, str]:
         """Every family's kind, by name."""
         return {family.name: family.kind for family in self._families.values()}
 
     def render(self, openmetrics: bool = False) -> bytes:
+        self._round += 1
         parts: list[str] = []
         for family in self._families.values():
             parts.append(openmetrics_head(family.head, family.kind) if openmetrics else family.head)
@@ -322,6 +356,7 @@ class Registry:
 
     def readings(self) -> list[Readings]:
         """Everything, for other processes to add theirs."""
+        self._round += 1
         return [
             Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars())
             for family in self._families.values()
