@@ -49,10 +49,10 @@ def fetch(
         raise PenstockError(f"{address} cannot be reached: {error}; is `penstock serve` running there?") from error
     if answer.is_success:
         return answer
-    raise PenstockError(_refusal(answer))
+    raise PenstockError(refusal(answer))
 
 
-def _refusal(answer: httpx.Response) -> str:
+def refusal(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

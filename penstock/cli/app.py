@@ -13,6 +13,7 @@ from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
+from penstock.cli.ingest import ingest
 from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
 from penstock.cli.perplexity import perplexity
@@ -74,6 +75,7 @@ app.command(help=pull.__doc__)(pull)
 app.command(help=quantize.__doc__)(quantize)
 app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
+app.command(help=ingest.__doc__)(ingest)
 app.command(help=usage.__doc__)(usage)
 app.command(help=requests.__doc__)(requests)
 app.command(help=top.__doc__)(top)

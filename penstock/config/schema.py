@@ -13,6 +13,7 @@ from typing import Literal
 from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.fields import setting
+from penstock.config.knowledge import KnowledgeConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 from penstock.engine.encoder.config import EncoderEngineConfig
@@ -469,6 +470,7 @@ class Config:
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
     tool_servers: tuple[ToolServerConfig, ...] = ()
+    knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)

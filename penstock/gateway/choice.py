@@ -7,10 +7,12 @@ character, and logprobs are handed out with the text they belong to, so that bot
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.gateway.guardrails import OutputGuard
+from penstock.knowledge.citations import Citation, Citer
 from penstock.text import StopStrings, TextModel
 from penstock.tools.events import CallArguments, CallBegin, Text
 from penstock.tools.parser import ToolCallParser
@@ -52,6 +54,7 @@ class Piece:
     stop_reason: str | int | None = None
     """What ended it, when the caller named it: a stop string, a stop token id, or `TIME_LIMIT`."""
     calls: list[CallPiece] | None = None
+    citations: Sequence[Citation] = ()
 
 
 class Choice:
@@ -67,6 +70,7 @@ class Choice:
         "_released",
         "_stops",
         "_toolbox",
+        "citer",
         "completion_tokens",
         "decode_s",
         "discard",
@@ -113,6 +117,7 @@ class Choice:
         self.completion_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.guard: OutputGuard | None = None
+        self.citer: Citer | None = None
         self.finished = False
         self.outcome: str | None = None
         """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
@@ -164,6 +169,8 @@ class Choice:
                 piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
         if self._parser is not None:
             self._read_calls(self._parser, piece)
+        if self.citer is not None:
+            piece.text, piece.citations = self.citer.push(piece.text, final=piece.finish_reason is not None)
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
         if piece.finish_reason is not None:
             self.finished = True

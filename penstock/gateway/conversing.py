@@ -21,6 +21,7 @@ from penstock.conversations.model import Overflow, leading_system
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
+from penstock.gateway.retrieving import Retrieved
 from penstock.gateway.sampling import Limits
 from penstock.gateway.schemas import NamedConversation
 from penstock.gateway.service import Service
@@ -78,16 +79,19 @@ class OpenTurn:
         window: int,
         limit: Limits,
         following: Sequence[Message] = (),
+        retrieved: Retrieved | None = None,
     ) -> list[int]:
         """The prompt of the conversation with `messages` added, without the oldest turns if it must be.
 
-        `following`: what the assistant and its tools have said in this turn already.
+        `following`: what the assistant and its tools have said in this turn already. `retrieved`: sources for this
+        answer, which are in its prompt and not in the conversation.
         """
         self._take(messages)
         config, metrics = service.settings.conversations, service.metrics.context
         reply = min(config.reply_tokens, window // 4) if limit.max_tokens is None else limit.max_tokens
         self._room = room = max(1, window - reply)
-        prompt = Prompt(service, model, toolbox, self._system, self._draft.followed_by(following))
+        draft = self._draft.followed_by(following)
+        prompt = Prompt(service, model, toolbox, self._system, draft, retrieved)
         before = self._start
         tokens = await prompt.encoded(self._summary, self._start)
         if len(tokens) > room and self._overflow == "summarise":

@@ -19,6 +19,25 @@ from penstock.gateway.api.admin import (
 )
 from penstock.gateway.api.batches import BatchRequest, cancel_batch, create_batch, get_batch, list_batches
 from penstock.gateway.api.chat import chat_completions
+from penstock.gateway.api.collections import (
+    CollectionRequest,
+    DocumentRequest,
+    DocumentsQuery,
+    FileQuery,
+    PageQuery,
+    add_document,
+    create_collection,
+    delete_collection,
+    delete_document,
+    get_chunk,
+    get_collection,
+    get_document,
+    list_chunks,
+    list_collections,
+    list_documents,
+    put_document,
+    search_collection,
+)
 from penstock.gateway.api.completions import completions
 from penstock.gateway.api.conversations import delete_conversation, get_conversation, list_conversations
 from penstock.gateway.api.embeddings import embeddings
@@ -58,6 +77,7 @@ from penstock.gateway.api.traces import get_trace, list_traces
 from penstock.gateway.api.usage import UsageQuery, usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.rag import SearchRequest
 from penstock.gateway.responses.schemas import ResponsesRequest
 from penstock.gateway.schemas import (
     ChatRequest,
@@ -262,6 +282,55 @@ ENDPOINTS = (
         scope="admin",
     ),
     Endpoint("POST", "/v1/admin/drain", drain_server, "Finish what runs and stop.", "Admin", scope="admin"),
+    Endpoint("POST", "/v1/collections", create_collection, "Make a collection.", "Knowledge", CollectionRequest),
+    Endpoint("GET", "/v1/collections", list_collections, "The collections there are.", "Knowledge", query=PageQuery),
+    Endpoint("GET", "/v1/collections/{collection}", get_collection, "One, and how far its documents are.", "Knowledge"),
+    Endpoint("DELETE", "/v1/collections/{collection}", delete_collection, "Delete it with all it holds.", "Knowledge"),
+    Endpoint(
+        "POST",
+        "/v1/collections/{collection}/search",
+        search_collection,
+        "Search it.",
+        "Knowledge",
+        SearchRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/collections/{collection}/documents",
+        add_document,
+        "Add a document.",
+        "Knowledge",
+        DocumentRequest,
+        query=FileQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/collections/{collection}/documents",
+        list_documents,
+        "Its documents.",
+        "Knowledge",
+        query=DocumentsQuery,
+    ),
+    Endpoint("GET", "/v1/collections/{collection}/documents/{document}", get_document, "One document.", "Knowledge"),
+    Endpoint(
+        "PUT",
+        "/v1/collections/{collection}/documents/{document}",
+        put_document,
+        "Add it, or replace it.",
+        "Knowledge",
+        DocumentRequest,
+        query=FileQuery,
+    ),
+    Endpoint("DELETE", "/v1/collections/{collection}/documents/{document}", delete_document, "Delete it.", "Knowledge"),
+    Endpoint(
+        "GET",
+        "/v1/collections/{collection}/documents/{document}/chunks",
+        list_chunks,
+        "What it was cut into.",
+        "Knowledge",
+    ),
+    Endpoint("GET", "/v1/collections/{collection}/chunks/{chunk}", get_chunk, "What a citation names.", "Knowledge"),
     Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
     Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
     Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts", query=UsageQuery),

@@ -16,6 +16,7 @@ from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
+from penstock.gateway.retrieving import Retrieved
 from penstock.metering.counting import engine_id
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.registry import ServedModel
@@ -66,6 +67,8 @@ class Generation:
         self.mailbox = Mailbox()
         self.choices: list[Choice] = []
         self.first_token_at: float | None = None
+        self.retrieved: Retrieved | None = None
+        """What the answer was given to draw from."""
         self._requests: list[Request] = []
         self._metrics = metrics
         self.replica = model.backend.name
@@ -152,6 +155,12 @@ class Generation:
             )
             for choice in self.choices
         ]
+
+    def cite(self, retrieved: Retrieved, *, attribute: bool) -> None:
+        """Resolve the citations of every choice. `attribute`: see `Retrieved.citer`."""
+        self.retrieved = retrieved
+        for choice in self.choices:
+            choice.citer = retrieved.citer(attribute=attribute)
 
     def submit(self) -> None:
         self._submitted_at = time.monotonic()

@@ -49,8 +49,8 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     for name in MESSAGE_UNSUPPORTED:
         if given(getattr(message, name)):
             raise not_supported(f"{at}.{name}")
-    if given(message.annotations):
-        raise not_supported(f"{at}.annotations")
+    if given(message.annotations) and message.role != "assistant":
+        raise not_supported(f"{at}.annotations")  # an assistant's say where its words came from, and nothing to it
     content = message.content
     if content is None:
         if message.role == "assistant" and message.refusal is not None:

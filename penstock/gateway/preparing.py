@@ -13,6 +13,7 @@ from penstock.gateway.conversing import OpenTurn, known_calls
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.messages import template_messages
+from penstock.gateway.retrieving import Retrieval, with_instructions
 from penstock.gateway.sampling import (
     BATCH_PRIORITY,
     PRIORITIES,
@@ -23,11 +24,16 @@ from penstock.gateway.sampling import (
     stop_strings,
     with_seed,
 )
-from penstock.gateway.schemas import ChatRequest
+from penstock.gateway.schemas import ChatRequest, TextFormat
 from penstock.gateway.service import Service
 from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
 from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Toolbox
+
+DEFAULT_ANSWER = 512
+"""Tokens kept free of sources for an answer that names no limit."""
+SEAMS = 16
+"""What a template and the joints of texts may cost on top."""
 
 
 def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
@@ -49,12 +55,31 @@ async def prepare_chat(
     `turn`: of a stored conversation. `following`: what the assistant and tools said since the request's messages.
     """
     check_tools(request)
-    n = request.n or 1
-    check_choices(1, n, service.settings)
+    check_choices(1, request.n or 1, service.settings)
     messages = template_messages(request.messages, known_calls(turn))
     if service.guardrails is not None:
         messages = await service.guardrails.messages(exchange.caller, messages)
         following = await service.guardrails.messages(exchange.caller, list(following)) if following else following
+    if request.rag is None:
+        return await _prepare(service, exchange, request, limit, messages, turn, following)
+    said = messages if turn is None else [*turn.history, *messages]
+    retrieval = Retrieval(service.knowledge, exchange.caller.tenant, request.rag, said)
+    try:
+        return await _prepare(service, exchange, request, limit, messages, turn, following, retrieval)
+    finally:
+        await retrieval.close()
+
+
+async def _prepare(
+    service: Service,
+    exchange: Exchange,
+    request: ChatRequest,
+    limit: Limits,
+    messages: list[dict[str, Any]],
+    turn: OpenTurn | None,
+    following: Sequence[dict[str, Any]],
+    retrieval: Retrieval | None = None,
+) -> Generation:
     stops = stop_strings(request)
     model, info = await open_route(service, exchange, request.model)
     toolbox = toolbox_of(request, model)
@@ -66,15 +91,23 @@ async def prepare_chat(
         grammar=await grammar_for(service.grammars, request, toolbox),
     )
     quota = service.quotas.context_tokens(exchange.caller)
-    if turn is None:
-        tokens = await chat_tokens(service, model, [*messages, *following], toolbox)
+    window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+    retrieved = None
+    if retrieval is not None:
+        bare = await chat_tokens(service, model, with_instructions([*messages, *following]), toolbox)
+        room = room_for_sources(window, len(bare), limit)
+        retrieved = await retrieval.result(
+            lambda text: len(model.text.encode(text, special=False)), room if turn is None else min(room, window // 2)
+        )
+    if turn is not None:
+        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit, following, retrieved)
     else:
-        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
-        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit, following)
+        said = [*messages, *following]
+        tokens = await chat_tokens(service, model, said if retrieved is None else retrieved.dressed(said), toolbox)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
-    return Generation(
+    generation = Generation(
         model,
-        [Prompt(tokens, [with_seed(params, i) for i in range(n)])],
+        [Prompt(tokens, [with_seed(params, i) for i in range(request.n or 1)])],
         id=exchange.new_answer_id(),
         metrics=service.metrics,
         started_at=exchange.started_at,
@@ -86,6 +119,17 @@ async def prepare_chat(
         want_logprobs=bool(request.logprobs),
         toolbox=toolbox,
     )
+    if retrieved is not None:
+        # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
+        plain = request.response_format is None or isinstance(request.response_format, TextFormat)
+        generation.cite(retrieved, attribute=plain and toolbox is None and not request.logprobs)
+    return generation
+
+
+def room_for_sources(window: int, prompt_tokens: int, limit: Limits) -> int:
+    """Tokens of the window that neither the prompt nor the answer needs."""
+    answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
+    return window - prompt_tokens - answer - SEAMS
 
 
 def priority_of(exchange: Exchange, service_tier: str | None) -> int:

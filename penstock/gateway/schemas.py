@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from penstock.gateway.rag import RagRequest
+
 Unsupported = Raw | UnsetType
 
 INT64 = 2**63 - 1
@@ -174,6 +176,7 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
     conversation: SessionId | NamedConversation | None = None
+    rag: RagRequest | None = None
     modalities: Unsupported = UNSET
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

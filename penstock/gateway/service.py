@@ -22,6 +22,7 @@ from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
+from penstock.gateway.knowledge import LibraryDesk
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.requests import open_request_log
@@ -43,6 +44,7 @@ from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
+from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
 from penstock.text import ChatTemplateError
@@ -71,6 +73,9 @@ class Service:
         self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
         self.watch = Watch(settings.telemetry, self.metrics.registry)
         add_replica_metrics(self.metrics.registry, registry)
+        self.knowledge = LibraryDesk(
+            settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
+        )
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -148,6 +153,7 @@ class Service:
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
+        await self.knowledge.start()
         for backend in self._backends():
             await backend.start()
         if self.control is not None:
@@ -191,6 +197,7 @@ class Service:
             await self.tools.close()
         for backend in self._backends():
             await backend.close()
+        await self.knowledge.close()
         await self.encoders.close()
         if self._background:
             await asyncio.wait(self._background, timeout=CUT_S)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
+from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
@@ -110,6 +111,7 @@ class GatewaySettings:
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
     tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
     tool_servers: tuple[ToolServerConfig, ...] = ()
+    knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
@@ -200,6 +202,7 @@ class GatewaySettings:
             conversations=config.conversations,
             tools=config.tools,
             tool_servers=config.tool_servers,
+            knowledge=config.knowledge,
             request_log=config.request_log,
             telemetry=config.telemetry,
             batches=config.batches,

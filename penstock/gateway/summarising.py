@@ -20,6 +20,7 @@ from penstock.gateway.answering import complete
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.generation import Prompt as Tokenized
+from penstock.gateway.retrieving import Retrieved
 from penstock.gateway.service import Service
 from penstock.gateway.tooling import for_template
 from penstock.protocol.errors import ApiError
@@ -45,6 +46,8 @@ class Prompt:
     toolbox: Toolbox | None
     system: str
     conversation: Conversation
+    retrieved: Retrieved | None = None
+    """Sources for the last question."""
 
     async def encoded(self, summary: Summary, start: int) -> list[int]:
         messages, tools = self._template(summary, start)
@@ -61,6 +64,8 @@ class Prompt:
 
     def _template(self, summary: Summary, start: int) -> tuple[list[Message], list[Message] | None]:
         messages = [*with_notes(self.system, summary), *self.conversation.since(start)]
+        if self.retrieved is not None:
+            messages = self.retrieved.dressed(messages)
         return for_template(messages, self.toolbox.tools if self.toolbox is not None else (), self.model)
 
 

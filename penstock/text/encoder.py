@@ -36,6 +36,11 @@ class EncoderText:
         pairs = [[*asked, *document[1:]] for document in self.encode(documents)]
         return [self.cut(pair, limit) for pair in pairs], [len(asked)] * len(pairs)
 
+    def spelled(self, text: str) -> list[str]:
+        """Its tokens as the vocabulary spells them, without the marks around them."""
+        tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
+        return tokens
+
     def cut(self, ids: list[int], limit: int) -> list[int]:
         """The beginning of a text that is too long, with its mark of the end."""
         return ids if len(ids) <= limit else [*ids[: limit - 1], self.last]

@@ -105,12 +105,14 @@ class ChatRenderer(StepsRenderer):
 
     def opening(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        if self._recorder is not None:
-            usage = {"usage": None} if self._usage else {}
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-            first = {**self._head, "choices": [choice], "conversation": self._recorder.report, **usage}
-            return b"data: " + encode_json(first) + b"\n\n"
-        return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
+        told = self._told()
+        if not told:
+            return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
+        first, *others = self._generation.choices
+        choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        usage = {"usage": None} if self._usage else {}
+        opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **told, **usage})
+        return opening + b"".join(self._chunk(other.index, delta) for other in others)
 
     def event(self, piece: Piece) -> bytes:
         data = b""
@@ -127,6 +129,8 @@ class ChatRenderer(StepsRenderer):
             else:
                 logprobs = _logprobs(self._text, piece.tokens, self._top)
                 data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
+        if piece.citations:
+            data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
         if piece.calls:
             data += self._chunk(piece.index, {"tool_calls": [_call_delta(call) for call in piece.calls]})
         if piece.finish_reason is not None:
@@ -152,7 +156,7 @@ class ChatRenderer(StepsRenderer):
                 "role": "assistant",
                 "content": "".join(part.text for part in parts),
                 "refusal": None,
-                "annotations": [],
+                "annotations": self._annotations(parts),
             }
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
@@ -172,8 +176,7 @@ class ChatRenderer(StepsRenderer):
         if self._recorder is not None:
             for piece in pieces[0]:
                 self._recorder.hear(piece)
-            body["conversation"] = self._recorder.report
-        return encode_json(body)
+        return encode_json({**body, **self._told()})
 
     def _used(self) -> dict[str, object]:
         return self._generation.usage() if self._totals is None else self._totals.usage()
@@ -181,6 +184,18 @@ class ChatRenderer(StepsRenderer):
     async def before_end(self) -> None:
         if self._recorder is not None:
             await self._recorder.keep()
+
+    def _told(self) -> dict[str, Any]:
+        """What is said of the conversation and of the sources."""
+        told = {} if self._recorder is None else {"conversation": self._recorder.report}
+        retrieved = self._generation.retrieved
+        return told if retrieved is None else {**told, "rag": retrieved.report()}
+
+    def _annotations(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+        retrieved = self._generation.retrieved
+        if retrieved is None:
+            return []
+        return [retrieved.annotation(citation) for piece in pieces for citation in piece.citations]
 
     def _chunk(
         self,

@@ -49,6 +49,7 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
         service_tier=request.service_tier,
         logprobs=bool(request.include),
         top_logprobs=request.top_logprobs,
+        rag=request.rag,
     )
 
 

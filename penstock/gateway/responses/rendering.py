@@ -47,12 +47,16 @@ class ResponseRenderer(Renderer):
         """Text of the item that is open: what was said, or a call's arguments."""
         self._logprobs: list[dict[str, Any]] = []
         """Of the message that is open."""
+        self._annotations: list[dict[str, Any]] = []
+        """Likewise."""
         self._top = request.top_logprobs or 0
         self._last: Piece | None = None
         self._body = b""
         self._head = _head(request, generation, stored=keep is not None)
         if recorder is not None:
             self._head["conversation"] = recorder.report
+        if generation.retrieved is not None:
+            self._head["rag"] = generation.retrieved.report()
 
     def opening(self) -> bytes:
         response = self._object("in_progress")
@@ -100,6 +104,7 @@ class ResponseRenderer(Renderer):
                 "response.output_text.delta",
                 {**self._place(), "content_index": 0, "delta": piece.text, "logprobs": logprobs},
             )
+            yield from self._cite(piece)
         for call in piece.calls or ():
             if call.id is not None:
                 yield from self._close("completed")
@@ -117,12 +122,22 @@ class ResponseRenderer(Renderer):
     def _open_message(self) -> Iterator[Event]:
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
         yield self._add({"id": f"msg_{uuid.uuid4().hex}", **item})
-        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [])}
+        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
+
+    def _cite(self, piece: Piece) -> Iterator[Event]:
+        retrieved = self._generation.retrieved
+        if retrieved is None:
+            return
+        for citation in piece.citations:
+            annotation = retrieved.annotation(citation, flat=True)
+            place = {**self._place(), "content_index": 0, "annotation_index": len(self._annotations)}
+            self._annotations.append(annotation)
+            yield "response.output_text.annotation.added", {**place, "annotation": annotation}
 
     def _add(self, item: dict[str, Any]) -> Event:
         self._open = item
         self._parts.clear()
-        self._logprobs = []
+        self._logprobs, self._annotations = [], []
         self._output.append(item)
         return "response.output_item.added", {"output_index": len(self._output) - 1, "item": item}
 
@@ -133,7 +148,7 @@ class ResponseRenderer(Renderer):
             return
         place = self._place()
         if item["type"] == "message":
-            part = _part(text, self._logprobs)
+            part = _part(text, self._logprobs, self._annotations)
             item["content"] = [part]
             yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": self._logprobs}
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
@@ -193,8 +208,8 @@ class ResponseRenderer(Renderer):
         return said
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs}
 
 
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:

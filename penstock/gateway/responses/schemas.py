@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct
 
+from penstock.gateway.rag import RagRequest
 from penstock.gateway.schemas import (
     INT64,
     ChoiceFormat,
@@ -39,7 +40,7 @@ class InputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="input
 
 class OutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
     text: str
-    annotations: Nothing | None = None
+    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     """As they were answered; what was said does not depend on them."""
 
@@ -133,6 +134,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    rag: RagRequest | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -1,0 +1,148 @@
+"""The library of this gateway: opened with the first request that needs it, embedding with the gateway's own encoders.
+
+A gateway whose library holds nothing pays nothing for it. One that finds documents still waiting to be read, from
+before a restart or from another gateway, opens at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.backends.embedder import Embedder as Encoder
+from penstock.config.knowledge import KnowledgeConfig
+from penstock.errors import ConfigError
+from penstock.knowledge.embedder import EmbedderFacts
+from penstock.knowledge.limits import LibraryLimits
+from penstock.knowledge.model import KnowledgeError
+from penstock.knowledge.retrieval import Candidate, Reranker
+from penstock.protocol.errors import NotFound, ServiceUnavailable
+from penstock.routing.encoders import Encoders
+from penstock.storage import DatabaseError
+from penstock.storage.database import default_url
+from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+
+if TYPE_CHECKING:
+    from penstock.knowledge.chunks.base import ChunkStore
+    from penstock.knowledge.embedder import Vectors
+    from penstock.knowledge.library import Library
+
+OFF = "off"
+SQLITE = "sqlite:///"
+BULK = 1
+"""Priority of documents at the encoder: behind everybody who waits for an answer."""
+
+
+class LibraryDesk:
+    """Opens the library once, for whoever comes first."""
+
+    def __init__(
+        self, config: KnowledgeConfig, store_url: str | None, encoders: Encoders, metrics: KnowledgeMetrics
+    ) -> None:
+        self.config = config
+        self._url = library_url(config, store_url)
+        self._encoders = encoders
+        self.metrics = metrics
+        self._library: Library | None = None
+        self._opening = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Take up what waits, if there is a library."""
+        if self._url is not None and self._encoder() is not None and await asyncio.to_thread(_exists, self._url):
+            await self._open(self._url)
+
+    async def close(self) -> None:
+        if self._library is not None:
+            await self._library.close()
+
+    async def library(self) -> Library:
+        if self._url is None:
+            raise NotFound("This server keeps no collections.")
+        if self._encoder() is None:
+            raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
+        try:
+            return self._library or await self._open(self._url)
+        except DatabaseError as error:
+            raise ServiceUnavailable("The store of collections cannot be reached at the moment.") from error
+        except KnowledgeError as error:
+            raise ServiceUnavailable(str(error)) from error
+
+    async def _open(self, url: str) -> Library:
+        async with self._opening:
+            if self._library is None:
+                self._library = await self._opened(url)
+            return self._library
+
+    async def _opened(self, url: str) -> Library:
+        from penstock.knowledge.library import Library  # numpy and the index: only where there are collections
+
+        config, encoder = self.config, self._encoder()
+        assert encoder is not None
+        limits = LibraryLimits(
+            collections=config.collections_per_tenant,
+            documents=config.documents_per_collection,
+            waiting=config.waiting_documents,
+            readers=config.readers,
+        )
+        reranker = CrossEncoder(self._encoders.find(config.reranker)) if config.reranker else None
+        return await Library.open(url, EncoderEmbedder(encoder), reranker=reranker, limits=limits, meter=self.metrics)
+
+    def _encoder(self) -> Encoder | None:
+        return self._encoders.find(self.config.encoder) if self.config.encoder else self._encoders.default
+
+
+class EncoderEmbedder:
+    """An encoder as `penstock.knowledge.embedder.Embedder` has it."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    @property
+    def name(self) -> str:
+        return self._encoder.name
+
+    async def facts(self) -> EmbedderFacts:
+        info = await self._encoder.open()
+        return EmbedderFacts(info.dimensions, info.max_model_len)
+
+    def tokens(self, text: str) -> list[str]:
+        return self._encoder.text.spelled(text)
+
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Vectors:
+        return (await self._encoder.embed(texts, priority=BULK if bulk else 0)).vectors
+
+    async def token_vectors(self, texts: Sequence[str], *, bulk: bool = False) -> list[Vectors]:
+        return (await self._encoder.token_vectors(texts, priority=BULK if bulk else 0)).vectors
+
+
+class CrossEncoder(Reranker):
+    """An encoder that reads the question and a passage together."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    @property
+    def name(self) -> str:
+        return self._encoder.name
+
+    async def scores(self, query: str, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
+        return (await self._encoder.rerank(query, [one.stored.chunk.embedded for one in candidates])).values
+
+
+def library_url(config: KnowledgeConfig, store_url: str | None) -> str | None:
+    """Where collections are: where the configuration says, else with everything else that is kept; None: nowhere."""
+    if config.url == OFF or (not config.url and store_url is None):
+        return None
+    if config.url:
+        if not config.url.startswith((SQLITE, "postgresql:", "postgres:")):
+            raise ConfigError("knowledge.url: use sqlite:///FOLDER, postgresql://USER:PASSWORD@HOST/NAME or off")
+        return config.url
+    url = store_url or default_url()
+    return f"{SQLITE}{Path(url.removeprefix(SQLITE)).parent / 'knowledge'}" if url.startswith(SQLITE) else url
+
+
+def _exists(url: str) -> bool:
+    """Whether a library may be there; PostgreSQL is always asked."""
+    return not url.startswith(SQLITE) or Path(url.removeprefix(SQLITE)).exists()

@@ -1,0 +1,282 @@
+"""Collections and documents in the table store: what there is and whose it is.
+
+Every question names the tenant, or a collection that was found through one. The same statements run on SQLite and
+PostgreSQL. What still has to be read is in the same tables; see `queue`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.knowledge.model import Collection, CollectionExists, Document, DocumentStatus
+from penstock.storage import Database, Row
+
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS collections (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, "
+        "description TEXT NOT NULL, metadata TEXT NOT NULL, embedding_model TEXT NOT NULL, "
+        "dimensions INTEGER NOT NULL, chunk_tokens INTEGER NOT NULL, overlap_tokens INTEGER NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL, UNIQUE (tenant, name))",
+        "CREATE TABLE IF NOT EXISTS documents (collection TEXT NOT NULL REFERENCES collections (id) ON DELETE CASCADE, "
+        "id TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, url TEXT NOT NULL, media_type TEXT NOT NULL, "
+        "charset TEXT NOT NULL, digest TEXT NOT NULL, size BIGINT NOT NULL, metadata TEXT NOT NULL, "
+        "status TEXT NOT NULL, error TEXT NOT NULL, chunks INTEGER NOT NULL, chunks_done INTEGER NOT NULL, "
+        "tokens INTEGER NOT NULL, version INTEGER NOT NULL, duplicate_of TEXT NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL, updated_at DOUBLE PRECISION NOT NULL, "
+        "leased_until DOUBLE PRECISION NOT NULL, attempts INTEGER NOT NULL, PRIMARY KEY (collection, id))",
+        "CREATE INDEX IF NOT EXISTS documents_by_digest ON documents (collection, digest)",
+        "CREATE INDEX IF NOT EXISTS documents_by_status ON documents (status, tenant, updated_at)",
+        "CREATE TABLE IF NOT EXISTS contents (collection TEXT NOT NULL, document TEXT NOT NULL, "
+        "version INTEGER NOT NULL, body BYTEA NOT NULL, PRIMARY KEY (collection, document), "
+        "FOREIGN KEY (collection, document) REFERENCES documents (collection, id) ON DELETE CASCADE)",
+    ),
+)
+COLLECTION = (
+    "id, tenant, name, description, metadata, embedding_model, dimensions, chunk_tokens, overlap_tokens, created_at"
+)
+DOCUMENT = (
+    "collection, id, name, url, media_type, digest, size, metadata, status, error, chunks, chunks_done, tokens, "
+    "version, duplicate_of, created_at, updated_at"
+)
+_metadata = msgspec.json.Decoder(dict[str, str])
+
+
+class Catalogue:
+    """All collections of all tenants."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("knowledge", _VERSIONS)
+
+    # --- collections
+
+    async def add_collection(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        description: str,
+        metadata: Mapping[str, str],
+        embedding_model: str,
+        dimensions: int,
+        chunk_tokens: int,
+        overlap_tokens: int,
+    ) -> Collection:
+        made = Collection(
+            f"col_{uuid.uuid4().hex}", tenant, name, description, dict(metadata), embedding_model, dimensions,
+            chunk_tokens, overlap_tokens, self._clock(),
+        )  # fmt: skip
+        values = (
+            made.id, tenant, name, description, encode_metadata(metadata), embedding_model, dimensions, chunk_tokens,
+            overlap_tokens, made.created_at,
+        )  # fmt: skip
+        changed = await self._database.execute(
+            f"INSERT INTO collections ({COLLECTION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (tenant, name) DO NOTHING",
+            *values,
+        )
+        if not changed:
+            raise CollectionExists(f"There is a collection `{name}` already.")
+        return made
+
+    async def collection(self, tenant: str, name: str) -> Collection | None:
+        """By id or by name; an id wins. Nothing of other tenants is ever found."""
+        rows = await self._database.fetch(
+            f"SELECT {COLLECTION} FROM collections WHERE tenant = ? AND (id = ? OR name = ?)", tenant, name, name
+        )
+        found = [collection_of(row) for row in rows]
+        return next((one for one in found if one.id == name), found[0] if found else None)
+
+    async def collections(self, tenant: str, *, limit: int, after: str = "") -> list[Collection]:
+        """In the order of their names."""
+        rows = await self._database.fetch(
+            f"SELECT {COLLECTION} FROM collections WHERE tenant = ? AND name > ? ORDER BY name LIMIT ?",
+            tenant, after, limit,
+        )  # fmt: skip
+        return [collection_of(row) for row in rows]
+
+    async def collection_count(self, tenant: str) -> int:
+        rows = await self._database.fetch("SELECT COUNT(*) FROM collections WHERE tenant = ?", tenant)
+        return int(rows[0][0])
+
+    async def remove_collection(self, collection: Collection) -> None:
+        await self._database.transact(
+            [
+                ("DELETE FROM contents WHERE collection = ?", (collection.id,)),
+                ("DELETE FROM documents WHERE collection = ?", (collection.id,)),
+                ("DELETE FROM collections WHERE id = ? AND tenant = ?", (collection.id, collection.tenant)),
+            ]
+        )
+
+    async def counts(self, collection: str) -> tuple[dict[str, int], int, int]:
+        """Documents by status, chunks, tokens."""
+        rows = await self._database.fetch(
+            "SELECT status, COUNT(*), SUM(chunks_done), SUM(tokens) FROM documents WHERE collection = ? "
+            "GROUP BY status",
+            collection,
+        )
+        return {row[0]: int(row[1]) for row in rows}, sum(int(row[2]) for row in rows), sum(int(row[3]) for row in rows)
+
+    async def pending(self, tenant: str) -> int:
+        """Documents of a tenant that wait to be read."""
+        rows = await self._database.fetch(
+            "SELECT COUNT(*) FROM documents WHERE status IN ('queued', 'processing') AND tenant = ?", tenant
+        )
+        return int(rows[0][0])
+
+    async def document_count(self, collection: str) -> int:
+        rows = await self._database.fetch("SELECT COUNT(*) FROM documents WHERE collection = ?", collection)
+        return int(rows[0][0])
+
+    # --- documents
+
+    async def put_document(
+        self,
+        collection: Collection,
+        id: str,
+        *,
+        name: str,
+        url: str,
+        media_type: str,
+        charset: str,
+        digest: str,
+        metadata: Mapping[str, str],
+        body: bytes,
+    ) -> Document:
+        """Add or replace; it waits to be read, or is the duplicate of another one with the same content."""
+        now = self._clock()
+        before = await self.document(collection.id, id)
+        same = await self.with_digest(collection.id, digest, but=id)
+        status: DocumentStatus = "queued" if same is None else "duplicate"
+        twin = "" if same is None else same.id
+        values = (
+            collection.id, id, collection.tenant, name, url, media_type, charset, digest, len(body),
+            encode_metadata(metadata), status, twin, now, now,
+        )  # fmt: skip
+        await self._database.transact(
+            [
+                (
+                    "INSERT INTO documents (collection, id, tenant, name, url, media_type, charset, digest, size, "
+                    "metadata, status, duplicate_of, created_at, updated_at, version, error, chunks, chunks_done, "
+                    "tokens, leased_until, attempts) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, '', 0, 0, 0, 0, 0) "
+                    "ON CONFLICT (collection, id) DO UPDATE SET name = excluded.name, url = excluded.url, "
+                    "media_type = excluded.media_type, charset = excluded.charset, digest = excluded.digest, "
+                    "size = excluded.size, metadata = excluded.metadata, status = excluded.status, "
+                    "duplicate_of = excluded.duplicate_of, version = documents.version + 1, "
+                    "updated_at = excluded.updated_at, error = '', chunks = 0, chunks_done = 0, tokens = 0, "
+                    "leased_until = 0, attempts = 0",
+                    values,
+                ),
+                (
+                    "INSERT INTO contents (collection, document, version, body) VALUES "
+                    "(?, ?, (SELECT version FROM documents WHERE collection = ? AND id = ?), ?) "
+                    "ON CONFLICT (collection, document) DO UPDATE SET version = excluded.version, "
+                    "body = excluded.body",
+                    (collection.id, id, collection.id, id, body),
+                ),
+            ]
+        )
+        if before is not None and before.digest != digest:
+            await self._promote(collection.id, id, before.digest)
+        found = await self.document(collection.id, id)
+        assert found is not None
+        return found
+
+    async def describe_document(self, document: Document, *, name: str, url: str, metadata: Mapping[str, str]) -> None:
+        """Change what is said about a document whose content stays."""
+        await self._database.execute(
+            "UPDATE documents SET name = ?, url = ?, metadata = ?, updated_at = ? WHERE collection = ? AND id = ?",
+            name, url, encode_metadata(metadata), self._clock(), document.collection, document.id,
+        )  # fmt: skip
+
+    async def document(self, collection: str, id: str) -> Document | None:
+        rows = await self._database.fetch(
+            f"SELECT {DOCUMENT} FROM documents WHERE collection = ? AND id = ?", collection, id
+        )
+        return document_of(rows[0]) if rows else None
+
+    async def some_documents(self, collection: str, ids: Sequence[str]) -> dict[str, Document]:
+        if not ids:
+            return {}
+        marks = ", ".join("?" for _ in ids)
+        rows = await self._database.fetch(
+            f"SELECT {DOCUMENT} FROM documents WHERE collection = ? AND id IN ({marks})", collection, *ids
+        )
+        return {row[1]: document_of(row) for row in rows}
+
+    async def documents(
+        self, collection: str, *, limit: int, after: str = "", status: DocumentStatus | None = None
+    ) -> list[Document]:
+        """In the order of their ids."""
+        where, values = ("AND status = ? ", (status,)) if status is not None else ("", ())
+        rows = await self._database.fetch(
+            f"SELECT {DOCUMENT} FROM documents WHERE collection = ? AND id > ? {where}ORDER BY id LIMIT ?",
+            collection, after, *values, limit,
+        )  # fmt: skip
+        return [document_of(row) for row in rows]
+
+    async def with_digest(self, collection: str, digest: str, *, but: str = "") -> Document | None:
+        """The document that holds this content, if one does; duplicates and failures do not."""
+        rows = await self._database.fetch(
+            f"SELECT {DOCUMENT} FROM documents WHERE collection = ? AND digest = ? AND id <> ? "
+            "AND status IN ('queued', 'processing', 'ready') LIMIT 1",
+            collection, digest, but,
+        )  # fmt: skip
+        return document_of(rows[0]) if rows else None
+
+    async def remove_document(self, document: Document) -> None:
+        where, values = "collection = ? AND {} = ?", (document.collection, document.id)
+        await self._database.transact(
+            [
+                ("DELETE FROM contents WHERE " + where.format("document"), values),
+                ("DELETE FROM documents WHERE " + where.format("id"), values),
+            ]
+        )
+        await self._promote(document.collection, document.id, document.digest)
+
+    async def _promote(self, collection: str, id: str, digest: str) -> None:
+        """Content that only duplicates hold from now on is read from the oldest of them."""
+        rows = await self._database.fetch(
+            "SELECT id FROM documents WHERE collection = ? AND duplicate_of = ? AND digest = ? "
+            "ORDER BY created_at, id",
+            collection, id, digest,
+        )  # fmt: skip
+        if not rows:
+            return
+        heir = rows[0][0]
+        await self._database.transact(
+            [
+                (
+                    "UPDATE documents SET status = 'queued', duplicate_of = '' WHERE collection = ? AND id = ?",
+                    (collection, heir),
+                ),
+                (
+                    "UPDATE documents SET duplicate_of = ? WHERE collection = ? AND duplicate_of = ? AND digest = ?",
+                    (heir, collection, id, digest),
+                ),
+            ]
+        )
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> str:
+    return msgspec.json.encode(dict(metadata)).decode()
+
+
+def collection_of(row: Row) -> Collection:
+    id, tenant, name, description, metadata, *rest = row
+    return Collection(id, tenant, name, description, _metadata.decode(metadata), *rest)
+
+
+def document_of(row: Row) -> Document:
+    values: list[Any] = list(row)
+    values[7] = _metadata.decode(values[7])
+    return Document(*values)

@@ -1,0 +1,115 @@
+"""The vector index of one collection: usearch in memory, a file beside the store.
+
+The store is the truth and the index a copy that can always be made again: keys only grow, vectors never change, and
+removals are numbered. So two numbers (`Mark`) say exactly how much of the store an index has seen, and catching up is
+reading what came after. A file is believed only when its checksum and mark are the ones the store remembers.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from usearch.index import Index
+
+from penstock.knowledge.chunks.base import Ranked
+
+if TYPE_CHECKING:
+    from penstock.knowledge.embedder import Vectors
+
+EXACT = 20_000
+"""Up to this many vectors every one is compared: still a few milliseconds, and nothing is missed."""
+EXPANSION_ADD = 128
+EXPANSION_SEARCH = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How much of the store an index has seen: the last key, and the number of the last removal."""
+
+    key: int = 0
+    removal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedIndex:
+    """What the store remembers about the file beside it."""
+
+    file: str
+    checksum: int
+    mark: Mark
+
+
+class VectorIndex:
+    """Not thread-safe: its owner lets one thread in at a time. Nothing here is asynchronous."""
+
+    def __init__(self, dimensions: int) -> None:
+        self._index = _new(dimensions)
+        self.mark = Mark()
+        self.unsaved = 0
+        """Changes since the file was written."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float16], mark: Mark) -> None:
+        if len(keys):
+            self._index.add(keys, vectors, threads=1)
+        self.unsaved += len(keys)
+        self.mark = mark
+
+    def remove(self, keys: NDArray[np.uint64], mark: Mark) -> None:
+        if len(keys):
+            self._index.remove(keys)
+        self.unsaved += len(keys)
+        self.mark = mark
+
+    def search(self, vector: Vectors, count: int) -> Ranked:
+        size = len(self._index)
+        if not size or not count:
+            return []
+        found = self._index.search(vector.astype(np.float16), min(count, size), threads=1, exact=size <= EXACT)
+        return [(int(key), 1.0 - float(distance)) for key, distance in zip(found.keys, found.distances, strict=True)]
+
+    def save(self, folder: Path, stem: str) -> SavedIndex:
+        """Write it to a new file; whoever calls this tells the store, then removes the old one."""
+        data = self._index.save()
+        assert data is not None, "no file was named, so the bytes come back"
+        name = f"{stem}.{self.mark.key}-{self.mark.removal}.usearch"
+        partial = folder / f"{name}.{os.getpid()}.partial"
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(folder / name)
+        self.unsaved = 0
+        return SavedIndex(name, zlib.crc32(data), self.mark)
+
+    @classmethod
+    def load(cls, folder: Path, saved: SavedIndex, dimensions: int) -> VectorIndex | None:
+        """None when the file is missing or is not what was saved."""
+        try:
+            data = (folder / saved.file).read_bytes()
+        except OSError:
+            return None
+        if zlib.crc32(data) != saved.checksum:
+            return None
+        index = cls(dimensions)
+        index._index.load(data)
+        index.mark = saved.mark
+        return index
+
+
+def _new(dimensions: int) -> Index:
+    return Index(
+        ndim=dimensions,
+        metric="cos",
+        dtype="f16",
+        expansion_add=EXPANSION_ADD,
+        expansion_search=EXPANSION_SEARCH,
+    )

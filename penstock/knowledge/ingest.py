@@ -1,0 +1,187 @@
+"""Documents to searchable chunks, in the background.
+
+A fixed number of readers take documents from the queue in the store, tenants in turn, so that one tenant's ten thousand
+documents do not hold up another's one. What is queued survives a crash; what was half done is done again. Memory is
+bounded by the readers, each with one document and a few batches of vectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.errors import PenstockError
+from penstock.knowledge.chunking import chunk
+from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
+from penstock.knowledge.embedder import Embedder
+from penstock.knowledge.late import pack
+from penstock.knowledge.model import Chunk, KnowledgeError, UnreadableDocument
+from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, ReadingQueue
+from penstock.knowledge.reading.process import ReaderProcess
+from penstock.storage import DatabaseError
+
+log = logging.getLogger(__name__)
+
+BATCH = 16
+"""Chunks embedded by one call."""
+POLL_S = 2.0
+"""How often an idle gateway looks for documents that others queued and did not read."""
+PAUSE_S = 5.0
+"""After a failure that is not the document's fault."""
+
+
+class Meter(Protocol):
+    """Told what was done, for metrics."""
+
+    def ingested(self, status: str, chunks: int, tokens: int, seconds: float) -> None: ...
+
+
+class Ingestor:
+    """The readers of one gateway."""
+
+    def __init__(
+        self,
+        queue: ReadingQueue,
+        stores: ChunkStores,
+        embedder: Embedder,
+        *,
+        readers: int,
+        most_chunks: int,
+        meter: Meter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._stores = stores
+        self._embedder = embedder
+        self._readers = readers
+        self._most_chunks = most_chunks
+        self._meter = meter
+        self._clock = clock
+        self._process = ReaderProcess()
+        self._news = asyncio.Event()
+        self._served: dict[str, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._run(), name=f"document reader {number}") for number in range(self._readers)
+        ]
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._news.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._process.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                claim = await self._next()
+                if claim is not None:
+                    await self._ingest(claim)
+                    continue
+            except DatabaseError as error:
+                log.warning("documents cannot be taken from the queue: %s", error)
+                await asyncio.sleep(PAUSE_S)
+            self._news.clear()
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+
+    async def _next(self) -> Claim | None:
+        """A document of the tenant that was served longest ago."""
+        waiting = await self._queue.waiting_tenants()
+        self._served = {tenant: at for tenant, at in self._served.items() if tenant in waiting}
+        for tenant in sorted(waiting, key=lambda name: self._served.get(name, 0.0)):
+            self._served[tenant] = self._clock()
+            if (claim := await self._queue.claim(tenant)) is not None:
+                return claim
+        return None
+
+    async def _ingest(self, claim: Claim) -> None:
+        began, document = self._clock(), claim.document
+        try:
+            if claim.attempts > MOST_ATTEMPTS:
+                raise UnreadableDocument("The document was begun several times, and each time its reader died.")
+            chunks = await self._chunks(claim)
+            embedded = await self._embedded(claim, chunks)
+            if embedded is None:
+                return
+            async with self._stores.use(claim.collection) as store:
+                await store.replace(document.id, embedded)
+                tokens = sum(chunk.tokens for chunk in chunks)
+                if not await self._queue.finish(document, chunks=len(chunks), tokens=tokens) and not (
+                    await self._queue.exists(document)
+                ):
+                    await store.replace(document.id, [])  # it was deleted meanwhile
+            self._told("ready", len(chunks), tokens, began)
+        except KnowledgeError as error:
+            await self._queue.fail(document, str(error))
+            async with self._stores.use(claim.collection) as store:
+                await store.replace(document.id, [])  # what an earlier version said is not true any more
+            self._told("failed", 0, 0, began)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._queue.release(document))
+            raise
+        except DatabaseError:
+            raise  # the lease ends by itself
+        except PenstockError as error:
+            # The embedding engine is down or busy: the document waits for better times.
+            log.warning("%s could not be embedded: %s", document.id, error)
+            await self._queue.release(document)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _chunks(self, claim: Claim) -> list[Chunk]:
+        document, collection = claim.document, claim.collection
+        if collection.embedding_model != self._embedder.name:
+            raise KnowledgeError(
+                f"The collection is embedded with `{collection.embedding_model}`, which this server does not serve "
+                f"for collections; it has `{self._embedder.name}`."
+            )
+        extracted = await self._process.read(claim.body, document.media_type, claim.charset)
+        chunks = await asyncio.to_thread(
+            chunk,
+            extracted,
+            lambda text: len(self._embedder.tokens(text)),
+            most=collection.chunk_tokens,
+            overlap=collection.overlap_tokens,
+            name=document.name,
+        )
+        if not chunks:
+            raise UnreadableDocument("The document holds headings but no text.")
+        if len(chunks) > self._most_chunks:
+            raise KnowledgeError(f"The document has {len(chunks)} chunks; at most {self._most_chunks} are allowed.")
+        return chunks
+
+    async def _embedded(self, claim: Claim, chunks: Sequence[Chunk]) -> list[EmbeddedChunk] | None:
+        """None when the document was replaced or deleted meanwhile."""
+        embedded: list[EmbeddedChunk] = []
+        while len(embedded) < len(chunks):
+            if not await self._queue.progress(claim.document, chunks=len(chunks), done=len(embedded)):
+                return None
+            batch = chunks[len(embedded) : len(embedded) + BATCH]
+            texts = [one.embedded for one in batch]
+            vectors, by_token = await asyncio.gather(
+                self._embedder.embed(texts, bulk=True), self._embedder.token_vectors(texts, bulk=True)
+            )
+            packed = await asyncio.to_thread(
+                lambda: [
+                    pack(self._embedder.tokens(text), rows)
+                    for text, rows in zip(texts, by_token, strict=True)  # noqa: B023
+                ]
+            )
+            embedded += (EmbeddedChunk(*parts) for parts in zip(batch, vectors, packed, strict=True))
+        return embedded
+
+    def _told(self, status: str, chunks: int, tokens: int, began: float) -> None:
+        if self._meter is not None:
+            self._meter.ingested(status, chunks, tokens, self._clock() - began)

@@ -1,0 +1,200 @@
+"""Everything about collections behind one door: what the gateway's endpoints, and nothing else, talk to.
+
+Opened by URL: a folder of SQLite files, or a PostgreSQL database. Every method takes the tenant and finds nothing of
+any other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.knowledge.catalogue import Catalogue
+from penstock.knowledge.chunks.base import ChunkStores
+from penstock.knowledge.chunks.files import SQLiteStores
+from penstock.knowledge.chunks.postgres import PostgresStores
+from penstock.knowledge.embedder import Embedder
+from penstock.knowledge.ingest import Ingestor, Meter
+from penstock.knowledge.late import LateInteraction
+from penstock.knowledge.limits import LibraryLimits
+from penstock.knowledge.model import (
+    CHUNK_PREFIX,
+    Collection,
+    Document,
+    KnowledgeError,
+    StoredChunk,
+    TooMany,
+)
+from penstock.knowledge.queue import ReadingQueue
+from penstock.knowledge.retrieval import Reranker, Retriever
+from penstock.storage import Database, open_database
+
+SQLITE = "sqlite:///"
+CATALOGUE = "catalogue.db"
+
+
+class Library:
+    """All collections of all tenants. `close` it when done."""
+
+    def __init__(
+        self,
+        database: Database,
+        stores: ChunkStores,
+        embedder: Embedder,
+        *,
+        reranker: Reranker | None = None,
+        limits: LibraryLimits | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self.limits = limits or LibraryLimits()
+        self.catalogue = Catalogue(database)
+        self.embedder = embedder
+        self._database = database
+        self._stores = stores
+        self._queue = ReadingQueue(database)
+        self._ingestor = Ingestor(
+            self._queue,
+            stores,
+            embedder,
+            readers=self.limits.readers,
+            most_chunks=self.limits.chunks,
+            meter=meter,
+        )
+        self.retriever = Retriever(self.catalogue, stores, embedder, reranker or LateInteraction(embedder))
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        embedder: Embedder,
+        *,
+        reranker: Reranker | None = None,
+        limits: LibraryLimits | None = None,
+        meter: Meter | None = None,
+    ) -> Library:
+        """`sqlite:///FOLDER` or `postgresql://...`; begins to read what waits there."""
+        stores: SQLiteStores | PostgresStores
+        if url.startswith(SQLITE):
+            folder = Path(url.removeprefix(SQLITE))
+            database = await open_database(f"{SQLITE}{folder / CATALOGUE}")
+            stores = SQLiteStores(folder)
+        else:
+            database = await open_database(url)
+            stores = PostgresStores(database)
+            await stores.prepare()
+        library = cls(database, stores, embedder, reranker=reranker, limits=limits, meter=meter)
+        await library.catalogue.prepare()
+        library._ingestor.start()
+        return library
+
+    async def close(self) -> None:
+        await self._ingestor.close()
+        await self._stores.close()
+        await self._database.close()
+
+    async def create_collection(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        description: str = "",
+        metadata: Mapping[str, str] | None = None,
+        chunk_tokens: int = 200,
+        overlap_tokens: int = 32,
+    ) -> Collection:
+        if await self.catalogue.collection_count(tenant) >= self.limits.collections:
+            raise TooMany(f"There are {self.limits.collections} collections, and no more are allowed; delete one.")
+        facts = await self.embedder.facts()
+        if chunk_tokens > facts.window - 2:
+            raise KnowledgeError(
+                f"`{self.embedder.name}` reads at most {facts.window - 2} tokens at once; choose smaller chunks."
+            )
+        return await self.catalogue.add_collection(
+            tenant,
+            name,
+            description=description,
+            metadata=metadata or {},
+            embedding_model=self.embedder.name,
+            dimensions=facts.dimensions,
+            chunk_tokens=chunk_tokens,
+            overlap_tokens=overlap_tokens,
+        )
+
+    async def remove_collection(self, collection: Collection) -> None:
+        await self.catalogue.remove_collection(collection)
+        await self._stores.drop(collection)
+
+    async def put_document(
+        self,
+        collection: Collection,
+        body: bytes,
+        *,
+        name: str,
+        media_type: str,
+        charset: str = "",
+        id: str | None = None,
+        url: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> tuple[Document, bool]:
+        """Take a document in; whether there is anything to read. Without an id, content that is there already is that
+        document; with one, the document of that id becomes this."""
+        digest = hashlib.sha256(body).hexdigest()
+        said = metadata or {}
+        if id is None:
+            same = await self.catalogue.with_digest(collection.id, digest)
+            if same is not None:
+                return same, False
+            id = f"doc_{uuid.uuid4().hex}"
+            before = None
+        else:
+            before = await self.catalogue.document(collection.id, id)
+        if before is not None and (before.digest, before.media_type) == (digest, media_type):
+            if before.status != "failed":
+                await self.catalogue.describe_document(before, name=name, url=url, metadata=said)
+                return await self.catalogue.document(collection.id, id) or before, False
+        elif before is None:
+            await self._check_room(collection)
+        document = await self.catalogue.put_document(
+            collection,
+            id,
+            name=name,
+            url=url,
+            media_type=media_type,
+            charset=charset,
+            digest=digest,
+            metadata=said,
+            body=body,
+        )
+        if document.status == "duplicate":
+            async with self._stores.use(collection) as store:
+                await store.replace(id, [])  # what it said before
+        self._ingestor.wake()
+        return document, document.status == "queued"
+
+    async def remove_document(self, collection: Collection, document: Document) -> None:
+        await self.catalogue.remove_document(document)
+        async with self._stores.use(collection) as store:
+            await store.replace(document.id, [])
+        self._ingestor.wake()  # a duplicate may take its place
+
+    async def chunk(self, collection: Collection, id: str) -> tuple[StoredChunk, Document] | None:
+        """A chunk by the id that citations name."""
+        digits = id.removeprefix(CHUNK_PREFIX)
+        if not id.startswith(CHUNK_PREFIX) or not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+            return None
+        async with self._stores.use(collection) as store:
+            found = (await store.fetch([int(digits)])).get(int(digits))
+        document = None if found is None else await self.catalogue.document(collection.id, found.document)
+        return None if found is None or document is None else (found, document)
+
+    async def chunks(self, collection: Collection, document: Document) -> list[StoredChunk]:
+        async with self._stores.use(collection) as store:
+            return await store.of_document(document.id)
+
+    async def _check_room(self, collection: Collection) -> None:
+        if await self.catalogue.document_count(collection.id) >= self.limits.documents:
+            raise TooMany(f"The collection holds {self.limits.documents} documents, and no more are allowed.")
+        if await self.catalogue.pending(collection.tenant) >= self.limits.waiting:
+            raise TooMany(f"{self.limits.waiting} documents wait to be read; send more when some of them are.")

@@ -1,0 +1,136 @@
+"""Documents that wait to be read, in the tables of the catalogue.
+
+Work is claimed under a lease, so that a document whose reader died is read by another; `version` keeps work on a
+document that was replaced meanwhile from counting. Any number of gateways may take from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.knowledge.catalogue import COLLECTION, DOCUMENT, collection_of, document_of
+from penstock.knowledge.model import Collection, Document
+from penstock.storage import Database
+
+LEASE_S = 120.0
+MOST_ATTEMPTS = 5
+"""A document that was begun this often and never ended is given up: it takes its readers down with it."""
+_PENDING = "(status = 'queued' OR (status = 'processing' AND leased_until < ?))"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A document to be read, with everything needed for it."""
+
+    collection: Collection
+    document: Document
+    charset: str
+    body: bytes
+    attempts: int
+
+
+class ReadingQueue:
+    """Claims, progress and ends."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def waiting_tenants(self) -> list[str]:
+        """Tenants with documents to read, the longest waiting first."""
+        rows = await self._database.fetch(
+            f"SELECT tenant FROM documents WHERE {_PENDING} GROUP BY tenant ORDER BY MIN(updated_at)", self._clock()
+        )
+        return [row[0] for row in rows]
+
+    async def claim(self, tenant: str) -> Claim | None:
+        """The oldest document of a tenant that nobody reads, now claimed; None when there is none."""
+        now = self._clock()
+        rows = await self._database.fetch(
+            f"SELECT {DOCUMENT} FROM documents WHERE {_PENDING} AND tenant = ? ORDER BY updated_at LIMIT 8",
+            now, tenant,
+        )  # fmt: skip
+        for row in rows:
+            document = document_of(row)
+            mine = await self._database.execute(
+                "UPDATE documents SET status = 'processing', leased_until = ?, attempts = attempts + 1 "
+                f"WHERE collection = ? AND id = ? AND version = ? AND {_PENDING}",
+                now + LEASE_S, document.collection, document.id, document.version, now,
+            )  # fmt: skip
+            if mine and (claim := await self._claimed(document)) is not None:
+                return claim
+        return None
+
+    async def _claimed(self, document: Document) -> Claim | None:
+        found = await self._database.fetch(
+            "SELECT d.charset, d.attempts, c.body FROM documents d JOIN contents c ON c.collection = d.collection "
+            "AND c.document = d.id AND c.version = d.version WHERE d.collection = ? AND d.id = ? AND d.version = ?",
+            document.collection, document.id, document.version,
+        )  # fmt: skip
+        rows = await self._database.fetch(f"SELECT {COLLECTION} FROM collections WHERE id = ?", document.collection)
+        if not found or not rows:
+            return None  # it was replaced or removed a moment ago
+        charset, attempts, body = found[0]
+        return Claim(collection_of(rows[0]), document, charset, bytes(body), attempts)
+
+    async def progress(self, document: Document, *, chunks: int, done: int) -> bool:
+        """Says how far the work is and renews the lease; whether it is still wanted."""
+        return bool(
+            await self._database.execute(
+                "UPDATE documents SET chunks = ?, chunks_done = ?, leased_until = ? "
+                "WHERE collection = ? AND id = ? AND version = ? AND status = 'processing'",
+                chunks,
+                done,
+                self._clock() + LEASE_S,
+                document.collection,
+                document.id,
+                document.version,
+            )
+        )
+
+    async def finish(self, document: Document, *, chunks: int, tokens: int) -> bool:
+        """The chunks are stored; whether that still counts. The content itself is not needed any more."""
+        where = (document.collection, document.id, document.version)
+        changed = await self._database.transact(
+            [
+                (
+                    "UPDATE documents SET status = 'ready', error = '', chunks = ?, chunks_done = ?, tokens = ?, "
+                    "updated_at = ? WHERE collection = ? AND id = ? AND version = ?",
+                    (chunks, chunks, tokens, self._clock(), *where),
+                ),
+                ("DELETE FROM contents WHERE collection = ? AND document = ? AND version = ?", where),
+            ],
+            guarded=True,
+        )
+        return bool(changed[0])
+
+    async def fail(self, document: Document, error: str) -> None:
+        where = (document.collection, document.id, document.version)
+        await self._database.transact(
+            [
+                (
+                    "UPDATE documents SET status = 'failed', error = ?, updated_at = ? "
+                    "WHERE collection = ? AND id = ? AND version = ?",
+                    (error, self._clock(), *where),
+                ),
+                ("DELETE FROM contents WHERE collection = ? AND document = ? AND version = ?", where),
+            ],
+            guarded=True,
+        )
+
+    async def release(self, document: Document) -> None:
+        """Give a claim back: somebody reads it later. It does not count as an attempt."""
+        await self._database.execute(
+            "UPDATE documents SET status = 'queued', leased_until = 0, attempts = attempts - 1 "
+            "WHERE collection = ? AND id = ? AND version = ? AND status = 'processing'",
+            document.collection, document.id, document.version,
+        )  # fmt: skip
+
+    async def exists(self, document: Document) -> bool:
+        return bool(
+            await self._database.fetch(
+                "SELECT 1 FROM documents WHERE collection = ? AND id = ?", document.collection, document.id
+            )
+        )

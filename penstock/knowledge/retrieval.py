@@ -1,0 +1,164 @@
+"""From a question to a few passages: words and vectors searched at once, fused by rank, the best of them reranked.
+
+Everything that does not need another's result runs beside it: the words are searched while the question is embedded.
+A collection without an embedder to ask (its engine is down) cannot be searched by vectors; that is an error, not a
+silent half of a search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.knowledge.catalogue import Catalogue
+from penstock.knowledge.embedder import Embedder
+from penstock.knowledge.fusion import fuse
+from penstock.knowledge.model import Collection, Document, KnowledgeError, Passage, SearchMode, StoredChunk
+from penstock.knowledge.terms import search_terms
+
+if TYPE_CHECKING:
+    from penstock.knowledge.chunks.base import ChunkStore, ChunkStores, Ranked
+
+DEPTH = 2
+"""Each half of a hybrid search looks this many times deeper than the number of candidates: what both halves know of is
+often not at the top of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A chunk on its way to the reranker, with what the search said about it."""
+
+    stored: StoredChunk
+    scores: Mapping[str, float]
+
+
+class Reranker(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    async def scores(self, query: str, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
+        """How well each candidate answers; higher is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search returns. `seconds` by step; steps overlap."""
+
+    passages: list[Passage]
+    seconds: Mapping[str, float]
+
+
+class Retriever:
+    def __init__(self, catalogue: Catalogue, stores: ChunkStores, embedder: Embedder, reranker: Reranker) -> None:
+        self._catalogue = catalogue
+        self._stores = stores
+        self._embedder = embedder
+        self._reranker = reranker
+
+    async def search(
+        self,
+        collection: Collection,
+        query: str,
+        *,
+        mode: SearchMode = "hybrid",
+        candidates: int = 20,
+        keep: int = 4,
+        rerank: bool = True,
+    ) -> Found:
+        """The `keep` best of the `candidates` that were found."""
+        if collection.embedding_model != self._embedder.name and mode != "bm25":
+            raise KnowledgeError(
+                f"The collection `{collection.name}` was embedded with `{collection.embedding_model}`, and this server "
+                f"embeds with `{self._embedder.name}`. Ingest it again, or search with the mode `bm25`."
+            )
+        watch = _Watch()
+        async with self._stores.use(collection) as store:
+            ranked = await self._candidates(store, query, mode, candidates, watch)
+            keys = list(ranked)
+            chunks = await store.fetch(keys)
+            documents = await self._documents(collection, chunks)
+            found = [
+                Candidate(chunks[key], ranked[key])
+                for key in keys
+                if key in chunks and chunks[key].document in documents
+            ]
+            order = [candidate.scores["fused"] for candidate in found]
+            if rerank and found:
+                with watch("rerank"):
+                    order = await self._reranker.scores(query, store, found)
+        best = sorted(zip(order, found, strict=True), key=lambda pair: -pair[0])[:keep]
+        named = {"rerank": 0.0} if rerank else {}
+        passages = [
+            Passage(one.stored, documents[one.stored.document], score, {**one.scores, **dict.fromkeys(named, score)})
+            for score, one in best
+        ]
+        watch.seconds["total"] = watch.elapsed
+        return Found(passages, watch.seconds)
+
+    async def _candidates(
+        self, store: ChunkStore, query: str, mode: SearchMode, count: int, watch: _Watch
+    ) -> dict[int, dict[str, float]]:
+        """Keys in the order of the search, with their scores."""
+        depth = count * DEPTH if mode == "hybrid" else count
+        nearest, matching = await asyncio.gather(
+            self._nearest(store, query, depth if mode != "bm25" else 0, watch),
+            self._matching(store, query, depth if mode != "vector" else 0, watch),
+        )
+        fused = fuse([[key for key, _ in ranking] for ranking in (nearest, matching)])[:count]
+        similar, worded = dict(nearest), dict(matching)
+        return {
+            key: {
+                "fused": score,
+                **({"similarity": similar[key]} if key in similar else {}),
+                **({"bm25": worded[key]} if key in worded else {}),
+            }
+            for key, score in fused
+        }
+
+    async def _nearest(self, store: ChunkStore, query: str, count: int, watch: _Watch) -> Ranked:
+        if not count:
+            return []
+        with watch("embed"):
+            vector = (await self._embedder.embed([query]))[0]
+        with watch("vector"):
+            return await store.nearest(vector, count)
+
+    async def _matching(self, store: ChunkStore, query: str, count: int, watch: _Watch) -> Ranked:
+        if not count:
+            return []
+        with watch("bm25"):
+            return await store.matching(search_terms(query), count)
+
+    async def _documents(self, collection: Collection, chunks: Mapping[int, StoredChunk]) -> dict[str, Document]:
+        """Chunks whose document is gone are on their way out; they are not shown."""
+        names = list(dict.fromkeys(stored.document for stored in chunks.values()))
+        return await self._catalogue.some_documents(collection.id, names)
+
+
+class _Watch:
+    """Times the steps of one search."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def __call__(self, step: str) -> _Lap:
+        return _Lap(self.seconds, step)
+
+
+class _Lap:
+    def __init__(self, seconds: dict[str, float], step: str) -> None:
+        self._seconds, self._step = seconds, step
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._step] = time.perf_counter() - self._began

@@ -1,0 +1,49 @@
+"""An embedder without a model: every word has a fixed random direction, and a text points to the mean of its words."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.knowledge.embedder import EmbedderFacts
+from penstock.knowledge.terms import STOP_WORDS, words
+
+if TYPE_CHECKING:
+    from penstock.knowledge.embedder import Vectors
+
+DIMENSIONS = 64
+
+
+class HashingEmbedder:
+    """See `penstock.knowledge.embedder.Embedder`."""
+
+    def __init__(self, name: str = "hashing") -> None:
+        self.name = name
+        self.texts = 0
+
+    async def facts(self) -> EmbedderFacts:
+        return EmbedderFacts(DIMENSIONS, 256)
+
+    def tokens(self, text: str) -> list[str]:
+        return words(text)
+
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Vectors:
+        self.texts += len(texts)
+        rows = []
+        for text in texts:
+            telling = [word for word in words(text) if word not in STOP_WORDS] or ["nothing"]
+            rows.append(np.mean([_direction(word) for word in telling], axis=0))
+        stacked = np.stack(rows)
+        return np.asarray(stacked / np.linalg.norm(stacked, axis=1, keepdims=True), np.float32)
+
+    async def token_vectors(self, texts: Sequence[str], *, bulk: bool = False) -> list[Vectors]:
+        return [np.stack([_direction(word) for word in words(text) or ["nothing"]]) for text in texts]
+
+
+def _direction(word: str) -> Vectors:
+    seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big")
+    row = np.random.default_rng(seed).standard_normal(DIMENSIONS).astype(np.float32)
+    return row / np.linalg.norm(row)

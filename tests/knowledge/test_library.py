@@ -1,0 +1,246 @@
+"""Documents go in, are read in the background, and are found; tenants, updates, duplicates and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.knowledge.library import Library
+from penstock.knowledge.limits import LibraryLimits
+from penstock.knowledge.model import Collection, CollectionExists, Document, KnowledgeError, TooMany
+from penstock.protocol.errors import EngineUnavailable
+from tests.knowledge.embedding import HashingEmbedder
+from tests.knowledge.files import make_pdf
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, embedder: HashingEmbedder | None = None, limits: LibraryLimits | None = None
+) -> AsyncIterator[Library]:
+    library = await Library.open(f"sqlite:///{folder / 'k'}", embedder or HashingEmbedder(), limits=limits)
+    try:
+        yield library
+    finally:
+        await library.close()
+
+
+async def put(library: Library, into: Collection, text: str, **more: str) -> Document:
+    named = {"name": "note.md", "media_type": "text/markdown", **more}
+    return (await library.put_document(into, text.encode(), **named))[0]  # type: ignore[arg-type]
+
+
+async def settled(library: Library, into: Collection, within: float = 10.0) -> dict[str, int]:
+    deadline = time.monotonic() + within
+    while True:
+        counts, _, _ = await library.catalogue.counts(into.id)
+        if not counts.keys() & {"queued", "processing"}:
+            return counts
+        assert time.monotonic() < deadline, f"still {counts}"
+        await asyncio.sleep(0.02)
+
+
+async def texts(library: Library, into: Collection, query: str, **options: object) -> list[str]:
+    found = await library.retriever.search(into, query, **options)  # type: ignore[arg-type]
+    return [passage.stored.chunk.text for passage in found.passages]
+
+
+async def test_documents_of_every_kind_are_found_with_their_places(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "# Leave\n\nParents get twelve weeks.\n\n# Pay\n\nMonthly.", name="leave.md")
+        await put(library, col, "<h1>Doors</h1><p>The office opens at eight.</p>", media_type="text/html")
+        await library.put_document(
+            col, make_pdf(["Intro.", "The boiler needs water."]), name="m.pdf", media_type="application/pdf"
+        )
+        await put(library, col, "Cats sleep a lot.", media_type="text/plain", name="cats.txt")
+        assert await settled(library, col) == {"ready": 4}
+        (passage,) = (await library.retriever.search(col, "how many weeks for parents", keep=1)).passages
+        chunk = passage.stored.chunk
+        assert (chunk.text, chunk.heading, chunk.start) == ("Parents get twelve weeks.", "Leave", 9)
+        assert passage.document.name == "leave.md" and set(passage.scores) >= {"fused", "similarity", "bm25", "rerank"}
+        (passage,) = (await library.retriever.search(col, "boiler water", keep=1)).passages
+        assert passage.stored.chunk.page == 2
+        for mode in ("vector", "bm25", "hybrid"):
+            assert (await texts(library, col, "office opens", mode=mode, keep=1)) == ["The office opens at eight."]
+        found = await library.chunk(col, passage.stored.id)
+        assert found is not None and found[0] == passage.stored
+        for odd in ("chunk_", "chunk_x", "1", "chunk_9999", "chunk_" + "9" * 40, "chunk_²"):
+            assert await library.chunk(col, odd) is None
+
+
+async def test_updates_replace_and_deletes_remove(tmp_path: Path) -> None:
+    embedder = HashingEmbedder()
+    async with opened(tmp_path, embedder) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "Pumps need oil.", id="a")
+        await settled(library, col)
+        read_once = embedder.texts
+        again = await put(library, col, "Pumps need oil.", id="a", name="renamed.md")
+        assert (again.status, again.version, again.name) == ("ready", 1, "renamed.md")
+        assert embedder.texts == read_once, "the same content is not read twice"
+        updated = await put(library, col, "Pumps need grease.", id="a")
+        assert (updated.status, updated.version) == ("queued", 2)
+        await settled(library, col)
+        assert await texts(library, col, "pumps") == ["Pumps need grease."]
+        document = await library.catalogue.document(col.id, "a")
+        assert document is not None
+        await library.remove_document(col, document)
+        assert await texts(library, col, "pumps") == []
+
+
+async def test_the_same_content_is_one_document(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        first = await put(library, col, "Pumps need oil.")
+        second = await put(library, col, "Pumps need oil.", name="copy.md")
+        assert second.id == first.id
+        twin = await put(library, col, "Pumps need oil.", id="twin")
+        assert (twin.status, twin.duplicate_of) == ("duplicate", first.id)
+        await settled(library, col)
+        assert await texts(library, col, "pumps") == ["Pumps need oil."]
+        # When the original goes, the duplicate takes its place.
+        found = await library.catalogue.document(col.id, first.id)
+        assert found is not None
+        await library.remove_document(col, found)
+        assert await settled(library, col) == {"ready": 1}
+        (passage,) = (await library.retriever.search(col, "pumps")).passages
+        assert passage.document.id == "twin"
+
+
+async def test_what_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        bad, _ = await library.put_document(col, b"%PDF-nonsense", name="x.pdf", media_type="application/pdf")
+        await put(library, col, "Good one.")
+        assert await settled(library, col) == {"ready": 1, "failed": 1}
+        found = await library.catalogue.document(col.id, bad.id)
+        assert found is not None and "cannot be read" in found.error
+
+
+async def test_work_left_by_a_crash_is_taken_up(tmp_path: Path) -> None:
+    class Broken(HashingEmbedder):
+        async def embed(self, *_: object, **__: object) -> None:  # type: ignore[override]
+            raise EngineUnavailable("The encoder is starting.")
+
+    async with opened(tmp_path, Broken()) as library:
+        col = await library.create_collection("acme", "handbook")
+        document = await put(library, col, "Pumps need oil.")
+        await _until(lambda: library._ingestor._process._process is not None)
+    async with opened(tmp_path) as library:
+        assert await settled(library, col) == {"ready": 1}
+        found = await library.catalogue.document(col.id, document.id)
+        assert found is not None and found.chunks == found.chunks_done == 1 and found.tokens > 0
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Slow(HashingEmbedder):
+        async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
+            order.append(texts[0].split()[-1])
+            await asyncio.sleep(0.01)
+            return await super().embed(texts)
+
+    async with opened(tmp_path, Slow(), LibraryLimits(readers=1)) as library:
+        big = await library.create_collection("acme", "big")
+        small = await library.create_collection("globex", "small")
+        for n in range(12):
+            await put(library, big, f"Text number acme{n}")
+        await put(library, small, "Text globex")
+        await settled(library, small)
+        await settled(library, big)
+    assert order.index("globex") < 8, "it did not wait for all of the other's"
+
+
+async def test_a_document_replaced_while_it_is_read_ends_as_the_last_version(tmp_path: Path) -> None:
+    started, go = asyncio.Event(), asyncio.Event()
+
+    class Gated(HashingEmbedder):
+        async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
+            if bulk:
+                started.set()
+                await go.wait()
+            return await super().embed(texts)
+
+    async with opened(tmp_path, Gated(), LibraryLimits(readers=1)) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "Old words.", id="a")
+        await put(library, col, "Doomed words.", id="b")
+        await started.wait()
+        await put(library, col, "New words.", id="a")
+        doomed = await library.catalogue.document(col.id, "b")
+        assert doomed is not None
+        await library.remove_document(col, doomed)
+        go.set()
+        await settled(library, col)
+        assert await texts(library, col, "words") == ["New words."]
+
+
+async def test_limits_and_names(tmp_path: Path) -> None:
+    limits = LibraryLimits(collections=2, documents=2, chunks=3)
+    async with opened(tmp_path, limits=limits) as library:
+        col = await library.create_collection("acme", "one", chunk_tokens=32, overlap_tokens=0)
+        with pytest.raises(CollectionExists):
+            await library.create_collection("acme", "one")
+        await library.create_collection("acme", "two")
+        with pytest.raises(TooMany):
+            await library.create_collection("acme", "three")
+        await library.create_collection("globex", "one")
+        with pytest.raises(KnowledgeError, match="at most 254"):
+            await library.create_collection("globex", "large", chunk_tokens=300)
+        await put(library, col, "First.")
+        await put(library, col, "word " * 500)
+        with pytest.raises(TooMany):
+            await put(library, col, "Third.")
+        assert await settled(library, col) == {"ready": 1, "failed": 1}
+
+
+async def test_deleting_a_collection_deletes_its_files(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "one")
+        await put(library, col, "Pumps need oil.")
+        await settled(library, col)
+        await texts(library, col, "pumps")
+        await library.remove_collection(col)
+        assert await library.catalogue.collection("acme", "one") is None
+        assert not await asyncio.to_thread(lambda: list((tmp_path / "k").glob(f"{col.id}*")))
+
+
+async def test_another_embedding_model_is_not_mixed_in(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "one")
+        await put(library, col, "Pumps need oil.")
+        await settled(library, col)
+    async with opened(tmp_path, HashingEmbedder("other")) as library:
+        with pytest.raises(KnowledgeError, match="was embedded with `hashing`"):
+            await texts(library, col, "pumps")
+        assert await texts(library, col, "pumps", mode="bm25", rerank=False) == ["Pumps need oil."]
+
+
+async def test_the_whole_of_it_in_postgresql(pgvector_url: str) -> None:
+    library = await Library.open(pgvector_url, HashingEmbedder())
+    try:
+        col = await library.create_collection("acme", "handbook")
+        first = await put(library, col, "# Leave\n\nParents get twelve weeks.")
+        await put(library, col, "The office opens at eight.")
+        await put(library, col, "The office opens at eight.", id="twin")
+        assert await settled(library, col) == {"ready": 2, "duplicate": 1}
+        assert (await texts(library, col, "weeks for parents", keep=1)) == ["Parents get twelve weeks."]
+        await library.remove_document(col, first)
+        assert (await texts(library, col, "office opens")) == ["The office opens at eight."]
+        await library.remove_collection(col)
+        assert await library.catalogue.collections("acme", limit=9) == []
+    finally:
+        await library.close()
