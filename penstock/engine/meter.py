@@ -87,8 +87,8 @@ def open_meter(device: str, ranks: int = 1) -> DeviceMeter | None:
         return None
     try:
         indices = range(first.index or 0, (first.index or 0) + ranks)
-        uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in indices]
-        return DeviceMeter(Nvml(uuids))
+        uuids = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in indices]
+        return DeviceMeter(Nvml([f"GPU-{uuid}" for uuid in uuids]))
     except (OSError, AttributeError) as error:
         log.info("GPU memory and utilisation are not reported: %s", error)
         return None
