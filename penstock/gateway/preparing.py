@@ -96,9 +96,11 @@ async def _prepare(
     if retrieval is not None:
         bare = await chat_tokens(service, model, with_instructions([*messages, *following]), toolbox)
         room = room_for_sources(window, len(bare), limit)
-        retrieved = await retrieval.result(
-            lambda text: len(model.text.encode(text, special=False)), room if turn is None else min(room, window // 2)
-        )
+        with exchange.timeline.phase("retrieve"):
+            retrieved = await retrieval.result(
+                lambda text: len(model.text.encode(text, special=False)),
+                room if turn is None else min(room, window // 2),
+            )
     if turn is not None:
         tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit, following, retrieved)
     else:

@@ -163,6 +163,7 @@ class _Loop:
             if not exchange.response_started:
                 raise
             exchange.record.finish_reason = "error"
+            self._service.metrics.failed(exchange.route, error.status, error.code or error.type)
             await exchange.end_stream(waiting + self._renderer.failure(error))
 
     async def _keep(self) -> None:

@@ -31,7 +31,7 @@ int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     return gone ? 15 : 0;
 }
 int nvmlDeviceGetUtilizationRates(void *device, utilization_t *busy) { busy->gpu = 25; busy->memory = 3; return 0; }
-void be_gone(void) { gone = 1; }
+void be_gone(int now) { gone = now; }
 """
 
 
@@ -77,8 +77,9 @@ def test_a_meter_reads_beside_the_work_and_stops_when_closed(nvml: Callable[...,
 def test_a_driver_that_goes_away_ends_the_readings_and_nothing_else(nvml: Callable[..., Nvml]) -> None:
     source = nvml("GPU-a")
     found = DeviceMeter(source, period_s=0.01)
-    source._library.be_gone()
+    source._library.be_gone(1)
     found._thread.join(5)
+    source._library.be_gone(0)
     assert found.latest is None
     found.close()
 

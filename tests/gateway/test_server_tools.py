@@ -20,6 +20,7 @@ from tests.scripted import ScriptedEngine
 from tests.tools.running.parts import LOOPBACK, WEATHER_API, WeatherServer, desk, weather
 
 TOOLS = ToolsConfig(networks=LOOPBACK, max_steps=4)
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ASK = [{"role": "user", "content": "Weather in Rome and Oslo?"}]
 
 
@@ -114,7 +115,10 @@ async def test_every_call_is_in_the_trace_and_the_request_log(
     settings = {"tools": TOOLS, "tool_servers": (api.config(),), **stored(tmp_path)}
     config = RequestLogConfig(flush_s=0.01)
     async with serving(script(text, TWO, "Sunny."), request_log=config, **settings) as running:
+        sent = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        running.client.headers.update(sent)
         reply = await running.chat(messages=ASK, server_tools=["weather"], user="ann")
+        assert {headers["traceparent"] for *_, headers, _ in api.seen} == {sent["traceparent"]}, "passed on"
         id = reply.headers["x-request-id"]
         log: list[dict[str, Any]] = []
         for _ in range(100):

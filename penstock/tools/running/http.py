@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from penstock.telemetry.context import outgoing_headers
 from penstock.tools.running.addresses import Addresses, PinnedTransport
 from penstock.tools.running.model import Function, Outcome, ToolError, ToolServer
 from penstock.tools.running.openapi import Operation, base_url, operations
@@ -51,7 +52,7 @@ class HttpTools(ToolServer):
         try:
             path, query, headers, body = operation.request(arguments)
             async with asyncio.timeout(self._timeout_s):  # all of it; the client's own limit is per read
-                return await self._ask(operation.method, path, query, headers, body)
+                return await self._ask(operation.method, path, query, {**outgoing_headers(), **headers}, body)
         except ToolError as error:
             return Outcome(f"Error: {error}.", ok=False)
         except (TimeoutError, httpx.TimeoutException):
