@@ -108,6 +108,9 @@ def _conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model that takes turns (time_slice) has one replica")
+        others = {other.name for other in config.models if other is not model}
+        if model.downgrade_to and model.downgrade_to not in others:
+            problems.append(f'models[{index}].downgrade_to: there is no other model "{model.downgrade_to}"')
     for index, encoder in enumerate(config.encoders):
         for name in (encoder.name, *encoder.aliases):
             if name in seen:

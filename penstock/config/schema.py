@@ -14,6 +14,7 @@ from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.fields import setting
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 from penstock.engine.encoder.config import EncoderEngineConfig
@@ -165,6 +166,10 @@ class ModelConfig:
     tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
+    downgrade_to: str = setting(
+        "", doc="A smaller model that answers tiers with best_effort while too many wait for this one.",
+        example="smollm2-135m",
+    )  # fmt: skip
     input_price: float = setting(0.0, doc="Price of a million prompt tokens, for estimates.", least=0)
     output_price: float = setting(0.0, doc="Price of a million completion tokens, for estimates.", least=0)
     cost_per_hour: float = setting(
@@ -235,8 +240,12 @@ class TierConfig:
 
     name: str = setting("", doc="What tenants and prices call it.")
     priority: int = setting(
-        1, doc="Class of its requests: 0 goes first, 2 last and at the price of batches.", least=0, most=2
+        1, doc="Class: 0 premium, goes first; 1 standard; 2 batch, last and at the price of batches.", least=0, most=2
     )
+    weight: float = setting(
+        1.0, doc="Share of each of its tenants beside others of its class, when they have to wait.", least=0.001
+    )
+    best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when too many wait.")
     requests_per_minute: int | None = setting(
         None, doc="Requests a tenant may begin in a minute.", least=1, example="600"
     )
@@ -259,10 +268,10 @@ LAST_CLASS = 2
 """The class of batches."""
 
 DEFAULT_TIERS = (
-    TierConfig(name="free", priority=1, requests_per_minute=60, tokens_per_minute=40_000, concurrent_requests=4,
-               context_tokens=32_768),
-    TierConfig(name="standard", priority=1, context_tokens=131_072),
-    TierConfig(name="enterprise", priority=0, context_tokens=131_072),
+    TierConfig(name="free", priority=1, weight=1.0, best_effort=True, requests_per_minute=60, tokens_per_minute=40_000,
+               concurrent_requests=4, context_tokens=32_768),
+    TierConfig(name="standard", priority=1, weight=2.0, context_tokens=131_072),
+    TierConfig(name="enterprise", priority=0, weight=4.0, context_tokens=131_072),
     TierConfig(name="batch", priority=2),
 )  # fmt: skip
 
@@ -319,19 +328,6 @@ class CountersConfig:
     url: str = setting("", doc="redis://HOST:PORT, when several gateways share limits; this process when empty.")
     fallback: Literal["open", "closed"] = setting(
         "open", doc="While Redis is away: open lets each gateway count for itself, closed refuses requests."
-    )
-
-
-ReplicaPolicyName = Literal["predicted", "power_of_two", "round_robin", "random"]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingConfig:
-    """Which replica of a model runs a request."""
-
-    policy: ReplicaPolicyName = setting(  # noqa: RUF009
-        "predicted",
-        doc="predicted: soonest first token by queue, prefix cache and memory; or power_of_two, round_robin, random.",
     )
 
 
@@ -465,6 +461,7 @@ class Config:
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
+    admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)

@@ -16,11 +16,13 @@ from time import monotonic
 from typing import Any
 
 from penstock.gateway.accounting import Account
+from penstock.gateway.admission import leave
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import ClientGone, Exchange, encode_json
 from penstock.gateway.generation import Generation
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
+from penstock.routing.admission.desk import Ticket
 
 KEEP_ALIVE = b": keep-alive\n\n"
 MOST_TEXT = 16384
@@ -99,13 +101,15 @@ async def engaged(
     if service.settings.telemetry.record_text:
         generation.keep_text()
     account: Account | None = None
+    ticket: Ticket | None = None
     service.track(generation)
     try:
+        ticket = await service.admissions.enter(exchange, generation, reservation)
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)
-        generation.submit()
         if not (aside or further):
-            exchange.extra_headers.append((b"x-penstock-replica", generation.replica.encode("latin-1", "replace")))
+            generation.on_submit = exchange.name_replica
+        generation.submit(None if ticket is None or ticket.granted else ticket)
         yield account
     finally:
         generation.close()
@@ -113,6 +117,8 @@ async def engaged(
             await generation.quiet()
         finally:
             service.untrack(generation)
+            if ticket is not None:
+                leave(ticket, generation)
             _record(exchange, generation, aside=aside)
             if account is not None:
                 account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")

@@ -55,6 +55,7 @@ class Exchange:
         "_receive",
         "_send",
         "body_read",
+        "body_size",
         "caller",
         "dialect",
         "extra_headers",
@@ -87,6 +88,7 @@ class Exchange:
         self.request_id = self._choose_request_id()
         self.status: int | None = None
         self.body_read = False
+        self.body_size = 0
         self.caller: Caller = OPEN_CALLER
         self.line: BatchLine | None = None
         """Set on a request of a batch; its caller is known then."""
@@ -153,11 +155,16 @@ class Exchange:
                 break
         if size > limit:
             raise PayloadTooLarge(limit=limit, size=size)
+        self.body_size = size
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _content_length(self) -> int | None:
         given = self.header(b"content-length")
         return int(given) if given is not None and given.isdigit() else None
+
+    def name_replica(self, name: str) -> None:
+        """The reply will say where the request ran."""
+        self.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
 
     async def gone(self) -> None:
         """Returns when the client has left. Call it after the body has been read."""

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
@@ -29,6 +30,16 @@ GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
 LAST_WORDS_S = 10.0
 """How long an engine that is alive may take to say how far an aborted request was."""
+
+
+class Gate(Protocol):
+    """What a generation may have to wait for before it runs."""
+
+    async def wait(self, within: float | None = None) -> bool:
+        """Whether it is open; False when `within` seconds have passed. Raises when it will never be."""
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, now or later, gets `error`."""
 
 
 @dataclass(slots=True)
@@ -79,8 +90,14 @@ class Generation:
         self._submitted_at = started_at
         self._trace = sampled_trace()
         self._texts: list[list[str]] | None = None
-        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s + GRACE_S
-        self._unfinished = 0
+        self._time_limit_s = time_limit_s
+        self._deadline: float | None = None
+        self._unfinished = sum(len(prompt.params) for prompt in prompts)
+        self._gate: Gate | None = None
+        self._failure: Exception | None = None
+        self.on_submit: Callable[[str], None] | None = None
+        """Told which replica has it, if anybody wants to know."""
+        self.priority = priority
         for place, prompt in enumerate(prompts):
             for number, params in enumerate(prompt.params):
                 request = Request(
@@ -162,15 +179,24 @@ class Generation:
         for choice in self.choices:
             choice.citer = retrieved.citer(attribute=attribute)
 
-    def submit(self) -> None:
+    def submit(self, gate: Gate | None = None) -> None:
+        """Run; with a `gate`, as soon as it opens (`next` waits for that)."""
+        self._gate = gate
+        if gate is not None:
+            if self._failure is not None:
+                gate.fail(self._failure)
+            return
         self._submitted_at = time.monotonic()
+        if self._time_limit_s is not None:
+            self._deadline = self._submitted_at + self._time_limit_s + GRACE_S
         try:
             for index, request in enumerate(self._requests):
                 replica = self.model.backend.submit(request, self.mailbox, index)
                 if not index:
                     self.replica = replica or self.replica
                     self._observed = self._metrics.request(self.model.base_name, self.replica)
-                self._unfinished += 1
+                    if self.on_submit is not None:
+                        self.on_submit(self.replica)
         except ApiError:
             self.close()
             raise
@@ -181,6 +207,10 @@ class Generation:
 
     async def next(self, within: float | None = None) -> list[Piece]:
         """New pieces of text; empty when `within` seconds pass without any."""
+        if self._gate is not None:
+            if not await self._gate.wait(within):
+                return []
+            self.submit()
         if self._deadline is not None:
             left = self._deadline - time.monotonic()
             within = left if within is None else min(within, left)
@@ -199,7 +229,10 @@ class Generation:
     def fail(self, error: Exception) -> None:
         """End now: nothing more is generated, and whoever waits in `next` gets `error`."""
         self.close()
+        self._failure = error
         self.mailbox.fail(error)
+        if self._gate is not None:
+            self._gate.fail(error)
 
     def close(self) -> None:
         """Abort whatever still runs. Safe to call twice."""
@@ -216,6 +249,12 @@ class Generation:
 
     def _awaited(self, choice: Choice) -> bool:
         return not choice.finished and self.model.backend.holds(self._requests[choice.index].request_id)
+
+    @property
+    def cache_key(self) -> str:
+        """Prompts share cached prefixes only under the same one."""
+        first = self._requests[0]
+        return f"{first.adapter}\0{first.cache_salt}"
 
     @property
     def prompt_tokens(self) -> int:

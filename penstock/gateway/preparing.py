@@ -15,8 +15,6 @@ from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.messages import template_messages
 from penstock.gateway.retrieving import Retrieval, with_instructions
 from penstock.gateway.sampling import (
-    BATCH_PRIORITY,
-    PRIORITIES,
     Limits,
     check_choices,
     fit,
@@ -27,7 +25,7 @@ from penstock.gateway.sampling import (
 from penstock.gateway.schemas import ChatRequest, TextFormat
 from penstock.gateway.service import Service
 from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import Route, ServedModel
 from penstock.tools.toolbox import Toolbox
 
 DEFAULT_ANSWER = 512
@@ -81,7 +79,8 @@ async def _prepare(
     retrieval: Retrieval | None = None,
 ) -> Generation:
     stops = stop_strings(request)
-    model, info = await open_route(service, exchange, request.model)
+    priority = service.admissions.priority(exchange, request.service_tier)
+    model, info = await open_route(service, exchange, request.model, limit)
     toolbox = toolbox_of(request, model)
     params = sampling_params(
         request,
@@ -115,7 +114,7 @@ async def _prepare(
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
         stops=stops,
-        priority=priority_of(exchange, request.service_tier),
+        priority=priority,
         speculation=request.speculation is not False,
         time_limit_s=time_limit(service, exchange),
         want_logprobs=bool(request.logprobs),
@@ -134,11 +133,6 @@ def room_for_sources(window: int, prompt_tokens: int, limit: Limits) -> int:
     return window - prompt_tokens - answer - SEAMS
 
 
-def priority_of(exchange: Exchange, service_tier: str | None) -> int:
-    """In the engine; smaller goes first."""
-    return BATCH_PRIORITY if exchange.line is not None else PRIORITIES[service_tier or "auto"]
-
-
 def time_limit(service: Service, exchange: Exchange) -> float | None:
     """Seconds that a request may generate."""
     return service.settings.time_limit_s if exchange.line is None else service.settings.batches.time_limit_s
@@ -152,9 +146,13 @@ async def chat_tokens(
     return await service.encode_chat(model, messages, tools=tools)
 
 
-async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[ServedModel, EngineInfo]:
+async def open_route(service: Service, exchange: Exchange, name: str, limit: Limits) -> tuple[ServedModel, EngineInfo]:
     """The model, once its engine is up and, if it takes turns, awake; waits for each up to `engine_wait_s`."""
-    model = find_model(service, exchange, name)
+    # A token has at least a byte, so this is the most that the request can need.
+    route = service.admissions.reroute(
+        exchange, service.registry.route(name), lambda: exchange.body_size + (limit.max_tokens or 1)
+    )
+    model = take_route(exchange, name, route)
     within = service.settings.engine_wait_s
     info = await model.backend.wait_ready(within)
     exchange.release = await service.slices.acquire(model, within)
@@ -163,7 +161,11 @@ async def open_route(service: Service, exchange: Exchange, name: str) -> tuple[S
 
 
 def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:
-    route = service.registry.route(name)
+    return take_route(exchange, name, service.registry.route(name))
+
+
+def take_route(exchange: Exchange, name: str, route: Route) -> ServedModel:
+    """The model that answers for `name`; the reply says which, and why."""
     model = route.model
     exchange.timeline.asked_model = name[:256]
     exchange.record.model_version = model.base_name

@@ -38,6 +38,8 @@ class Reservation:
     reserved: Amounts
     price: Price
     percent: int
+    left: float = 1.0
+    """Part of the tightest limit that is left."""
 
 
 class Quotas:
@@ -71,7 +73,8 @@ class Quotas:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
-        return Reservation(id, limits, amounts, price, percent)
+        left = min(standing.remaining / max(standing.limit.most, 1) for standing in decision.standings)
+        return Reservation(id, limits, amounts, price, percent, left)
 
     async def settle(self, reservation: Reservation, generation: Metered) -> None:
         used = Usage()

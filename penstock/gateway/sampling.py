@@ -11,9 +11,6 @@ from penstock.gateway.schemas import Sampling
 from penstock.gateway.settings import GatewaySettings
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 
-PRIORITIES = {"priority": -1, "auto": 0, "default": 0, "flex": 1}
-"""`service_tier` to engine priority (smaller first)."""
-BATCH_PRIORITY = 2
 SEED_MASK = 2**63 - 1
 
 

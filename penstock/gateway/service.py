@@ -15,6 +15,7 @@ from penstock.config.schema import CountersConfig
 from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.gateway.accounting import Accounts
+from penstock.gateway.admission import Admissions
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.runner import Answerer, BatchRunner
 from penstock.gateway.batches.store import BatchStore
@@ -113,6 +114,7 @@ class Service:
         self.quotas = Quotas(
             _counters(settings.counters, self.desk), settings.tiers, settings.limits, settings.price_book()
         )
+        self.admissions = Admissions(settings, registry, self.metrics)
         self._background: set[asyncio.Task[None]] = set()
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
@@ -159,6 +161,7 @@ class Service:
         if self.control is not None:
             await self.control.start()
         self.slices.start()
+        await self.admissions.start()
 
     def run_batches(self, answer: Answerer, paths: Collection[str]) -> None:
         """Take part in running batches; `answer` answers their requests, for the endpoints in `paths`."""
@@ -191,6 +194,7 @@ class Service:
         if self._batch_runner is not None:
             await self._batch_runner.close()
         await self.slices.close()
+        await self.admissions.close()
         if self.sessions is not None:
             await self.sessions.close()
         if self.tools is not None:

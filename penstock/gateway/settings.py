@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.config.batches import BatchesConfig
 from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
@@ -18,7 +19,6 @@ from penstock.config.schema import (
     PriceConfig,
     RequestLogConfig,
     ResilienceConfig,
-    RoutingConfig,
     TelemetryConfig,
     TierConfig,
 )
@@ -45,6 +45,8 @@ class ModelSettings:
     cost_per_hour: float = 0.0
     """Dollars that the hardware of one engine costs."""
     tool_format: str = "auto"
+    downgrade_to: str = ""
+    """What answers best-effort callers while too many wait."""
     max_in_flight: int = 4096
     """Requests running or waiting in its engine; more are refused."""
     silence_s: float = 75.0
@@ -106,6 +108,7 @@ class GatewaySettings:
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
+    admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
@@ -163,6 +166,7 @@ class GatewaySettings:
                     output_price=model.output_price,
                     cost_per_hour=model.cost_per_hour,
                     tool_format=model.tool_format,
+                    downgrade_to=model.downgrade_to,
                     max_in_flight=model.max_waiting + (model.max_running or 0),
                 )
                 for model in config.models
@@ -197,6 +201,7 @@ class GatewaySettings:
             counters=config.counters,
             routing=config.routing,
             resilience=config.resilience,
+            admission=config.admission,
             prices=config.prices,
             guardrails=config.guardrails,
             conversations=config.conversations,

@@ -23,6 +23,7 @@ from penstock.protocol.errors import Overloaded
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
+CONNECTIONS = 32
 RETRY_S = 1.0
 
 # KEYS: reservation, then one window per limit. ARGV: now in ms or -1 (Redis's clock), steps, the reservation's life in
@@ -127,10 +128,18 @@ class RedisLimits(LimitStore):
         """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`:
         what counts while Redis is away; this process when None."""
         try:
-            from redis.asyncio import Redis
+            from redis.asyncio import BlockingConnectionPool, Redis
         except ImportError as error:
             raise ConfigError("limits in Redis need a driver: pip install 'penstock[redis]'") from error
-        self._redis: Any = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        # More calls than connections wait for each other; a pool that refuses them would look like an outage.
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+        )
+        self._redis: Any = Redis.from_pool(pool)
         self._reserve = self._redis.register_script(_RESERVE)
         self._settle = self._redis.register_script(_SETTLE)
         self._fallback = fallback

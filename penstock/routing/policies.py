@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.config.schema import ReplicaPolicyName
+from penstock.config.routing import ReplicaPolicyName
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
 from penstock.routing.prefix_index import PrefixIndex
 

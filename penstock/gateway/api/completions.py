@@ -15,7 +15,7 @@ from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import Generation, Prompt
 from penstock.gateway.logprobs import finite
-from penstock.gateway.preparing import identify, open_route, priority_of, time_limit
+from penstock.gateway.preparing import identify, open_route, time_limit
 from penstock.gateway.sampling import (
     check_choices,
     check_token_ids,
@@ -46,7 +46,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     only_prompt = asked == 0
     limit = limits(asked or 1, service.settings, default=None, param="max_tokens")
     stops = stop_strings(request)
-    model, info = await open_route(service, exchange, request.model)
+    priority = service.admissions.priority(exchange, request.service_tier)
+    model, info = await open_route(service, exchange, request.model, limit)
     grammar = await service.grammars.response_format(request.response_format)
     params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
     if request.echo and request.logprobs is not None:
@@ -65,7 +66,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
         stops=stops,
-        priority=priority_of(exchange, request.service_tier),
+        priority=priority,
         speculation=request.speculation is not False,
         time_limit_s=time_limit(service, exchange),
         want_logprobs=request.logprobs is not None,

@@ -1,0 +1,55 @@
+"""How much a model's engines can take at one time, from what they say of themselves.
+
+An engine that is not up counts for nothing unless none is; one that has not told its size makes the room unlimited.
+Where the queue is this gateway's own, engines may also run what others sent: what they report beyond what was granted
+here is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.backends.base import Backend
+from penstock.config.routing import AdmissionConfig
+from penstock.routing.admission.model import Room, Standing
+from penstock.routing.replicas import ReplicaSet
+
+
+class Capacity:
+    """The room in front of one model."""
+
+    def __init__(
+        self, backend: Backend, config: AdmissionConfig, granted: Callable[[], Standing] | None = None
+    ) -> None:
+        """`granted`: what this gateway's own queue has granted; None when the queue is everybody's."""
+        self._backend = backend
+        self._config = config
+        self._granted = granted
+
+    def __call__(self) -> Room:
+        replicas = self._replicas()
+        slots = kv_tokens = reported = used = 0
+        knows_slots = knows_memory = True
+        for replica in replicas:
+            info, load = replica.info, replica.load
+            if info is None:
+                knows_slots = knows_memory = False
+                continue
+            slots += (self._config.slots or info.max_running) + self._config.ahead
+            knows_slots = knows_slots and (self._config.slots is not None or info.max_running > 0)
+            knows_memory = knows_memory and load.total_blocks > 0
+            kv_tokens += load.total_blocks * info.block_size
+            used += load.used_blocks * info.block_size
+            reported += load.running + load.waiting
+        kv_tokens = int(kv_tokens * self._config.kv_share)
+        if self._granted is not None:
+            granted = self._granted()
+            slots -= max(0, reported - granted.in_flight)
+            kv_tokens -= max(0, used - granted.kv_tokens)
+        return Room(max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas))
+
+    def _replicas(self) -> Sequence[Backend]:
+        if not isinstance(self._backend, ReplicaSet):
+            return (self._backend,)
+        replicas = self._backend.replicas
+        return [replica for replica in replicas if replica.ready] or replicas

@@ -1,0 +1,232 @@
+"""The front of admission: ask to run, get a ticket that is granted now or later, or be refused with a time to return.
+
+Each model has a queue, an idea of what its answers usually cost, and a room. `Ticket` is what a request holds from
+its admission to its end; closing it, however the request ended, gives the room back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.config.routing import AdmissionConfig
+from penstock.protocol.errors import Overloaded, Reason
+from penstock.routing.admission.capacity import Capacity
+from penstock.routing.admission.decision import Ask, decide, predicted_wait, saturated
+from penstock.routing.admission.memory import MemoryQueue
+from penstock.routing.admission.model import (
+    CLASSES,
+    AdmissionQueue,
+    Entry,
+    Outcome,
+    RoomNow,
+    Standing,
+    cost_of,
+    patience_of,
+)
+from penstock.routing.admission.sketch import PrefixSketch
+from penstock.routing.registry import Registry, ServedModel
+from penstock.telemetry.admission_metrics import AdmissionMetrics
+from penstock.telemetry.exposition import Registry as MetricRegistry
+
+USUAL_OUTPUT = 256.0
+"""Tokens an answer is expected to have before any has been seen."""
+OUTPUT_STEP = 0.05
+"""Weight of the newest answer in their mean length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request that wants to run, as a gateway describes it."""
+
+    id: str
+    tenant: str
+    rank: int
+    weight: float
+    prompts: Sequence[list[int]]
+    sequences: int
+    """Answers that will be generated at one time."""
+    most_output: int
+    """Tokens that they may have together."""
+    salt: str = ""
+    """Prompts are cached together only under the same one."""
+    budget_left: float = 1.0
+    patience_s: float | None = None
+    """How long it may wait, if it says so itself; never longer than its class."""
+
+
+class Desk:
+    """Admission to one model."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: AdmissionConfig,
+        metrics: AdmissionMetrics,
+        roll: Callable[[], float] = random.random,
+    ) -> None:
+        self.model = model.name
+        self.config = config
+        self.metrics = metrics
+        self.queue, self.room = _open_queue(model, config)
+        self._roll = roll
+        self._sketch = PrefixSketch()
+        self._usual_output = USUAL_OUTPUT
+        self.waits = [metrics.waits(model.name, name) for name in CLASSES]
+
+    async def enter(self, wish: Wish) -> Ticket:
+        """A ticket; raises `Overloaded` when there is neither room nor a place in the queue."""
+        config, rank = self.config, wish.rank
+        prompt = sum(map(len, wish.prompts))
+        cached = sum(self._sketch.cached(tokens, wish.salt) for tokens in wish.prompts)
+        output = min(wish.most_output, round(self._usual_output * wish.sequences))
+        entry = Entry(
+            wish.id,
+            wish.tenant,
+            rank,
+            wish.weight,
+            cost_of(prompt - cached, output),
+            prompt - cached + output,
+            wish.sequences,
+            time.monotonic(),
+        )
+        patience = patience_of(config, rank)
+        if wish.patience_s is not None:
+            patience = min(patience, wish.patience_s)
+        ask = Ask(entry, prompt, cached, wish.budget_left, patience)
+        verdict = decide(ask, self.queue.standing(wish.tenant, rank), self.room(), config, self._roll())
+        if verdict.action == "refuse":
+            assert verdict.reason is not None
+            raise self.refusal(entry, verdict.reason, verdict.wait_s)
+        return Ticket(self, entry, await self.queue.enter(entry), patience)
+
+    def saturated(self) -> bool:
+        """Whether best-effort callers should go to a smaller model."""
+        return saturated(self.queue.standing("", 0), self.room(), self.config)
+
+    def refusal(self, entry: Entry, reason: Reason, wait_s: float | None = None) -> Overloaded:
+        """What a request hears that cannot run; counted."""
+        self.metrics.shed(self.model, CLASSES[entry.rank], reason)
+        if wait_s is None:
+            wait_s = predicted_wait(entry, self.queue.standing(entry.tenant, entry.rank), self.config)
+        return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=wait_s)
+
+    def answered(self, tokens: float) -> None:
+        """An answer came to its end with so many tokens."""
+        self._usual_output += OUTPUT_STEP * (tokens - self._usual_output)
+
+
+class Ticket:
+    """A request's place: in the queue, then among those that run."""
+
+    __slots__ = ("_closed", "_desk", "_entry", "_error", "_outcome", "_patience", "granted")
+
+    def __init__(self, desk: Desk, entry: Entry, outcome: asyncio.Future[Outcome], patience: float) -> None:
+        self._desk = desk
+        self._entry = entry
+        self._outcome = outcome
+        self._patience = patience
+        self._error: Exception | None = None
+        self._closed = False
+        self.granted = False
+        self._look()
+
+    async def wait(self, within: float | None = None) -> bool:
+        """Whether it may run; False when `within` seconds have passed. Raises when it never will."""
+        left = self._entry.arrived + self._patience - time.monotonic()
+        if not self._outcome.done() and self._error is None:
+            timeout = max(left if within is None else min(within, left), 0.0)
+            await asyncio.wait((self._outcome,), timeout=timeout)
+        if self._error is not None:
+            raise self._error
+        if self._look():
+            return True
+        if self._entry.arrived + self._patience > time.monotonic():
+            return False
+        self.close()
+        raise self._desk.refusal(self._entry, "queue_timeout")
+
+    def fail(self, error: Exception) -> None:
+        """Give up: whoever waits, now or later, gets `error`."""
+        if not self.granted:
+            self._error = error
+            self.close()
+            self._outcome.cancel()
+
+    def close(self, fresh_tokens: int = 0, output_tokens: int = 0, sequences: int = 0) -> None:
+        """The request has ended; what it really took. Only the first call counts."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.granted:
+            self._desk.queue.leave(self._entry.id)
+            return
+        used = cost_of(fresh_tokens, output_tokens) if sequences else 0.0
+        self._desk.queue.release(self._entry.id, used)
+        if sequences:
+            self._desk.answered(output_tokens / sequences)
+
+    def _look(self) -> bool:
+        if not self.granted and self._outcome.done() and not self._outcome.cancelled():
+            if self._outcome.result() == "dropped":
+                self._closed = True
+                raise self._desk.refusal(self._entry, "queue_full")
+            self.granted = True
+            self._desk.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
+        return self.granted
+
+
+class Admission:
+    """Every desk of one gateway."""
+
+    def __init__(self, config: AdmissionConfig, models: Registry, metrics: MetricRegistry) -> None:
+        self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
+        self._desks = {model.name: Desk(model, config, self.metrics) for model in models}
+
+    async def start(self) -> None:
+        for desk in self._desks.values():
+            await desk.queue.start()
+
+    async def close(self) -> None:
+        for desk in self._desks.values():
+            await desk.queue.close()
+
+    def desk(self, model: ServedModel) -> Desk:
+        return self._desks[model.base_name]
+
+    def _depths(self) -> list[tuple[tuple[str, str], float]]:
+        return [
+            ((model, name), count)
+            for model, desk in self._desks.items()
+            for name, count in zip(CLASSES, desk.queue.standing("", 0).queued, strict=True)
+        ]
+
+    def _rates(self) -> list[tuple[tuple[str], float]]:
+        return [((model,), desk.queue.standing("", 0).rate or 0.0) for model, desk in self._desks.items()]
+
+
+def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, RoomNow]:
+    if config.url:
+        from penstock.routing.admission.redis import RedisQueue
+
+        room = Capacity(model.backend, config)
+        return RedisQueue(config.url, model.name, config, room), room
+    queue: MemoryQueue | None = None
+
+    def granted() -> Standing:
+        return queue.standing("", 0) if queue is not None else Standing()
+
+    room = Capacity(model.backend, config, granted)
+    queue = MemoryQueue(config, room)
+    return queue, room
+
+
+_WORDS: dict[Reason, str] = {
+    "queue_full": "Too many requests wait for `{model}`; try again later.",
+    "queue_timeout": "This request waited for `{model}` as long as it may and did not get its turn; try again later.",
+    "load_shed": "`{model}` has more requests than it can answer in time; try again later.",
+    "memory_pressure": "`{model}` has not enough memory for this request beside those that run; try again later.",
+}

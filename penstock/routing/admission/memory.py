@@ -1,0 +1,87 @@
+"""The queue of one gateway, in its own memory. Everything happens inside the calls; there is no task."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from penstock.config.routing import AdmissionConfig
+from penstock.routing.admission.line import Changes, Line
+from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, RoomNow, Standing, most_waiting
+
+LOOK_S = 0.25
+"""How often room is looked for while somebody waits: it can appear without a release, when other gateways finish."""
+
+
+class MemoryQueue(AdmissionQueue):
+    """See `AdmissionQueue`."""
+
+    def __init__(self, rules: AdmissionConfig, room: RoomNow, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rules = rules
+        self._room = room
+        self._clock = clock
+        self._line = Line(rules.order, rules.ageing_s)
+        self._waiters: dict[str, asyncio.Future[Outcome]] = {}
+        self._look: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        for waiter in self.give_up().values():
+            waiter.cancel()
+
+    def give_up(self) -> dict[str, asyncio.Future[Outcome]]:
+        """End, and hand over whoever still waits."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        waiters, self._waiters = self._waiters, {}
+        return waiters
+
+    async def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
+        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.push(entry, waiter)
+        return waiter
+
+    def push(self, entry: Entry, waiter: asyncio.Future[Outcome]) -> None:
+        room = self._room()
+        self._waiters[entry.id] = waiter
+        self._tell(self._line.enter(entry, room, most_waiting(self._rules, room), self._clock()))
+        if not waiter.done() and self._look is None:
+            self._look_later()
+
+    def adopt(self, entry: Entry) -> None:
+        """An entry that was granted elsewhere counts here from now on."""
+        self._line.adopt(entry, self._clock())
+
+    def leave(self, id: str) -> None:
+        self._waiters.pop(id, None)
+        self._tell(self._line.leave(id, self._room(), self._clock()))
+
+    def release(self, id: str, used: float) -> None:
+        self._tell(self._line.release(id, used, self._room(), self._clock()))
+
+    def standing(self, tenant: str, rank: int) -> Standing:
+        return self._line.standing(tenant, rank, self._clock())
+
+    def _tell(self, changes: Changes) -> None:
+        for id in changes.granted:
+            self._settle(id, "granted")
+        for id in changes.dropped:
+            self._settle(id, "dropped")
+
+    def _settle(self, id: str, outcome: Outcome) -> None:
+        waiter = self._waiters.pop(id, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(outcome)
+
+    def _look_later(self) -> None:
+        self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._tell(self._line.tick(self._room(), self._clock()))
+        if self._waiters:
+            self._look_later()

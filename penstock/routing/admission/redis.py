@@ -1,0 +1,307 @@
+"""The queue of a model in Redis or Valkey, so that several gateways share one order: one script call per change.
+
+Each gateway says twice a second that it lives; what a silent one had is given up by whoever notices. An entry that is
+granted through another gateway's release is told to its own over publish/subscribe, and again by the next sign of life
+should the message have been missed.
+
+When Redis is away each gateway goes on with a queue of its own, into which it takes over what it had. When Redis is
+back, or has lost its memory, everything is put there again. Nothing that waits notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from penstock.config.routing import AdmissionConfig
+from penstock.errors import ConfigError
+from penstock.routing.admission.memory import MemoryQueue
+from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, RoomNow, Standing, most_waiting
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0
+CONNECTIONS = 16
+"""To Redis at one time; more calls wait for each other."""
+BEAT_S = 0.5
+RETRY_S = 1.0
+DEAD_S = 5.0
+"""A gateway that was silent for this long has died."""
+TENANTS = 4096
+"""Tenants whose own standing is remembered between calls."""
+SCRIPT = resources.files("penstock.routing.admission").joinpath("line.lua").read_text()
+
+
+@dataclass(slots=True)
+class _Mine:
+    """An entry of this gateway."""
+
+    entry: Entry
+    waiter: asyncio.Future[Outcome]
+    entered_at: float
+
+    @property
+    def granted(self) -> bool:
+        return self.waiter.done() and not self.waiter.cancelled() and self.waiter.result() == "granted"
+
+
+class RedisQueue(AdmissionQueue):
+    """See `AdmissionQueue`."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        rules: AdmissionConfig,
+        room: RoomNow,
+        *,
+        prefix: str = "penstock:admission:",
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`clock`: for tests; Redis's own otherwise."""
+        try:
+            from redis.asyncio import BlockingConnectionPool, Redis
+        except ImportError as error:
+            raise ConfigError("a queue in Redis needs a driver: pip install 'penstock[redis]'") from error
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+        )
+        self._redis: Any = Redis.from_pool(pool)
+        self._listening: Any = Redis.from_url(url, socket_connect_timeout=TIMEOUT_S)
+        self._script = self._redis.register_script(SCRIPT)
+        self._prefix = f"{prefix}{{{model}}}:"
+        self._rules = rules
+        self._room = room
+        self._clock = clock
+        self.gateway = uuid.uuid4().hex
+        self._mine: dict[str, _Mine] = {}
+        self._local: MemoryQueue | None = None
+        self._standing = Standing()
+        self._tenants: OrderedDict[tuple[str, int], Standing] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._entering: set[str] = set()
+        """Entries of which Redis may not know yet."""
+        self._changing = asyncio.Condition()
+        self._restoring = False
+        self._closing = False
+        """Looked at by the endless tasks: a driver that turns their cancellation into a timeout must not keep them."""
+        self._calls = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether Redis keeps the order at the moment."""
+        return self._local is None
+
+    async def start(self) -> None:
+        await self._restore()
+        self._spawn(self._beat(), "admission heartbeat")
+        self._spawn(self._listen(), "admission grants")
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._local is None:
+            await self._run("bye", "", 0, [])
+        if self._local is not None:
+            await self._local.close()
+        for mine in self._mine.values():
+            mine.waiter.cancel()
+        self._mine.clear()
+        await self._redis.aclose()
+        await self._listening.aclose()
+
+    async def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
+        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._mine[entry.id] = _Mine(entry, waiter, time.monotonic())
+        if self._local is not None:
+            self._local.push(entry, waiter)
+        else:
+            self._entering.add(entry.id)
+            try:
+                await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0))
+            finally:
+                self._entering.discard(entry.id)
+        return waiter
+
+    def leave(self, id: str) -> None:
+        self._end(id, "leave", 0.0)
+
+    def release(self, id: str, used: float) -> None:
+        self._end(id, "release", used)
+
+    def standing(self, tenant: str, rank: int) -> Standing:
+        if self._local is not None:
+            return self._local.standing(tenant, rank)
+        own = self._tenants.get((tenant, rank))
+        if own is None:
+            return self._standing
+        return replace(self._standing, own_work=own.own_work, active_weight=own.active_weight, excess=own.excess)
+
+    def _end(self, id: str, operation: str, used: float) -> None:
+        mine = self._mine.pop(id, None)
+        if mine is None:
+            return
+        if self._local is None:
+            self._spawn(self._tell_end(mine.entry, operation, used), "admission release")
+        elif operation == "leave":
+            self._local.leave(id)
+        else:
+            self._local.release(id, used)
+
+    async def _tell_end(self, entry: Entry, operation: str, used: float) -> None:
+        await self._call(operation, entry.tenant, entry.rank, [entry.id, used])
+
+    async def _beat(self) -> None:
+        while not self._closing:
+            await asyncio.sleep(BEAT_S if self._local is None else RETRY_S)
+            if self._local is not None:
+                await self._restore()
+            else:
+                waiting = [id for id, mine in self._mine.items() if not mine.waiter.done() and id not in self._entering]
+                await self._call("tick", "", 0, waiting)
+
+    async def _listen(self) -> None:
+        """Grants and drops that other gateways bring about."""
+        from redis.exceptions import RedisError
+
+        while not self._closing:
+            pubsub = self._listening.pubsub(ignore_subscribe_messages=True)
+            try:
+                await pubsub.subscribe(f"{self._prefix}told:{self.gateway}")
+                async for message in pubsub.listen():
+                    told = message["data"].decode()
+                    self._settle(told[1:], "granted" if told[0] == "+" else "dropped")
+            except (RedisError, OSError, TimeoutError) as error:
+                log.debug("grants cannot be heard: %s", error)
+                await asyncio.sleep(RETRY_S)
+            finally:
+                await pubsub.aclose()
+
+    async def _restore(self) -> None:
+        """Put everything this gateway has into Redis; if that works, Redis keeps the order from now on."""
+        async with self._changing:
+            self._restoring = True
+            try:
+                await self._changing.wait_for(lambda: not self._calls)
+                if not await self._run("restore", "", 0, self._everything()) or self._local is None:
+                    return
+                log.info("Redis is back; the queue is shared again")
+                self._local.give_up()
+                self._local = None
+                # Once more, for what changed in the meantime; from now on changes wait for this to end.
+                await self._run("restore", "", 0, self._everything())
+            finally:
+                self._restoring = False
+                self._changing.notify_all()
+
+    def _everything(self) -> list[Any]:
+        """Arguments that describe every entry, those that run first."""
+        arguments: list[Any] = []
+        for mine in sorted(self._mine.values(), key=lambda mine: not mine.granted):
+            arguments += [*arguments_of(mine.entry, time.monotonic() - mine.entered_at), int(mine.granted)]
+        return arguments
+
+    def _away(self, error: Exception) -> None:
+        if self._local is not None:
+            return
+        log.error("Redis is away (%s); each gateway keeps a queue of its own", error)
+        local = self._local = MemoryQueue(self._rules, self._room)
+        for mine in list(self._mine.values()):
+            entry = replace(mine.entry, arrived=mine.entered_at)
+            if mine.granted:
+                local.adopt(entry)
+            elif not mine.waiter.done():
+                local.push(entry, mine.waiter)
+
+    async def _call(self, operation: str, tenant: str, rank: int, arguments: list[Any]) -> None:
+        """Run an operation, unless Redis is away; never beside a restoration."""
+        if self._restoring:
+            async with self._changing:
+                await self._changing.wait_for(lambda: not self._restoring)
+        if self._local is not None:
+            return
+        self._calls += 1
+        try:
+            await self._run(operation, tenant, rank, arguments)
+        finally:
+            self._calls -= 1
+            if self._restoring and not self._calls:
+                async with self._changing:
+                    self._changing.notify_all()
+
+    async def _run(self, operation: str, tenant: str, rank: int, arguments: list[Any]) -> bool:
+        """Run the script and take in what it says; False when Redis is away."""
+        from redis.exceptions import RedisError
+
+        room, rules = self._room(), self._rules
+        now = -1.0 if self._clock is None else self._clock()
+        head: list[Any] = [
+            operation,
+            now,
+            self.gateway,
+            _limit(room.slots),
+            _limit(room.kv_tokens),
+            most_waiting(rules, room),
+        ]
+        head += [rules.order, rules.ageing_s, DEAD_S, tenant, rank]
+        try:
+            reply = await self._script(keys=[self._prefix], args=[*head, *arguments])
+        except (RedisError, OSError, TimeoutError) as error:
+            self._away(error)
+            return False
+        known, granted, dropped, *rest = reply
+        self._note(tenant, rank, [float(value) for value in rest])
+        for id in granted:
+            self._settle(id.decode(), "granted")
+        for id in dropped:
+            self._settle(id.decode(), "dropped")
+        if not known and not self._restoring and operation != "bye":
+            self._spawn(self._restore(), "admission restore")
+        return True
+
+    def _note(self, tenant: str, rank: int, values: list[float]) -> None:
+        in_flight, kv, q0, q1, q2, w0, w1, w2, rate, own, active, excess = values
+        self._standing = Standing(
+            int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), None if rate != rate else rate
+        )
+        if tenant:
+            self._tenants[tenant, rank] = Standing(own_work=own, active_weight=active, excess=excess)
+            self._tenants.move_to_end((tenant, rank))
+            if len(self._tenants) > TENANTS:
+                self._tenants.popitem(last=False)
+
+    def _settle(self, id: str, outcome: Outcome) -> None:
+        mine = self._mine.get(id)
+        if mine is None or mine.waiter.done():
+            return
+        mine.waiter.set_result(outcome)
+        if outcome == "dropped":
+            del self._mine[id]
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def arguments_of(entry: Entry, age: float) -> list[Any]:
+    return [
+        entry.id, entry.tenant, entry.rank, entry.weight, entry.cost, entry.kv_tokens, entry.slots, age,
+    ]  # fmt: skip
+
+
+def _limit(value: int | None) -> int:
+    return -1 if value is None else value

@@ -1,0 +1,45 @@
+"""How much of a prompt an engine has probably cached, judged by whether prompts that begin alike came by lately.
+
+Four digests per prompt, of its first 64, 256, 1024 and 4096 tokens: coarse, but cheap enough for every request, and
+only used to prefer cached requests and to expect less work and memory of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from hashlib import blake2b
+
+LENGTHS = (64, 256, 1024, 4096)
+MOST = 65_536
+"""Digests kept; those not seen for longest go first."""
+
+
+class PrefixSketch:
+    """Beginnings of prompts seen lately."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def cached(self, tokens: list[int], salt: str) -> int:
+        """The longest known beginning of this prompt, in tokens; it is known from now on."""
+        known = 0
+        if len(tokens) < LENGTHS[0]:
+            return known
+        digest = blake2b(salt.encode(), digest_size=8)
+        start = 0
+        for length in LENGTHS:
+            if len(tokens) < length:
+                break
+            digest.update(array("I", tokens[start:length]))
+            start = length
+            name = digest.digest()
+            if name in self._seen:
+                known = length
+                self._seen.move_to_end(name)
+            else:
+                self._seen[name] = None
+        while len(self._seen) > self._most:
+            self._seen.popitem(last=False)
+        return known

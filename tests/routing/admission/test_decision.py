@@ -1,0 +1,144 @@
+"""The one decision: room is used and never exceeded, everything that speaks for a request can only help it, and whoever
+is refused hears why and when to come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.routing import AdmissionConfig
+from penstock.protocol.errors import clamp_retry_after
+from penstock.routing.admission.decision import Ask, decide, fits, saturated, shed_share, value_of, work_ahead
+from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room, Standing
+
+amounts = st.integers(0, 20_000)
+entries = st.builds(
+    Entry,
+    id=st.just("r"),
+    tenant=st.just("t"),
+    rank=st.integers(0, 2),
+    weight=st.floats(0.1, 10),
+    cost=st.floats(1, 50_000),
+    kv_tokens=amounts,
+    slots=st.integers(1, 16),
+)
+asks = st.builds(
+    Ask,
+    entry=entries,
+    prompt_tokens=st.integers(1, 20_000),
+    cached_tokens=amounts,
+    budget_left=st.floats(0, 1),
+    patience_s=st.floats(0.01, 600),
+)
+counts = st.integers(0, 600)
+works = st.floats(0, 1e6)
+standings = st.builds(
+    Standing,
+    in_flight=st.integers(0, 300),
+    kv_tokens=amounts,
+    queued=st.tuples(counts, counts, counts),
+    work=st.tuples(works, works, works),
+    rate=st.none() | st.floats(0.1, 1e5),
+    own_work=works,
+    active_weight=st.floats(0, 100),
+    excess=works,
+)
+rooms = st.builds(
+    Room, slots=st.none() | st.integers(0, 300), kv_tokens=st.none() | amounts, replicas=st.integers(1, 4)
+)
+orders = st.sampled_from(("fair", "priority", "fcfs", "sjf"))
+rolls = st.floats(0, 1, exclude_max=True)
+
+
+@given(asks, standings, rooms, orders, rolls)
+def test_room_is_used_at_once_and_never_exceeded(
+    ask: Ask, standing: Standing, room: Room, order: str, roll: float
+) -> None:
+    verdict = decide(ask, standing, room, AdmissionConfig(order=order), roll)  # type: ignore[arg-type]
+    free = fits(ask.entry, standing.in_flight, standing.kv_tokens, room)
+    assert (verdict.action == "admit") == (free and standing.depth == 0)
+    if verdict.action == "admit" and standing.in_flight:
+        assert room.slots is None or standing.in_flight + ask.entry.slots <= room.slots
+        assert room.kv_tokens is None or standing.kv_tokens + ask.entry.kv_tokens <= room.kv_tokens
+
+
+@given(asks, standings, rooms, orders, rolls)
+def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
+    ask: Ask, standing: Standing, room: Room, order: str, roll: float
+) -> None:
+    rules = AdmissionConfig(order=order)  # type: ignore[arg-type]
+    verdict = decide(ask, standing, room, rules, roll)
+    if verdict.action == "refuse":
+        assert verdict.reason in ("load_shed", "memory_pressure")
+        assert 1 <= clamp_retry_after(verdict.wait_s) <= 120
+    else:
+        assert verdict.reason is None and verdict.wait_s < ask.patience_s
+
+
+@given(standings, rooms, rolls, entries)
+def test_nobody_is_refused_while_the_queue_is_short(standing: Standing, room: Room, roll: float, entry: Entry) -> None:
+    calm = replace(standing, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rate=1000.0)
+    assert decide(Ask(entry), calm, room, AdmissionConfig(), roll).action != "refuse"
+
+
+worse = st.sampled_from(("weight", "rank", "cost", "cached", "budget", "excess"))
+
+
+@given(asks, standings, st.floats(0, 1.2), worse)
+def test_what_speaks_for_a_request_can_only_help_it(ask: Ask, standing: Standing, pressure: float, what: str) -> None:
+    """Paid before free, short before long, cached before fresh, unspent before spent, under- before over-served."""
+    rules, entry = AdmissionConfig(), ask.entry
+    good, bad, there = ask, ask, standing
+    if what == "weight":
+        bad = replace(ask, entry=replace(entry, weight=entry.weight / 2))
+    elif what == "rank":
+        bad = replace(ask, entry=replace(entry, rank=BATCH))
+    elif what == "cost":
+        bad = replace(ask, entry=replace(entry, cost=entry.cost * 2))
+    elif what == "cached":
+        bad = replace(ask, cached_tokens=ask.cached_tokens // 2)
+    elif what == "budget":
+        bad = replace(ask, budget_left=ask.budget_left / 2)
+    else:
+        there = replace(standing, excess=standing.excess * 2 + 1)
+    assert 0.0 <= value_of(bad, there) <= value_of(good, standing) <= 1.0
+    assert shed_share(pressure, value_of(bad, there), rules) >= shed_share(pressure, value_of(good, standing), rules)
+
+
+@given(st.floats(0, 1), st.floats(0, 2), st.floats(0, 2))
+def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other: float) -> None:
+    rules = AdmissionConfig()
+    low, high = sorted((one, other))
+    assert shed_share(low, value, rules) <= shed_share(high, value, rules) <= 1.0
+    assert shed_share(0.79, value, rules) == 0.0
+    assert shed_share(1.0, 0.0, rules) == 1.0
+
+
+@given(standings, entries)
+def test_a_higher_class_never_has_more_before_it(standing: Standing, entry: Entry) -> None:
+    rules = AdmissionConfig(order="priority")
+    ahead = [work_ahead(replace(entry, rank=rank), standing, rules) for rank in (PREMIUM, STANDARD, BATCH)]
+    assert ahead == sorted(ahead)
+
+
+def test_a_flood_is_refused_and_its_neighbour_is_not() -> None:
+    rules, room = AdmissionConfig(), Room(slots=4)
+    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), 1e4, own_work=2e5, active_weight=1.0)
+    calm = replace(flood, own_work=0.0)
+    assert decide(Ask(Entry("a", "flood")), flood, room, rules, 0.0).reason == "load_shed"
+    assert decide(Ask(Entry("b", "calm")), calm, room, rules, 0.0).action == "queue"
+
+
+def test_missing_memory_is_called_so() -> None:
+    standing = Standing(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), 1e4, own_work=5e5, active_weight=1.0)
+    long = Ask(Entry("a", "t", kv_tokens=200))
+    assert decide(long, standing, Room(slots=8, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "memory_pressure"
+    assert decide(long, standing, Room(slots=2, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "load_shed"
+
+
+def test_saturation_is_more_than_ten_waiting_per_replica() -> None:
+    rules = AdmissionConfig()
+    assert not saturated(Standing(queued=(0, 20, 0)), Room(replicas=2), rules)
+    assert saturated(Standing(queued=(1, 20, 0)), Room(replicas=2), rules)

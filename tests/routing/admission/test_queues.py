@@ -1,0 +1,138 @@
+"""Queues as gateways use them: grants reach whoever waits, several gateways share one order, and the loss of Redis is
+noticed by nobody who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from penstock.config.routing import AdmissionConfig
+from penstock.routing.admission import redis as redis_queue
+from penstock.routing.admission.memory import MemoryQueue
+from penstock.routing.admission.model import PREMIUM, AdmissionQueue, Entry, Outcome, Room
+from penstock.routing.admission.redis import RedisQueue
+
+_models = itertools.count()
+RULES = AdmissionConfig()
+
+
+async def eventually(condition: Callable[[], bool], within: float = 8.0) -> None:
+    deadline = asyncio.get_running_loop().time() + within
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "did not become true in time"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def gateways(url: str, count: int, room: Room) -> AsyncIterator[list[RedisQueue]]:
+    model = f"m{next(_models)}"
+    queues = [RedisQueue(url, model, RULES, lambda: room) for _ in range(count)]
+    for queue in queues:
+        await queue.start()
+    try:
+        yield queues
+    finally:
+        for queue in queues:
+            await queue.close()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[AdmissionQueue]:
+    if request.param == "memory":
+        memory = MemoryQueue(RULES, lambda: Room(slots=1))
+        yield memory
+        await memory.close()
+        return
+    port = request.getfixturevalue("client").connection_pool.connection_kwargs["port"]
+    async with gateways(f"redis://127.0.0.1:{port}", 1, Room(slots=1)) as queues:
+        yield queues[0]
+
+
+def told(waiter: asyncio.Future[Outcome]) -> Outcome | None:
+    return waiter.result() if waiter.done() else None
+
+
+async def test_a_release_grants_the_next(queue: AdmissionQueue) -> None:
+    first = await queue.enter(Entry("1", "a"))
+    second, third = await queue.enter(Entry("2", "a")), await queue.enter(Entry("3", "b", PREMIUM))
+    assert (told(first), told(second), told(third)) == ("granted", None, None)
+    assert queue.standing("a", 1).queued == (1, 1, 0)
+    queue.release("1", 1.0)
+    assert await asyncio.wait_for(third, 5) == "granted"
+    assert told(second) is None
+    queue.leave("3")  # granted, but not wanted any more
+    assert await asyncio.wait_for(second, 5) == "granted"
+    queue.release("2", 1.0)
+    queue.release("2", 1.0)
+    queue.leave("unknown")
+    await eventually(lambda: queue.standing("a", 1).in_flight == 0)
+
+
+async def test_who_leaves_is_not_granted(queue: AdmissionQueue) -> None:
+    await queue.enter(Entry("1", "a"))
+    waiter = await queue.enter(Entry("2", "a"))
+    queue.leave("2")
+    queue.release("1", 1.0)
+    await eventually(lambda: queue.standing("a", 1).in_flight == 0 and queue.standing("a", 1).depth == 0)
+    assert told(waiter) is None
+
+
+async def test_gateways_share_one_order_and_one_room(client: Any) -> None:
+    url = f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}"
+    async with gateways(url, 2, Room(slots=2)) as (one, other):
+        running = [await one.enter(Entry("1", "a")), await other.enter(Entry("2", "a"))]
+        assert [told(waiter) for waiter in running] == ["granted", "granted"]
+        late = await other.enter(Entry("3", "a"))
+        urgent = await one.enter(Entry("4", "a", PREMIUM))
+        assert told(late) is told(urgent) is None
+        other.release("2", 1.0)  # a release here grants an entry there
+        assert await asyncio.wait_for(urgent, 5) == "granted"
+        assert told(late) is None
+        one.release("1", 1.0)
+        assert await asyncio.wait_for(late, 5) == "granted"
+
+
+async def test_redis_may_go_and_come_back(valkey: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_queue, "RETRY_S", 0.05)
+    url = f"redis://127.0.0.1:{valkey.port}"
+    valkey._desired_port = valkey.port  # the same one again when it is restarted
+    async with gateways(url, 2, Room(slots=2)) as (one, other):
+        await one.enter(Entry("1", "a"))
+        await other.enter(Entry("2", "a"))
+        waiting = await one.enter(Entry("3", "a"))
+        valkey.stop()
+        # Each gateway by itself now: one has one running, so there is room for what waited.
+        assert await asyncio.wait_for(waiting, 5) == "granted"
+        assert not one.shared
+        held = await one.enter(Entry("4", "a"))
+        assert told(held) is None
+        other.release("2", 1.0)
+        assert told(await other.enter(Entry("5", "a"))) == "granted"
+
+        valkey.start()
+        await eventually(lambda: one.shared and other.shared)
+        await eventually(lambda: one.standing("a", 1).in_flight == 3)  # 1, 3 and 5: what runs, runs
+        assert told(held) is None and one.standing("a", 1).depth == 1
+        one.release("1", 1.0)
+        one.release("3", 1.0)
+        assert await asyncio.wait_for(held, 5) == "granted"
+        one.release("4", 1.0)
+        other.release("5", 1.0)
+        await eventually(lambda: one.standing("a", 1).in_flight == 0)
+
+
+async def test_redis_that_lost_its_memory_is_told_again(client: Any) -> None:
+    url = f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}"
+    async with gateways(url, 1, Room(slots=1)) as (queue,):
+        await queue.enter(Entry("1", "a"))
+        waiting = await queue.enter(Entry("2", "a"))
+        client.flushall()
+        await eventually(lambda: bool(client.keys("penstock:admission:*:e")))
+        await eventually(lambda: queue.standing("a", 1).in_flight == 1 and queue.standing("a", 1).depth == 1)
+        queue.release("1", 1.0)
+        assert await asyncio.wait_for(waiting, 5) == "granted"

@@ -1,0 +1,92 @@
+"""`Retry-After` against the truth: the time that what waits really takes to drain, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.config.routing import AdmissionConfig
+from penstock.routing.admission.decision import Ask, decide
+from penstock.routing.admission.line import Line
+from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room, cost_of
+
+RULES = AdmissionConfig(wait_s=10.0)
+
+
+@dataclass
+class Fleet:
+    """Engines with so many slots that generate at a fixed speed, behind one line."""
+
+    slots: int
+    rng: random.Random
+    line: Line = field(default_factory=Line)
+    now: float = 0.0
+    ends: list[tuple[float, str, float]] = field(default_factory=list)
+    waiting: dict[str, tuple[Entry, int]] = field(default_factory=dict)
+    serial: int = 0
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When entries came, and how long they waited."""
+
+    @property
+    def room(self) -> Room:
+        return Room(slots=self.slots)
+
+    def arrive(self, rank: int, tenant: str) -> float | None:
+        """A request; when it is refused, the seconds that it is told."""
+        self.serial += 1
+        prompt, output = self.rng.randint(20, 400), self.rng.randint(20, 300)
+        entry = Entry(f"{self.serial:06}", tenant, rank, 1.0, cost_of(prompt, 160), arrived=self.now)
+        standing = self.line.standing(tenant, rank, self.now)
+        verdict = decide(Ask(entry, patience_s=10.0), standing, self.room, RULES, self.rng.random())
+        if verdict.action == "refuse":
+            return verdict.wait_s
+        self.waiting[entry.id] = (entry, output)
+        self._start(self.line.enter(entry, self.room, 10_000, self.now).granted)
+        return None
+
+    def advance(self, until: float) -> None:
+        while self.ends and self.ends[0][0] <= until:
+            self.now, id, used = heapq.heappop(self.ends)
+            self._start(self.line.release(id, used, self.room, self.now).granted)
+        self.now = until
+
+    def drained(self, rank: int) -> float:
+        """Seconds until everything that waits now up to this class has started, if nobody else comes."""
+        begin, before = self.now, {id for id, (entry, _) in self.waiting.items() if entry.rank <= rank}
+        while before & self.waiting.keys():
+            self.advance(self.ends[0][0])
+        return self.now - begin
+
+    def _start(self, granted: list[str]) -> None:
+        for id in granted:
+            entry, output = self.waiting.pop(id)
+            self.waits.append((entry.arrived, self.now - entry.arrived))
+            seconds = 0.2 + output * 0.02
+            heapq.heappush(self.ends, (self.now + seconds, id, cost_of(100, output)))
+
+
+@pytest.mark.parametrize("rank", [PREMIUM, STANDARD, BATCH])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_refused_are_told_the_time_within_30_percent(rank: int, seed: int) -> None:
+    fleet = Fleet(slots=16, rng=random.Random(seed))
+    for _ in range(40 * 40):  # 40 s of about 40 requests per second, four times what 16 slots can do
+        fleet.advance(fleet.now + fleet.rng.expovariate(40.0))
+        told = fleet.arrive(fleet.rng.choice((rank, rank, STANDARD)), "only")
+    while told is None:
+        told = fleet.arrive(rank, "only")
+    assert told >= 5.0
+    assert fleet.drained(rank) == pytest.approx(told, rel=0.3)
+
+
+def test_who_is_let_into_the_queue_gets_its_turn_in_time() -> None:
+    fleet = Fleet(slots=16, rng=random.Random(9))
+    while fleet.now < 120.0:
+        fleet.advance(fleet.now + fleet.rng.expovariate(40.0))
+        fleet.arrive(STANDARD, fleet.rng.choice("abc"))
+    waits = [waited for arrived, waited in fleet.waits if arrived > 60.0]  # by then the speed is known
+    assert len(waits) > 100
+    assert sum(waited > 10.0 for waited in waits) < 0.1 * len(waits)
+    assert sum(waits) / len(waits) > 5.0, "and the queue is used"
