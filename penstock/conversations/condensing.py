@@ -15,11 +15,12 @@ from penstock.conversations.model import Conversation, Message, Summary, Turn
 Ask = Callable[[list[Message], int], Awaitable[str]]
 """The model's answer to messages, of so many tokens at most."""
 
-_TASK = (
-    "You keep the notes of a conversation. Write down what must not be forgotten: who the user is, names, numbers, "
-    "dates, places, wishes, decisions, and what is still open. Short sentences, facts only, nothing invented."
-)
-_WORDS = {"user": "User", "assistant": "Assistant", "tool": "Tool result", "system": "System"}
+# Words that also small models do what they say for: a list of what was said, and one plain question after it.
+_TASK = "You are a helpful assistant that summarizes conversations."
+_QUESTION = "Summarize what the user said, with names, numbers and places, and what was answered, in a few sentences."
+_WORDS = {"user": "- The user said:", "assistant": "Answered:", "tool": "A tool returned:", "system": "Told:"}
+ANSWER_TOKENS = 64
+"""What is kept of an answer or a result in a transcript: a summary is of what the user said above all."""
 _HEADING = "Notes on the earlier part of this conversation:"
 
 
@@ -71,7 +72,7 @@ def transcripts(turns: Sequence[Turn], tokens: Tokens, most: int) -> Iterable[st
     """The turns as text, in pieces of at most `most` tokens; a turn that is longer is cut."""
     piece, size = "", 0
     for turn in turns:
-        text = tokens.cut("\n".join(map(_line, turn)), most)
+        text = tokens.cut(" ".join(_said(message, tokens) for message in turn), most)
         length = tokens.count(text)
         if piece and size + length > most:
             yield piece
@@ -81,15 +82,17 @@ def transcripts(turns: Sequence[Turn], tokens: Tokens, most: int) -> Iterable[st
         yield piece
 
 
-def _line(message: Message) -> str:
+def _said(message: Message, tokens: Tokens) -> str:
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     said = " ".join(part for part in (str(message["content"] or ""), *calls) if part)
-    return f"{_WORDS.get(str(message['role']), 'User')}: {said}"
+    if message["role"] != "user":
+        said = tokens.cut(said, ANSWER_TOKENS)
+    return f"{_WORDS[message['role']]} {said}"
 
 
 def question(transcript: str) -> list[Message]:
     """What the model is asked about a part of a conversation."""
     return [
         {"role": "system", "content": _TASK},
-        {"role": "user", "content": f"{transcript}\n\nWrite the notes on this part of the conversation."},
+        {"role": "user", "content": f"{transcript}\n\n{_QUESTION}"},
     ]

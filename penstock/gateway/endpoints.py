@@ -39,7 +39,13 @@ from penstock.gateway.api.collections import (
     search_collection,
 )
 from penstock.gateway.api.completions import completions
-from penstock.gateway.api.conversations import delete_conversation, get_conversation, list_conversations
+from penstock.gateway.api.conversations import (
+    ConversationQuery,
+    ConversationsQuery,
+    delete_conversation,
+    get_conversation,
+    list_conversations,
+)
 from penstock.gateway.api.embeddings import embeddings
 from penstock.gateway.api.files import create_file, delete_file, file_content, get_file, list_files
 from penstock.gateway.api.health import live, ready
@@ -162,9 +168,30 @@ ENDPOINTS = (
         "POST", "/v1/admin/tools", register_tool_server, "Register a tool server.", "Admin", ToolSpec, scope="admin"
     ),
     Endpoint("DELETE", "/v1/admin/tools/{name}", remove_tool_server, "Remove one.", "Admin", scope="admin"),
-    Endpoint("GET", "/v1/conversations", list_conversations, "A user's conversations.", "Conversations"),
-    Endpoint("GET", "/v1/conversations/{conversation}", get_conversation, "What was said.", "Conversations"),
-    Endpoint("DELETE", "/v1/conversations/{conversation}", delete_conversation, "Forget it.", "Conversations"),
+    Endpoint(
+        "GET",
+        "/v1/conversations",
+        list_conversations,
+        "A user's conversations.",
+        "Conversations",
+        query=ConversationsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}",
+        get_conversation,
+        "What was said.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{conversation}",
+        delete_conversation,
+        "Forget it.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
     Endpoint(
         "POST",
         "/v1/messages",

@@ -45,7 +45,7 @@ async def test_each_turn_is_shown_once_and_notes_stay_within_their_room() -> Non
         assert sum(map(WORDS.count, summary.notes)) <= ROOM.notes
     shown = [text for text in model.asked if "question" in text]
     for turn in range(40):
-        assert sum(f"answer {turn}\n" in text for text in shown) == 1
+        assert sum(f"question {turn} Answered: answer {turn}\n" in text for text in shown) == 1
     assert all(WORDS.count(text) <= ROOM.transcript + 20 for text in shown)
 
 
@@ -70,7 +70,7 @@ def test_a_turn_that_is_too_long_is_cut_and_calls_are_told() -> None:
     ]
     long, short = transcripts(turns, WORDS, 40)
     assert WORDS.count(long) == 40
-    assert short == "Assistant: clock({})\nTool result: noon"
+    assert short == "Answered: clock({}) A tool returned: noon"
 
 
 def test_notes_follow_the_system_prompt() -> None:

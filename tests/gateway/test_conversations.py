@@ -214,7 +214,7 @@ class Forgetful:
     def reply(self, request: Request) -> list[int]:
         words = self.text.decode(request.prompt, skip_special=False)
         found = re.search(r"my name is (\w+)", words, re.IGNORECASE)
-        if "You keep the notes" in words:
+        if "Summarize what the user said" in words:
             self.notes += 1
             said = f"The user said: my name is {found[1]}." if found else "Nothing of note."
         else:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable
-from typing import Any, TypeVar
-from urllib.parse import parse_qs
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from penstock.conversations import Owner, Sessions
+from penstock.gateway.decoding import decode_query
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
-from penstock.protocol.errors import InvalidRequest, NotFound, PermissionDenied, ServiceUnavailable
+from penstock.protocol.errors import NotFound, PermissionDenied, ServiceUnavailable
 from penstock.storage import DatabaseError
 
 T = TypeVar("T")
-MOST = 1000
+
+
+class ConversationQuery(msgspec.Struct, forbid_unknown_fields=True):
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    """Whose conversation, for a key that several users share."""
+
+
+class ConversationsQuery(ConversationQuery):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
 
 
 async def list_conversations(service: Service, exchange: Exchange) -> None:
-    asked = _query(exchange, ("user", "limit"))
-    limit = asked.get("limit", "20")
-    if not re.fullmatch("[0-9]{1,4}", limit, re.ASCII) or not 1 <= int(limit) <= MOST:
-        raise InvalidRequest(f"`limit` must be a whole number from 1 to {MOST}.", param="limit")
+    asked = decode_query(ConversationsQuery, exchange.scope)
     owner = _owner(exchange, asked)
-    found = [] if service.sessions is None else await _guard(service.sessions.store.list(owner, int(limit)))
+    found = [] if service.sessions is None else await _guard(service.sessions.store.list(owner, asked.limit))
     data = [
         _object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner) for entry in found
     ]
@@ -31,7 +38,7 @@ async def list_conversations(service: Service, exchange: Exchange) -> None:
 
 
 async def get_conversation(service: Service, exchange: Exchange) -> None:
-    owner, id = _owner(exchange, _query(exchange, ("user",))), _id(exchange)
+    owner, id = _asked(exchange)
     found = await _guard(_sessions(service, id).get(owner, id))
     if found is None:
         raise _unknown(id)
@@ -49,30 +56,22 @@ async def get_conversation(service: Service, exchange: Exchange) -> None:
 
 
 async def delete_conversation(service: Service, exchange: Exchange) -> None:
-    owner, id = _owner(exchange, _query(exchange, ("user",))), _id(exchange)
+    owner, id = _asked(exchange)
     if not await _guard(_sessions(service, id).store.delete(owner, id)):
         raise _unknown(id)
     await exchange.reply_json({"id": id, "object": "conversation.deleted", "deleted": True})
 
 
-def _query(exchange: Exchange, names: tuple[str, ...]) -> dict[str, str]:
-    query = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    for name in query:
-        if name not in names:
-            raise InvalidRequest(f"Unknown parameter: `{name[:64]}`; there are {', '.join(names)}.", param=name[:64])
-    return {name: values[-1] for name, values in query.items()}
+def _asked(exchange: Exchange) -> tuple[Owner, str]:
+    return _owner(exchange, decode_query(ConversationQuery, exchange.scope)), exchange.path.rpartition("/")[2]
 
 
-def _owner(exchange: Exchange, asked: dict[str, str]) -> Owner:
+def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
     """A key that belongs to a user sees that user's; one that several share says whose it means, as requests do."""
-    caller, user = exchange.caller, asked.get("user")
+    caller, user = exchange.caller, asked.user
     if caller.user and user not in (None, caller.user):
         raise PermissionDenied(f"The API key {caller.key} belongs to the user `{caller.user}`.")
     return Owner(caller.tenant, caller.user or user or "")
-
-
-def _id(exchange: Exchange) -> str:
-    return exchange.path.rpartition("/")[2]
 
 
 def _sessions(service: Service, id: str) -> Sessions:

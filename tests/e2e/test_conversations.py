@@ -1,0 +1,58 @@
+"""Conversations and tools with the real server and the real default model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import MODEL, Server
+
+TOPICS = ("the sea", "bread", "mountains", "cats", "the colour blue", "bicycles", "planets", "tea", "trains", "music")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_forty_turns_in_a_window_of_2048_and_the_first_is_not_forgotten(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
+
+    def say(words: str, max_tokens: int = 24) -> Any:
+        return client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": words}],
+            temperature=0,
+            max_tokens=max_tokens,
+            extra_body={"conversation": {"id": "forty", "overflow": "summarise"}},
+        )
+
+    say("My name is Zebedee and I live in Lisbon with my dog Biscuit. Please remember that.")
+    for turn in range(2, 41):
+        topic = TOPICS[turn % len(TOPICS)]
+        say(
+            f"This is question number {turn}. I read a long article about {topic} in the newspaper this morning, and I "
+            f"wondered what you think of it. Please tell me in one short sentence something interesting about {topic}."
+        )
+    reply = say("What is my name?", max_tokens=40)
+    assert reply.conversation["turns"] == 41
+    assert reply.conversation["dropped_turns"] == reply.conversation["summarised_turns"] > 5
+    notes = httpx.get(f"{server.url}/v1/conversations/forty").json()["summary"]["text"]
+    assert "Zebedee" in notes, notes
+    assert "Zebedee" in reply.choices[0].message.content, (reply.choices[0].message.content, notes)
+
+
+def test_a_session_goes_on_and_is_forgotten_on_demand(server: Server) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+    for turn in (1, 2):
+        reply = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={**body, "messages": [{"role": "user", "content": "Say hello."}]},
+            headers={"x-session-id": "short"},
+            timeout=60,
+        )
+        assert reply.json()["conversation"]["turns"] == turn
+    assert json.loads(httpx.get(f"{server.url}/v1/conversations").text)["data"]
+    assert httpx.delete(f"{server.url}/v1/conversations/short").json()["deleted"]
+    assert server.metric("penstock_conversation_turns_total") >= 2
