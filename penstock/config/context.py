@@ -1,4 +1,4 @@
-"""Settings of what happens between a user's question and the model: conversations, tools."""
+"""Settings of what happens between a user's question and the model: conversations, tools, quality."""
 
 from __future__ import annotations
 
@@ -71,3 +71,14 @@ class ToolsConfig:
     networks: tuple[str, ...] = setting(
         (), doc="Private networks that tools may reach; without it only public addresses.", example="[10.1.0.0/16]"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeConfig:
+    """Answers graded by a model, for metrics of quality."""
+
+    rate: float = setting(
+        0.0, doc="Share of chat answers that are graded; 0 for none.", least=0, most=1, example="0.01"
+    )
+    model: str = setting("", doc="The model that grades; the one that answered when empty.")
+    queue: int = setting(100, doc="Answers that may wait to be graded; more are not, and counted.", least=1)

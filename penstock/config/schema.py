@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.batches import BatchesConfig
-from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
+from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.fields import setting
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
@@ -468,6 +468,7 @@ class Config:
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
+    judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)

@@ -20,6 +20,7 @@ from penstock.gateway.admission import leave
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import ClientGone, Exchange, encode_json
 from penstock.gateway.generation import Generation
+from penstock.gateway.judging import judge_answer
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
 from penstock.routing.admission.desk import Ticket
@@ -77,6 +78,7 @@ async def answer(
             await _stream(service, exchange, generation, renderer, account)
         else:
             await _whole(exchange, generation, renderer, account)
+    judge_answer(service, exchange, generation)
 
 
 def guard_output(service: Service, exchange: Exchange, generation: Generation) -> None:

@@ -80,6 +80,8 @@ class Generation:
         self.first_token_at: float | None = None
         self.retrieved: Retrieved | None = None
         """What the answer was given to draw from."""
+        self.question: str | None = None
+        """What was asked, when the answer is to be judged."""
         self._requests: list[Request] = []
         self._metrics = metrics
         self.replica = model.backend.name

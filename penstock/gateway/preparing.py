@@ -124,6 +124,8 @@ async def _prepare(
         # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
         plain = request.response_format is None or isinstance(request.response_format, TextFormat)
         generation.cite(retrieved, attribute=plain and toolbox is None and not request.logprobs)
+    if service.judge is not None:
+        service.judge.choose(generation, messages)
     return generation
 
 

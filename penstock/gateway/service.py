@@ -24,6 +24,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
 from penstock.gateway.knowledge import LibraryDesk
+from penstock.gateway.judging import Judge
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.requests import open_request_log
@@ -101,6 +102,7 @@ class Service:
         self.tools: ToolRegistry | None = None
         self.control: ControlLine | None = None
         """The line to the supervisor, where there is one."""
+        self.judge: Judge | None = None
         self._keyring: KeyRing | None = None
         self.desk: DeskClient | None = None
         if settings.worker is not None:
@@ -152,6 +154,9 @@ class Service:
         if self.sessions is not None:
             await self.sessions.start()
         self.tools = await self._open_tools()
+        if self.settings.judge.rate:
+            self.judge = Judge(self, self.settings.judge)
+            self.judge.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
@@ -197,6 +202,8 @@ class Service:
         await self.admissions.close()
         if self.sessions is not None:
             await self.sessions.close()
+        if self.judge is not None:
+            await self.judge.close()
         if self.tools is not None:
             await self.tools.close()
         for backend in self._backends():

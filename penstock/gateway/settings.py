@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.batches import BatchesConfig
-from penstock.config.context import ConversationsConfig, ToolsConfig, ToolServerConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
@@ -115,6 +115,7 @@ class GatewaySettings:
     tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
+    judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
@@ -208,6 +209,7 @@ class GatewaySettings:
             tools=config.tools,
             tool_servers=config.tool_servers,
             knowledge=config.knowledge,
+            judge=config.judge,
             request_log=config.request_log,
             telemetry=config.telemetry,
             batches=config.batches,

@@ -21,6 +21,7 @@ from penstock.gateway.choice import Piece
 from penstock.gateway.conversing import OpenTurn, Recorder
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
+from penstock.gateway.judging import judge_answer
 from penstock.gateway.preparing import prepare_chat
 from penstock.gateway.sampling import Limits
 from penstock.gateway.schemas import ChatRequest, FunctionDefinition, ToolDefinition
@@ -51,6 +52,8 @@ async def answer_with_tools(
             await loop.stream()
         else:
             await loop.whole()
+    if loop.generation is not None:
+        judge_answer(service, exchange, loop.generation)
 
 
 async def offered(service: Service, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
@@ -112,15 +115,15 @@ class _Loop:
         """Calls and results so far, as the conversation has them."""
         self._totals = Totals()
         self._error: Exception | None = None
-        self._generation: Generation | None = None
+        self.generation: Generation | None = None
         self._running: set[asyncio.Task[Outcome]] = set()
         self._limit_parallel = asyncio.Semaphore(service.settings.tools.max_parallel)
 
     def fail(self, error: Exception) -> None:
         """The client left: nothing goes on for it."""
         self._error = error
-        if self._generation is not None:
-            self._generation.fail(error)
+        if self.generation is not None:
+            self.generation.fail(error)
         for task in self._running:
             task.cancel()
 
@@ -220,7 +223,7 @@ class _Loop:
         return generation
 
     def _begin(self, generation: Generation) -> None:
-        self._generation = generation
+        self.generation = generation
         if self._made is None:
             if self._turn is not None:
                 self._recorder = Recorder(self._service, self._exchange, generation, self._turn)

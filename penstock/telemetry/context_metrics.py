@@ -1,4 +1,4 @@
-"""Metrics of what happens between a question and the model: conversations, tools."""
+"""Metrics of what happens between a question and the model: conversations, tools, quality."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 from penstock.telemetry.exposition import Registry
 
+GRADES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -29,6 +30,27 @@ class ContextMetrics:
         self._tool_seconds = registry.histogram(
             "penstock_tool_call_seconds", "Time that such calls took.", SECONDS, ("tool",)
         )
+
+        self._judged = registry.counter(
+            "penstock_judged_answers_total", "Sampled answers, by whether a model graded them.",
+            ("model_name", "route", "outcome"),
+        )  # fmt: skip
+        self._relevance, self._groundedness = (
+            registry.histogram(f"penstock_answer_{name}", help, GRADES, ("model_name", "route"))
+            for name, help in (
+                ("relevance", "How well sampled answers address their questions, 0 to 1."),
+                ("groundedness", "How far sampled answers are supported by the sources they cite, 0 to 1."),
+            )
+        )
+
+    def judged(self, model: str, route: str, outcome: Literal["judged", "failed", "dropped"]) -> None:
+        self._judged.child(model, route, outcome).inc()
+
+    def relevance(self, model: str, route: str, grade: float) -> None:
+        self._relevance.child(model, route).observe(grade)
+
+    def groundedness(self, model: str, route: str, grade: float) -> None:
+        self._groundedness.child(model, route).observe(grade)
 
     def tool_call(self, tool: str, ok: bool, seconds: float) -> None:
         self._tools.child(tool, "done" if ok else "failed").inc()
