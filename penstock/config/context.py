@@ -77,8 +77,6 @@ class ToolsConfig:
 class JudgeConfig:
     """Answers graded by a model, for metrics of quality."""
 
-    rate: float = setting(
-        0.0, doc="Share of chat answers that are graded; 0 for none.", least=0, most=1, example="0.01"
-    )
+    rate: float = setting(0.0, doc="Share of chat answers that are graded; 0 for none.", least=0, most=1)
     model: str = setting("", doc="The model that grades; the one that answered when empty.")
     queue: int = setting(100, doc="Answers that may wait to be graded; more are not, and counted.", least=1)

@@ -122,6 +122,8 @@ async def engaged(
             if ticket is not None:
                 leave(ticket, generation)
             _record(exchange, generation, aside=aside)
+            if service.settings.telemetry.record_text and (texts := generation.texts(MOST_TEXT)) is not None:
+                exchange.timeline.texts = [*(exchange.timeline.texts or ()), *texts]
             if account is not None:
                 account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
             if reservation is not None:
@@ -216,8 +218,6 @@ def _record(exchange: Exchange, generation: Generation, *, aside: str) -> None:
     record.cached_tokens += generation.cached_tokens
     record.completion_tokens += generation.completion_tokens
     exchange.timeline.ran(generation.runs(aside))
-    if (texts := generation.texts(MOST_TEXT)) is not None:
-        exchange.timeline.texts = [*(exchange.timeline.texts or ()), *texts]
     if aside:
         return
     if generation.first_token_at is not None and record.ttft_ms is None:
