@@ -90,7 +90,7 @@ class Judge:
             generation.question = asked
             generation.keep_text()
 
-    def add(self, exchange: Exchange, generation: Generation, sources: Sequence[str] = ()) -> None:
+    def add(self, exchange: Exchange, generation: Generation) -> None:
         """Take a marked answer that is complete; never waits."""
         texts = generation.texts(MOST_CHARACTERS)
         if generation.question is None or not texts or not texts[0][1].strip():
@@ -99,7 +99,7 @@ class Judge:
         sample = Sample(
             generation.question[:MOST_CHARACTERS],
             texts[0][1],
-            tuple(sources),
+            _sources(generation, texts[0][1]),
             generation.model.name,
             route,
             self._service.cache_salt(exchange.caller),
@@ -157,6 +157,15 @@ class Judge:
         if grade not in GRADES:
             raise ApiError(f"the judge said {grade[:16]!r}, which is no grade")
         return GRADES.index(grade) / (len(GRADES) - 1)
+
+
+def _sources(generation: Generation, answer: str) -> tuple[str, ...]:
+    """What the answer cites; all it was given to draw from when it cites nothing."""
+    if generation.retrieved is None:
+        return ()
+    given = {f"[{source.number}]": source.text for source in generation.retrieved.context.sources}
+    cited = {number: text for number, text in given.items() if number in answer}
+    return tuple(f"{number} {text}" for number, text in (cited or given).items())
 
 
 def judge_answer(service: Service, exchange: Exchange, generation: Generation) -> None:

@@ -23,8 +23,8 @@ from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
-from penstock.gateway.knowledge import LibraryDesk
 from penstock.gateway.judging import Judge
+from penstock.gateway.knowledge import LibraryDesk
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.requests import open_request_log

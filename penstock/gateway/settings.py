@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.batches import BatchesConfig
+from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
-from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request
 from penstock.gateway.judging import PRIORITY, Judge
+from penstock.knowledge.framing import Context, Source
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine
@@ -26,7 +28,7 @@ class Grader:
 
     def reply(self, request: Request) -> list[int]:
         words = self.text.decode(request.prompt, skip_special=False)
-        said = "Paris."
+        said = "Paris [2]."
         if "You grade answers" in words:
             assert request.priority == PRIORITY and request.params.grammar
             self.asked.append(words)
@@ -62,7 +64,7 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
         await until_judged(running, "direct", 2)
         await until_judged(running, "alias", 1)
         assert all(timeline.texts is None for timeline in running.service.watch.recent._kept), "nothing is recorded"
-        assert "What is the capital of France?" in grader.asked[0] and "Paris." in grader.asked[0]
+        assert "What is the capital of France?" in grader.asked[0] and "Paris [2]." in grader.asked[0]
         assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 1.5
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "alias") == 1
@@ -73,15 +75,18 @@ async def test_groundedness_is_graded_against_the_sources(serving: Serving, text
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
         judge = running.service.judge
         assert judge is not None
-        add, sources = judge.add, ["[1] Rome is the capital of Italy."]
+        add = judge.add
+        sources = [Source(1, cast(Any, None), "Rome is in Italy."), Source(2, cast(Any, None), "Paris is in France.")]
 
         def with_sources(exchange: Any, generation: Any) -> None:
-            add(exchange, generation, sources)
+            generation.retrieved = SimpleNamespace(context=Context(tuple(sources), "", 0))
+            add(exchange, generation)
 
         judge.add = with_sources  # type: ignore[method-assign, assignment]
         await running.chat()
         await until_judged(running, "direct", 1)
-        assert "Rome is the capital of Italy." in grader.asked[1]
+        assert "[2] Paris is in France." in grader.asked[1]
+        assert "Rome" not in grader.asked[1], "only what the answer cites"
         assert await running.metric("penstock_answer_groundedness_sum" + LABELS % "direct") == 0
         assert await running.metric("penstock_answer_groundedness_count" + LABELS % "direct") == 1
 
