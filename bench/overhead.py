@@ -8,7 +8,8 @@ Two measurements, with the store, the ledger and the request log on, as they are
 - overhead: an open loop of `--rate` short completions per second (requests come when they come, whatever is still
   running). What answers behind the gateway takes no time, so what a client waits is what the gateway costs, including
   this process's own reading and writing, which is also measured against the bare backend and shown.
-- requests/s: a closed loop of `--at-once` clients, Penstock and LiteLLM in turn (A B A B), one process each.
+- requests/s: a closed loop of `--at-once` clients, Penstock and LiteLLM in turn (A B A B), one process each, both
+  checking a key.
 
 LiteLLM needs an environment of its own (pip install 'litellm[proxy]'); nothing is installed here. It is run as its
 documentation says for load: one worker, no callbacks, no verbose logging. Penstock is measured with the synthetic
@@ -21,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
 from gateway_harness import MODEL, cpu_seconds, free_port, gateway, process, wait_for
 from rich.console import Console
@@ -55,8 +58,7 @@ class Client(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
         return self
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -92,12 +94,12 @@ class Client(asyncio.Protocol):
         return time.perf_counter() - began
 
 
-def request(tokens: int, model: str) -> bytes:
+def request(tokens: int, key: str) -> bytes:
     messages = [{"role": "user", "content": "Say something about water."}]
-    body = json.dumps({"model": model, "messages": messages, "max_tokens": tokens, "seed": 1}).encode()
+    body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": tokens, "seed": 1}).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer none\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
@@ -150,9 +152,16 @@ async def closed_loop(port: int, payload: bytes, at_once: int, seconds: float) -
     return done / took
 
 
+def penstock_key(url: str) -> str:
+    """A tenant with a key, as a customer has one; it closes the server to everybody else."""
+    httpx.post(f"{url}/v1/admin/tenants", json={"id": "bench"}).raise_for_status()
+    made = httpx.post(f"{url}/v1/admin/keys", json={"tenant": "bench", "scopes": ["inference", "metrics"]})
+    return str(made.raise_for_status().json()["key"])
+
+
 @contextmanager
-def litellm(python: str, backend: int, folder: Path) -> Iterator[tuple[int, int]]:
-    """LiteLLM's proxy in front of the synthetic backend: its port and process."""
+def litellm(python: str, backend: int, folder: Path) -> Iterator[tuple[int, str]]:
+    """LiteLLM's proxy in front of the synthetic backend: its port and its key."""
     port = free_port()
     config = {
         "model_list": [
@@ -181,41 +190,42 @@ def litellm(python: str, backend: int, folder: Path) -> Iterator[tuple[int, int]
         "1",
     ]
     env = {**os.environ, "LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    env["LITELLM_MASTER_KEY"] = key = f"sk-{secrets.token_hex(32)}"
     env.pop("PYTHONPATH", None)
     with process(command, log, env=env) as running:
         wait_for(f"http://127.0.0.1:{port}/health/liveliness", running, log, within=180)
-        yield port, running.pid
+        yield port, key
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    payload = request(options.tokens, MODEL)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overhead-")))
         backend = free_port()
         bare = stack.enter_context(process([sys.executable, str(BACKEND), str(backend)], folder / "backend.log"))
         wait_for(f"http://127.0.0.1:{backend}/v1/models", bare, folder / "backend.log")
         ours = stack.enter_context(gateway(folder, interval_s=0.0, workers=options.workers, settings={}))
+        payload = request(options.tokens, penstock_key(ours.url))
         uvloop.run(closed_loop(ours.port, payload, options.at_once, 2.0))  # warm
         for name, port in (("bare backend", backend), ("penstock", ours.port)):
             console.print(f"{name}: {options.rate:g} requests/s for {options.seconds:g} s", highlight=False)
+            before = cpu_seconds(ours.workers)
             found = percentiles(uvloop.run(open_loop(port, payload, options.rate, options.seconds)))
             results[f"latency, {name}"] = found.as_dict() if found else None
-        ports = {"penstock": ours.port}
+        spent = cpu_seconds(ours.workers) - before
+        results["gateway_cpu_ms_per_request"] = spent / (options.rate * options.seconds) * 1000
+        sides = {"penstock": (ours.port, payload)}
         if "litellm" in options.python:
-            ports["litellm"], _ = stack.enter_context(litellm(options.python["litellm"], backend, folder))
-            uvloop.run(closed_loop(ports["litellm"], payload, options.at_once, 3.0))
-        rates: dict[str, list[float]] = {name: [] for name in ports}
+            port, key = stack.enter_context(litellm(options.python["litellm"], backend, folder))
+            sides["litellm"] = port, request(options.tokens, key)
+            uvloop.run(closed_loop(*sides["litellm"], options.at_once, 3.0))
+        rates: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(options.rounds):
-            for name, port in ports.items():
-                rates[name].append(uvloop.run(closed_loop(port, payload, options.at_once, options.seconds)))
+            for name, side in sides.items():
+                rates[name].append(uvloop.run(closed_loop(*side, options.at_once, options.seconds)))
                 console.print(f"{name}: {rates[name][-1]:,.0f} requests/s", highlight=False)
         results["requests_per_s"] = rates
-        began, pids = cpu_seconds(ours.workers), ours.workers
-        count = options.rate * 3
-        uvloop.run(open_loop(ours.port, payload, options.rate, 3.0))
-        results["gateway_cpu_ms_per_request"] = (cpu_seconds(pids) - began) / count * 1000
-        if "litellm" in ports:
+        if "litellm" in sides:
             results["ratio"] = median(rates["penstock"]) / median(rates["litellm"])
     return results
 

@@ -36,15 +36,29 @@ from penstock.bench.synthetic import text_of
 from penstock.gateway.capacity import raise_file_limit
 
 CONTENT = re.compile(rb'"content":"(\w*)"')
-SLOW_PER_STEP = 4000
+SLOW_PER_STEP = 5000
 """Tokens per step of a stream that stops reading: enough to fill the buffers between it and the gateway."""
-SLOW_BUFFER = 8192
+SLOW_BUFFER = 4096
+SLOW_SEGMENT = 536
+"""Small segments keep the kernel's buffers small on both sides; on loopback they would otherwise hold megabytes."""
 
 
 class Reader(asyncio.Protocol):
     """One client: sends its request, checks what comes."""
 
-    __slots__ = ("_buffer", "_last", "_load", "_open", "got", "number", "slow", "tokens", "transport", "wrong")
+    __slots__ = (
+        "_buffer",
+        "_last",
+        "_load",
+        "_open",
+        "got",
+        "largest",
+        "number",
+        "slow",
+        "tokens",
+        "transport",
+        "wrong",
+    )
 
     def __init__(self, load: Load, number: int, tokens: int, slow: bool) -> None:
         self._load = load
@@ -52,14 +66,14 @@ class Reader(asyncio.Protocol):
         self.tokens = tokens
         self.slow = slow
         self.got = 0
+        self.largest = 0
         self.wrong = 0
         self._buffer = b""
         self._last = 0.0
         self._open = True
         self.transport: asyncio.Transport | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         body: dict[str, Any] = {
             "model": MODEL,
@@ -81,7 +95,8 @@ class Reader(asyncio.Protocol):
             self._buffer = buffer
             return
         whole, self._buffer = buffer[:cut], buffer[cut:]
-        text = b"".join(CONTENT.findall(whole)).decode()
+        pieces = CONTENT.findall(whole)
+        text = b"".join(pieces).decode()
         if text:
             if text != text_of(self.number, self.got, len(text)):
                 self.wrong += 1
@@ -91,6 +106,7 @@ class Reader(asyncio.Protocol):
             elif not self.slow:
                 self._load.gaps.append(now - self._last)
             self.got += len(text)
+            self.largest = max(self.largest, max(map(len, pieces)))
             self._last = now
         if b"data: [DONE]" in whole:
             self._end(whole)
@@ -140,6 +156,7 @@ async def connect(load: Load, port: int, number: int, tokens: int, slow: bool) -
     sock.setblocking(False)
     if slow:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SLOW_SEGMENT)
     await loop.sock_connect(sock, ("127.0.0.1", port))
     _, reader = await loop.create_connection(lambda: Reader(load, number, tokens, slow), sock=sock)
     return reader
@@ -194,6 +211,7 @@ async def run(running: Gateway, options: argparse.Namespace, console: Console) -
         "out_of_order": sum(reader.wrong > 0 for reader in readers),
         "slow_readers": options.slow,
         "slow_readers_broken": slow_broken,
+        "slow_readers_held": sum(reader.largest > SLOW_PER_STEP for reader in readers[: options.slow]),
         "in_flight": in_flight,
         "together_s": (load.first_end or 0.0) - plateau,
         "tokens_per_s": rate,
@@ -220,6 +238,7 @@ def show(results: dict[str, Any], options: argparse.Namespace, console: Console)
         ("between two tokens of a stream: asked", f"{options.interval * 1000:,.0f} ms"),
         ("  p50 / p99 / largest", f"{gap} ms"),
         ("slow readers: whole / broken", f"{options.slow - slow_broken} / {slow_broken}"),
+        ("  whose tokens waited in the gateway", f"{results['slow_readers_held']}"),
         ("gateway memory per stream", f"{results['memory_per_stream'] / 1024:,.1f} KiB"),
         ("gateway memory, idle / busy", f"{idle} / {busy} MiB"),
         *((f"cores used: {name}", f"{value:.2f}") for name, value in results["cores"].items()),

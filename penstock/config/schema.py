@@ -283,6 +283,10 @@ class StoreConfig:
     url: str = setting(
         "", doc="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; a file of this user when empty."
     )
+    durability: Literal["process", "machine"] = setting(
+        "process", doc="What charges survive. process: the end of any process, kill -9 too; a machine that loses power "
+        "may lose the last 5 s. machine: that too, and every answer waits for the disk.",
+    )  # fmt: skip
     keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is forgotten.", least=1)
     responses_per_tenant: int = setting(
         10_000, doc="Stored responses a tenant has at most; the oldest go first. 0: none are stored.", least=0

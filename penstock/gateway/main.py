@@ -28,6 +28,7 @@ from penstock.backends.native import NativeBackend
 from penstock.config.schema import Config, EncoderConfig
 from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
+from penstock.gateway import interpreter
 from penstock.gateway.app import App
 from penstock.gateway.capacity import connections
 from penstock.gateway.control import ControlLine
@@ -98,6 +99,7 @@ async def _run(
         ),
         settings.encoders,
     )
+    interpreter.settle_in()
     stop = asyncio.Event()
     with _signals(stop):
         await serve(settings, registry, stop, lambda service: listening(), encoders=encoders, control=control)

@@ -143,7 +143,7 @@ class Service:
             self.batches = BatchStore(self.database)
             await self.batches.prepare()
             self.accounts = Accounts(
-                Ledger(self.database),
+                Ledger(self.database, durable=self.settings.durable_charges),
                 self.settings.price_book(),
                 self.registry,
                 self.metrics.usage,

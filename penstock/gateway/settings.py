@@ -95,6 +95,8 @@ class GatewaySettings:
     max_choices: int = 16
     store_url: str | None = None
     """Where tenants and keys are; None: nowhere, and everybody is let in."""
+    durable_charges: bool = False
+    """Every charge waits for the disk."""
     keep_responses_s: float = 30 * 86400.0
     responses_per_tenant: int = 10_000
     gateway_timeout_s: float = 20.0
@@ -190,6 +192,7 @@ class GatewaySettings:
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
             store_url=config.store.url,
+            durable_charges=config.store.durability == "machine",
             keep_responses_s=config.store.keep_responses_s,
             responses_per_tenant=config.store.responses_per_tenant,
             gateway_timeout_s=config.store.gateway_timeout_s,

@@ -17,6 +17,7 @@ from contextlib import suppress
 from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
 from penstock.protocol.errors import Overloaded
 from penstock.storage import DatabaseError, Statement
+from penstock.storage.database import merged
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Journal:
         statements = [statement for index in range(count) for statement in self._waiting[index][0]]
         statements += [progressed(id, *tokens) for id, tokens in notes.items()]
         try:
-            await self._ledger.write(statements)
+            await self._ledger.write(merged(statements))  # repeating or reordering them changes nothing
         except Exception as error:
             if not isinstance(error, DatabaseError):
                 log.exception("writing to the ledger failed")  # the task must outlive it

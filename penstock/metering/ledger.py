@@ -164,15 +164,17 @@ def progressed(id: str, cached_tokens: int, completion_tokens: int) -> Statement
 class Ledger:
     """The tables. Writing is a matter of statements, which `Journal` gathers into transactions."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, durable: bool = True) -> None:
+        """`durable`: every charge waits for the disk; otherwise they reach it with the next heartbeat."""
         self._database = database
+        self._durable = durable
 
     async def prepare(self) -> None:
         await self._database.migrate("ledger", _VERSIONS)
 
     async def write(self, statements: Sequence[Statement]) -> list[int]:
         """All or nothing; how many rows each statement added."""
-        return await self._database.transact(statements)
+        return await self._database.transact(statements, durable=self._durable)
 
     async def beat(self, gateway: str, now: float) -> None:
         """A gateway is alive, and so are the charges it has open."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.metering.request_log import FIELDS, Entry, Sink, SinkError
 from penstock.storage import Database, DatabaseError
+from penstock.storage.database import merged
 
 _VERSIONS = (
     (
@@ -50,7 +51,8 @@ class RequestStore(Sink):
     async def write(self, entries: Sequence[Entry]) -> None:
         try:
             database = await self._ready()
-            await database.transact([(_INSERT, [getattr(entry, name) for name in FIELDS]) for entry in entries])
+            rows = [(_INSERT, [getattr(entry, name) for name in FIELDS]) for entry in entries]
+            await database.transact(merged(rows), durable=False)
             now = self._clock()
             if self._retention_s is not None and now - self._pruned_at > PRUNE_EVERY_S:
                 await database.execute("DELETE FROM request_log WHERE timestamp < ?", now - self._retention_s)

@@ -8,6 +8,7 @@ together happen together or not at all. Nothing here blocks the event loop. A st
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,34 @@ class DatabaseError(PenstockError):
     """The store is away, or refused a statement."""
 
 
+MOST_VALUES = 30_000
+"""Values in one statement; SQLite takes 32,766."""
+_ONE_ROW = re.compile(r"(?P<into>INSERT INTO .* VALUES )(?P<row>\(\?(?:, \?)*\))(?P<rest> ON CONFLICT .* DO NOTHING)?")
+
+
+def merged(statements: Sequence[Statement]) -> list[Statement]:
+    """The same work in fewer statements: rows for the same table become one insertion.
+
+    A statement costs more than a row, above all in a thread that has to ask the interpreter for every one of them. The
+    order is kept among statements of the same text only, so it is for work whose order does not matter.
+    """
+    groups: dict[str, list[Sequence[Any]]] = {}
+    for sql, values in statements:
+        groups.setdefault(sql, []).append(values)
+    found: list[Statement] = []
+    for sql, rows in groups.items():
+        shape = _ONE_ROW.fullmatch(sql) if len(rows) > 1 else None
+        if shape is None:
+            found += ((sql, values) for values in rows)
+            continue
+        most = MOST_VALUES // len(rows[0])
+        for begin in range(0, len(rows), most):
+            part = rows[begin : begin + most]
+            text = shape["into"] + ", ".join([shape["row"]] * len(part)) + (shape["rest"] or "")
+            found.append((text, [value for row in part for value in row]))
+    return found
+
+
 class Database(ABC):
     """An open store. Close it when done."""
 
@@ -32,10 +61,14 @@ class Database(ABC):
         """The rows of a query."""
 
     @abstractmethod
-    async def transact(self, statements: Sequence[Statement], *, guarded: bool = False) -> list[int]:
+    async def transact(
+        self, statements: Sequence[Statement], *, guarded: bool = False, durable: bool = True
+    ) -> list[int]:
         """Run the statements in one transaction; how many rows each changed.
 
-        `guarded`: the first one decides; when it changes nothing, nothing else is done and `[0]` returned.
+        `guarded`: the first one decides; when it changes nothing, nothing else is done and `[0]` returned. `durable`:
+        wait for the disk; otherwise the transaction survives the end of every process, but not that of the machine,
+        until the next durable one.
         """
 
     @abstractmethod

@@ -56,8 +56,10 @@ class PostgresDatabase(Database):
     async def fetch(self, sql: str, *values: Any) -> list[Row]:
         return await self._guarded(self._fetch(numbered(sql), values))
 
-    async def transact(self, statements: Sequence[Statement], *, guarded: bool = False) -> list[int]:
-        return await self._guarded(self._transact(statements, guarded))
+    async def transact(
+        self, statements: Sequence[Statement], *, guarded: bool = False, durable: bool = True
+    ) -> list[int]:
+        return await self._guarded(self._transact(statements, guarded, durable))
 
     async def create(self, sql: str) -> None:
         # Two sessions creating the same table at once can both find it missing; the lock ends with the transaction.
@@ -73,9 +75,11 @@ class PostgresDatabase(Database):
         async with self._pool.acquire(timeout=TIMEOUT_S) as connection:
             return [tuple(record) for record in await connection.fetch(sql, *values)]
 
-    async def _transact(self, statements: Sequence[Statement], guarded: bool) -> list[int]:
+    async def _transact(self, statements: Sequence[Statement], guarded: bool, durable: bool) -> list[int]:
         counts: list[int] = []
         async with self._pool.acquire(timeout=TIMEOUT_S) as connection, connection.transaction():
+            if not durable:
+                await connection.execute("SET LOCAL synchronous_commit = off")
             for sql, values in statements:
                 counts.append(_changed(await connection.execute(numbered(sql), *values)))
                 if guarded and counts[0] == 0:

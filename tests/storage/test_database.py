@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.storage import Database, DatabaseError, open_database
-from penstock.storage.database import redacted
+from penstock.storage.database import merged, redacted
 from penstock.storage.postgres import numbered
 
 
@@ -82,3 +84,54 @@ async def test_a_store_that_is_away_says_so(tmp_path: Path) -> None:
 def test_passwords_are_not_shown_and_question_marks_in_text_are_text() -> None:
     assert redacted("postgresql://a:b@h/n") == "postgresql://a:***@h/n"
     assert numbered("SELECT '?' WHERE a = ? AND b = ?") == "SELECT '?' WHERE a = $1 AND b = $2"
+
+
+async def test_what_does_not_wait_for_the_disk_survives_kill_9(database: Database, tmp_path: Path) -> None:
+    insert = "INSERT INTO notes (id) VALUES (?)"
+    assert await database.transact([(insert, ("a",))], durable=False) == [1]
+    assert await database.transact([(insert, ("b",))]) == [1]
+    assert await database.fetch("SELECT id FROM notes ORDER BY id") == [("a",), ("b",)]
+    script = f"""
+import asyncio, os, signal
+from penstock.storage import open_database
+
+async def main():
+    database = await open_database("sqlite:///{tmp_path}/killed.db")
+    await database.execute("CREATE TABLE notes (id INTEGER)")
+    for number in range(5):
+        await database.transact([("INSERT INTO notes VALUES (?)", (number,))], durable=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    assert await killed.wait() == -signal.SIGKILL
+    again = await open_database(f"sqlite:///{tmp_path}/killed.db")
+    assert await again.fetch("SELECT COUNT(*) FROM notes") == [(5,)]
+    await again.close()
+
+
+async def test_the_log_of_sqlite_is_folded_in_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.storage.sqlite.LOG_BYTES", 256 * 1024)
+    database = await open_database(f"sqlite:///{tmp_path}/folded.db")
+    await database.execute("CREATE TABLE notes (text TEXT)")
+    sizes = []
+    for _ in range(1500):
+        await database.transact([("INSERT INTO notes VALUES (?)", ("x" * 2000,))], durable=False)
+        sizes.append((tmp_path / "folded.db-wal").stat().st_size)
+    assert max(sizes) < 8 * 2**20, "3 MB of rows are 12 MB of log when nobody folds it in"
+    assert await database.fetch("SELECT COUNT(*) FROM notes") == [(1500,)]
+    await database.close()
+
+
+async def test_rows_of_one_table_are_written_together(database: Database) -> None:
+    insert = "INSERT INTO notes (id, size) VALUES (?, ?) ON CONFLICT (id) DO NOTHING"
+    update = "UPDATE notes SET size = size + 1 WHERE id = ?"
+    statements = [(insert, ("a", 1)), (update, ("a",)), (insert, ("b", 2)), (insert, ("a", 9)), (update, ("b",))]
+    together = merged(statements)
+    assert [sql for sql, _ in together[1:]] == [update, update]
+    await database.transact(together)
+    assert await database.fetch("SELECT id, size FROM notes ORDER BY id") == [("a", 2), ("b", 3)]
+    many = merged([(insert, (str(number), 0)) for number in range(40_000)])
+    assert len(many) == 3, "no statement has more values than the stores take"
+    assert sum(await database.transact(many, durable=False)) == 40_000
