@@ -1,12 +1,15 @@
 """Questions about the Python standard library as people ask them, and the entries that answer each.
 
-Written by hand, in other words than the documentation's wherever there are other words: a few name the thing they are
-about, as people do; most describe what they want. Every entry is `module.name`, as in the corpus of `retrieval.py`.
+Written by hand, without the documentation's sentences. `DESCRIBED` say what somebody wants, in other words than the
+documentation's wherever there are other words; `NAMED` are what somebody types who remembers the name of a parameter, a
+constant or an error and not where it belongs. Every entry is `module.name`, as in `retrieval_corpus.py`.
 """
 
 from __future__ import annotations
 
-QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+Question = tuple[str, tuple[str, ...]]
+
+DESCRIBED: tuple[Question, ...] = (
     ("create a folder together with all the missing parent folders", ("os.makedirs", "pathlib.Path.mkdir")),
     ("delete a whole directory tree with everything inside", ("shutil.rmtree",)),
     ("go through every file below a folder recursively", ("os.walk", "os.fwalk", "pathlib.Path.rglob")),
@@ -352,3 +355,110 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("build a little interpreter for line commands", ("cmd.Cmd",)),
 )
+
+NAMED: tuple[Question, ...] = (
+    ("what is exist_ok for", ("os.makedirs", "pathlib.Path.mkdir")),
+    ("difference between topdown true and false while walking", ("os.walk", "os.fwalk")),
+    ("ignore_dangling_symlinks meaning", ("shutil.copytree",)),
+    ("dirs_exist_ok when the target is already there", ("shutil.copytree",)),
+    ("onerror callback gets function, path and excinfo", ("shutil.rmtree",)),
+    ("capture_output and TimeoutExpired", ("subprocess.run",)),
+    (
+        "CalledProcessError returncode",
+        (
+            "subprocess.check_call",
+            "subprocess.check_output",
+            "subprocess.CompletedProcess.check_returncode",
+            "subprocess.run",
+        ),
+    ),
+    ("maxsize None means no bound on the memo", ("functools.lru_cache",)),
+    ("typed=True caches 3 and 3.0 apart", ("functools.lru_cache",)),
+    ("ensure_ascii false output", ("json.dumps", "json.dump", "json.JSONEncoder")),
+    ("object_hook versus object_pairs_hook", ("json.loads", "json.load", "json.JSONDecoder")),
+    ("allow_nan out of range floats", ("json.dumps", "json.dump", "json.JSONEncoder")),
+    ("default_factory argument", ("collections.defaultdict", "dataclasses.field")),
+    ("fillvalue for exhausted iterables", ("itertools.zip_longest",)),
+    ("rel_tol and abs_tol", ("math.isclose",)),
+    ("return_exceptions true", ("asyncio.gather",)),
+    ("FIRST_COMPLETED return_when", ("asyncio.wait", "concurrent.futures.wait")),
+    ("max_workers and thread_name_prefix", ("concurrent.futures.ThreadPoolExecutor",)),
+    ("mp_context initializer initargs of a pool", ("concurrent.futures.ProcessPoolExecutor",)),
+    ("frozen slots kw_only eq order", ("dataclasses.dataclass", "dataclasses.make_dataclass")),
+    ("dict_factory for nested records", ("dataclasses.asdict",)),
+    ("max_size before rollover to disk", ("tempfile.SpooledTemporaryFile",)),
+    ("compresslevel 9 of gz", ("gzip.open", "gzip.compress", "gzip.GzipFile")),
+    ("wbits parameter", ("zlib.decompress", "zlib.compressobj", "zlib.decompressobj", "zlib.compress")),
+    ("ZIP_DEFLATED or ZIP_STORED, allowZip64", ("zipfile.ZipFile",)),
+    ("shorten placeholder [...]", ("textwrap.shorten",)),
+    ("fix_sentence_endings break_on_hyphens", ("textwrap.TextWrapper",)),
+    ("stacklevel and category of a warning", ("warnings.warn",)),
+    ("doseq for sequences of values", ("urllib.parse.urlencode",)),
+    ("keep_blank_values strict_parsing", ("urllib.parse.parse_qs", "urllib.parse.parse_qsl")),
+    ("safe characters that quoting leaves alone", ("urllib.parse.quote",)),
+    ("dklen iterations salt", ("hashlib.pbkdf2_hmac", "hashlib.scrypt")),
+    ("altchars instead of + and /", ("base64.b64encode", "base64.b64decode")),
+    ("casefold=True base32", ("base64.b32decode", "base64.b16decode")),
+    ("return the iso calendar year week weekday tuple", ("datetime.date.isocalendar",)),
+    ("fold and tzinfo replaced fields", ("datetime.datetime.replace", "datetime.time.replace")),
+    ("timespec milliseconds in isoformat", ("datetime.datetime.isoformat", "datetime.time.isoformat")),
+    (
+        "ROUND_HALF_EVEN rounding context precision",
+        ("decimal.Decimal.quantize", "decimal.Context", "decimal.Decimal.to_integral_value", "decimal.localcontext"),
+    ),
+    ("method inclusive or exclusive for cut points", ("statistics.quantiles",)),
+    ("proportional intercept slope", ("statistics.linear_regression",)),
+    ("seed of a, version 2", ("random.seed", "random.Random.seed")),
+    (
+        "lo and hi bounds, key function, sorted insertion",
+        (
+            "bisect.bisect_left",
+            "bisect.bisect_right",
+            "bisect.insort_left",
+            "bisect.insort_right",
+            "bisect.bisect",
+            "bisect.insort",
+        ),
+    ),
+    ("BrokenBarrierError parties action", ("threading.Barrier", "threading.Barrier.wait", "threading.Barrier.abort")),
+    ("daemon thread target args kwargs", ("threading.Thread",)),
+    ("joinable queue unfinished tasks", ("queue.Queue.task_done", "queue.Queue.join")),
+    ("maxBytes backupCount", ("logging.handlers.RotatingFileHandler",)),
+    ("disable_existing_loggers fileConfig", ("logging.config.fileConfig",)),
+    ("force=True handlers stream level datefmt", ("logging.basicConfig",)),
+    ("allow_abbrev fromfile_prefix_chars", ("argparse.ArgumentParser",)),
+    (
+        "side_effect return_value wraps spec",
+        ("unittest.mock.Mock", "unittest.mock.NonCallableMock", "unittest.mock.MagicMock"),
+    ),
+    ("assertAlmostEqual places delta", ("unittest.TestCase.assertAlmostEqual",)),
+    ("subTest parameters", ("unittest.TestCase.subTest",)),
+    (
+        "ELLIPSIS NORMALIZE_WHITESPACE option flags",
+        ("doctest.testmod", "doctest.testfile", "doctest.register_optionflag", "doctest.DocTestRunner"),
+    ),
+    ("SO_REUSEPORT dualstack_ipv6 backlog", ("socket.create_server",)),
+    ("cafile capath cadata purpose", ("ssl.create_default_context",)),
+    ("ehlo starttls", ("smtplib.SMTP", "smtplib.SMTP.starttls")),
+    (
+        "weekday name header with w and l formatting",
+        (
+            "calendar.TextCalendar.formatmonth",
+            "calendar.TextCalendar.formatyear",
+            "calendar.TextCalendar.formatweekheader",
+            "calendar.TextCalendar.formatmonthname",
+        ),
+    ),
+    ("namespace package relative import package argument", ("importlib.import_module",)),
+    (
+        "follow_wrapped eval_str globals locals",
+        ("inspect.signature", "inspect.Signature.from_callable", "inspect.get_annotations"),
+    ),
+    ("include_extras Annotated", ("typing.get_type_hints",)),
+    ("NFKD NFC", ("unicodedata.normalize",)),
+    ("protocol version fix_imports buffer_callback", ("pickle.dump", "pickle.dumps", "pickle.Pickler")),
+    ("quoting lineterminator dialect of rows", ("csv.writer", "csv.Dialect", "csv.register_dialect")),
+    ("interpolation converters sections defaults", ("configparser.ConfigParser", "configparser.RawConfigParser")),
+)
+
+QUESTIONS = (*DESCRIBED, *NAMED)

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.knowledge.embedder import EmbedderFacts
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.model import KnowledgeError
-from penstock.knowledge.retrieval import Candidate, Reranker
+from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 from penstock.protocol.errors import NotFound, ServiceUnavailable
 from penstock.routing.encoders import Encoders
 from penstock.storage import DatabaseError
@@ -123,12 +123,13 @@ class CrossEncoder(Reranker):
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
-    @property
-    def name(self) -> str:
-        return self._encoder.name
+    async def ready(self, question: Question) -> Scorer:
+        encoder = self._encoder
 
-    async def scores(self, query: str, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
-        return (await self._encoder.rerank(query, [one.stored.chunk.embedded for one in candidates])).values
+        async def score(store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
+            return (await encoder.rerank(question.text, [one.stored.chunk.embedded for one in candidates])).values
+
+        return score
 
 
 def library_url(config: KnowledgeConfig, store_url: str | None) -> str | None:

@@ -175,8 +175,8 @@ class Ingestor:
             )
             packed = await asyncio.to_thread(
                 lambda: [
-                    pack(self._embedder.tokens(text), rows)
-                    for text, rows in zip(texts, by_token, strict=True)  # noqa: B023
+                    pack(self._embedder.tokens(text), rows, vector)
+                    for text, rows, vector in zip(texts, by_token, vectors, strict=True)  # noqa: B023
                 ]
             )
             embedded += (EmbeddedChunk(*parts) for parts in zip(batch, vectors, packed, strict=True))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,10 +23,31 @@ from penstock.knowledge.terms import search_terms
 
 if TYPE_CHECKING:
     from penstock.knowledge.chunks.base import ChunkStore, ChunkStores, Ranked
+    from penstock.knowledge.embedder import Vectors
 
-DEPTH = 2
-"""Each half of a hybrid search looks this many times deeper than the number of candidates: what both halves know of is
-often not at the top of either."""
+
+class Question:
+    """What is asked; embedded once, when somebody first wants its vector. Close it."""
+
+    def __init__(self, text: str, embedder: Embedder) -> None:
+        self.text = text
+        self._embedder = embedder
+        self._embedding: asyncio.Task[Vectors] | None = None
+
+    async def vector(self) -> Vectors:
+        if self._embedding is None:
+            self._embedding = asyncio.create_task(self._embed(), name="embedding of a question")
+        return await asyncio.shield(self._embedding)
+
+    async def close(self) -> None:
+        if self._embedding is not None and not self._embedding.done():
+            self._embedding.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._embedding
+
+    async def _embed(self) -> Vectors:
+        row: Vectors = (await self._embedder.embed([self.text]))[0]
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +58,15 @@ class Candidate:
     scores: Mapping[str, float]
 
 
-class Reranker(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    async def scores(self, query: str, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
+class Scorer(Protocol):
+    async def __call__(self, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
         """How well each candidate answers; higher is better."""
+
+
+class Reranker(ABC):
+    @abstractmethod
+    async def ready(self, question: Question) -> Scorer:
+        """What can be done before the candidates are known; it is done while they are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +100,44 @@ class Retriever:
                 f"The collection `{collection.name}` was embedded with `{collection.embedding_model}`, and this server "
                 f"embeds with `{self._embedder.name}`. Ingest it again, or search with the mode `bm25`."
             )
-        watch = _Watch()
-        async with self._stores.use(collection) as store:
-            ranked = await self._candidates(store, query, mode, candidates, watch)
-            keys = list(ranked)
-            chunks = await store.fetch(keys)
-            documents = await self._documents(collection, chunks)
-            found = [
-                Candidate(chunks[key], ranked[key])
-                for key in keys
-                if key in chunks and chunks[key].document in documents
-            ]
-            order = [candidate.scores["fused"] for candidate in found]
-            if rerank and found:
-                with watch("rerank"):
-                    order = await self._reranker.scores(query, store, found)
-        best = sorted(zip(order, found, strict=True), key=lambda pair: -pair[0])[:keep]
-        named = {"rerank": 0.0} if rerank else {}
-        passages = [
-            Passage(one.stored, documents[one.stored.document], score, {**one.scores, **dict.fromkeys(named, score)})
-            for score, one in best
-        ]
+        rerank = rerank and collection.embedding_model == self._embedder.name
+        question, watch = Question(query, self._embedder), _Watch()
+        try:
+            async with self._stores.use(collection) as store:
+                ranked, scorer = await asyncio.gather(
+                    self._candidates(store, question, mode, candidates, watch),
+                    self._reranker.ready(question) if rerank else _no_scorer(),
+                )
+                keys = list(ranked)
+                chunks = await store.fetch(keys)
+                documents = await self._documents(collection, chunks)
+                found = [
+                    Candidate(chunks[key], ranked[key])
+                    for key in keys
+                    if key in chunks and chunks[key].document in documents
+                ]
+                if scorer is not None and found:
+                    with watch("rerank"):
+                        scores = await scorer(store, found)
+                    found = [
+                        Candidate(one.stored, {**one.scores, "rerank": score})
+                        for one, score in zip(found, scores, strict=True)
+                    ]
+        finally:
+            await question.close()
+        by = "fused" if scorer is None else "rerank"
+        best = sorted(found, key=lambda one: -one.scores[by])[:keep]
+        passages = [Passage(one.stored, documents[one.stored.document], one.scores[by], one.scores) for one in best]
         watch.seconds["total"] = watch.elapsed
         return Found(passages, watch.seconds)
 
     async def _candidates(
-        self, store: ChunkStore, query: str, mode: SearchMode, count: int, watch: _Watch
+        self, store: ChunkStore, question: Question, mode: SearchMode, count: int, watch: _Watch
     ) -> dict[int, dict[str, float]]:
         """Keys in the order of the search, with their scores."""
-        depth = count * DEPTH if mode == "hybrid" else count
         nearest, matching = await asyncio.gather(
-            self._nearest(store, query, depth if mode != "bm25" else 0, watch),
-            self._matching(store, query, depth if mode != "vector" else 0, watch),
+            self._nearest(store, question, count if mode != "bm25" else 0, watch),
+            self._matching(store, question.text, count if mode != "vector" else 0, watch),
         )
         fused = fuse([[key for key, _ in ranking] for ranking in (nearest, matching)])[:count]
         similar, worded = dict(nearest), dict(matching)
@@ -118,11 +150,11 @@ class Retriever:
             for key, score in fused
         }
 
-    async def _nearest(self, store: ChunkStore, query: str, count: int, watch: _Watch) -> Ranked:
+    async def _nearest(self, store: ChunkStore, question: Question, count: int, watch: _Watch) -> Ranked:
         if not count:
             return []
         with watch("embed"):
-            vector = (await self._embedder.embed([query]))[0]
+            vector = await question.vector()
         with watch("vector"):
             return await store.nearest(vector, count)
 
@@ -136,6 +168,10 @@ class Retriever:
         """Chunks whose document is gone are on their way out; they are not shown."""
         names = list(dict.fromkeys(stored.document for stored in chunks.values()))
         return await self._catalogue.some_documents(collection.id, names)
+
+
+async def _no_scorer() -> None:
+    return None
 
 
 class _Watch:

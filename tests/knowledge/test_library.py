@@ -244,3 +244,18 @@ async def test_the_whole_of_it_in_postgresql(pgvector_url: str) -> None:
         assert await library.catalogue.collections("acme", limit=9) == []
     finally:
         await library.close()
+
+
+async def test_late_interaction_finds_the_passage_that_says_it(tmp_path: Path) -> None:
+    """Two passages about the same things, of which one answers; the vectors of the whole cannot tell them apart."""
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        answer = "warranty covers pump gasket valve seal hose filter rotor"
+        other = "warranty warranty pump pump gasket valve seal hose"
+        await put(library, col, answer, id="a")
+        await put(library, col, other, id="b")
+        await settled(library, col)
+        query = "warranty pump rotor"
+        found = await library.retriever.search(col, query, mode="vector", rerank=False)
+        assert [passage.document.id for passage in found.passages] == ["b", "a"]
+        assert (await texts(library, col, query, mode="vector"))[0] == answer
