@@ -24,6 +24,8 @@ class Panel:
     below: bool = False
     """It is red below the limit, not above."""
     stack: bool = False
+    optional: bool = False
+    """It is empty until the feature is used."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ COLORS = {
     "receive": "cyan",
     "authenticate": "cyan",
     "prepare": "cyan",
+    "limits": "cyan",
     "admission": "magenta",
     "queue": "yellow",
     "prefill": "blue",

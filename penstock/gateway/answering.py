@@ -98,7 +98,7 @@ async def engaged(
     of the answer: no request of its own either, but part of what the client asked for.
     """
     exchange.timeline.follow("prepare")
-    with exchange.timeline.phase("admission"):
+    with exchange.timeline.phase("limits"):
         reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside) or further)
     if service.settings.telemetry.record_text:
         generation.keep_text()
@@ -106,6 +106,7 @@ async def engaged(
     ticket: Ticket | None = None
     service.track(generation)
     try:
+        generation.asks_at = monotonic()
         ticket = await service.admissions.enter(exchange, generation, reservation)
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)

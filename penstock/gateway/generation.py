@@ -89,7 +89,9 @@ class Generation:
         self._observed: RequestMetrics
         """Of the replica: there from the moment it has the request, which is before its first delta."""
         self._started_at = started_at
-        self._submitted_at = started_at
+        self.asks_at: float | None = None
+        """When it asked to be admitted, if it did."""
+        self._submitted_at: float | None = None
         self._trace = sampled_trace()
         self._texts: list[list[str]] | None = None
         self._time_limit_s = time_limit_s
@@ -159,6 +161,7 @@ class Generation:
                 engine=self.replica,
                 model=self.model.name,
                 choice=choice.index,
+                asked_at=self.asks_at,
                 submitted_at=self._submitted_at,
                 ended_at=now,
                 first_at=choice.first_at,

@@ -49,7 +49,10 @@ class Run:
     engine: str
     model: str
     choice: int
-    submitted_at: float
+    asked_at: float | None
+    """When it asked to be admitted; None where nobody is asked."""
+    submitted_at: float | None
+    """When an engine was given it; None when that never happened."""
     ended_at: float
     """When the gateway was done with it, however it ended."""
     first_at: float | None
@@ -65,6 +68,10 @@ class Run:
     """What it was for, when it was not the answer itself."""
 
     def phases(self) -> Iterator[tuple[str, float, float, Detail]]:
+        if self.asked_at is not None:
+            yield "admission", self.asked_at, self.ended_at if self.submitted_at is None else self.submitted_at, {}
+        if self.submitted_at is None:
+            return
         about: Detail = {"engine": self.engine, "model": self.model, "choice": self.choice}
         if self.purpose:
             about["for"] = self.purpose

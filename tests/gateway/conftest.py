@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.backends.base import Backend
 from penstock.backends.inprocess import InProcessBackend
 from penstock.gateway.main import serve
 from penstock.gateway.service import Service
@@ -65,6 +66,7 @@ def serving(text: TextModel) -> Serving:
         engine: ScriptedEngine | None = None,
         text: TextModel = text,
         encoders: Encoders | None = None,
+        backend: Backend | None = None,
         **settings: Any,
     ) -> AsyncIterator[Running]:
         engine = engine or ScriptedEngine(text)
@@ -72,7 +74,7 @@ def serving(text: TextModel) -> Serving:
         options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
         gateway = GatewaySettings(port=port, **options)
         model = ServedModel(
-            "tiny", text, InProcessBackend(engine), aliases=("small",), input_price=1.0, output_price=2.0
+            "tiny", text, backend or InProcessBackend(engine), aliases=("small",), input_price=1.0, output_price=2.0
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()

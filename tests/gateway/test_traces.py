@@ -61,7 +61,7 @@ async def test_a_timeline_covers_a_request_from_its_first_byte_to_its_last(servi
         found = (await gateway.client.get("/v1/traces/mine")).json()
         assert (found["request_id"], found["status"], found["completion_tokens"]) == ("mine", 200, 14)
         phases = {phase["name"]: phase for phase in found["phases"]}
-        order = ["authenticate", "receive", "prepare", "admission", "queue", "prefill", "decode"]
+        order = ["authenticate", "receive", "prepare", "limits", "admission", "queue", "prefill", "decode"]
         assert [phase["name"] for phase in found["phases"] if phase["name"] in order] == order
         assert phases["queue"]["duration_ms"] == 1 and phases["prefill"]["duration_ms"] == 2, "the engine's own clock"
         assert phases["decode"]["duration_ms"] == pytest.approx(13 * 4, rel=1.0)
@@ -154,7 +154,7 @@ async def test_spans_reach_a_collector_with_the_names_of_the_conventions(serving
         root = next(span for span in spans if span.name == "chat small")
         assert (root.parent_span_id.hex(), root.trace_state) == (PARENT, "vendor=1")
         children = {span.name: span for span in spans if span is not root}
-        phases = {"authenticate", "receive", "prepare", "admission", "queue", "prefill", "decode", "stream"}
+        phases = {"authenticate", "receive", "prepare", "limits", "admission", "queue", "prefill", "decode", "stream"}
         assert phases <= set(children)
         for child in children.values():
             assert child.parent_span_id == root.span_id
@@ -207,7 +207,7 @@ async def test_what_is_logged_carries_the_request_and_no_text(
     [slow] = lines(logged, "penstock.slow")
     assert slow["request_id"] == "mine"
     assert slow["queue_ms"] == 1 and slow["prefill_ms"] == 2
-    assert {"receive_ms", "prepare_ms", "admission_ms", "decode_ms", "reply_ms"} <= set(slow)
+    assert {"receive_ms", "prepare_ms", "limits_ms", "admission_ms", "decode_ms", "reply_ms"} <= set(slow)
     assert SECRET not in logged.getvalue() and "Hello, world!" not in logged.getvalue()
 
 

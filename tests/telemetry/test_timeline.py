@@ -10,9 +10,9 @@ from penstock.telemetry.timeline import MOST_PHASES, Run, Timeline
 
 def run(**changes: object) -> Run:
     given = {
-        "engine": "0", "model": "m", "choice": 0, "submitted_at": 101.0, "ended_at": 106.0, "first_at": 103.0,
-        "last_at": 105.5, "queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "prompt_tokens": 9, "cached_tokens": 0,
-        "completion_tokens": 4, "outcome": "stop", **changes,
+        "engine": "0", "model": "m", "choice": 0, "asked_at": None, "submitted_at": 101.0, "ended_at": 106.0,
+        "first_at": 103.0, "last_at": 105.5, "queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "prompt_tokens": 9,
+        "cached_tokens": 0, "completion_tokens": 4, "outcome": "stop", **changes,
     }  # fmt: skip
     return Run(**given)  # type: ignore[arg-type]
 
@@ -38,6 +38,15 @@ def test_nothing_begins_before_it_was_submitted() -> None:
 
 def test_a_request_that_got_no_token_was_in_the_engine_until_its_end() -> None:
     assert phases(run(first_at=None, last_at=None, outcome="abort")) == {"engine": (1.0, 6.0)}
+
+
+def test_admission_lasts_until_an_engine_has_it() -> None:
+    assert phases(run(asked_at=100.25))["admission"] == (0.25, 1.0)
+
+
+def test_a_request_that_was_turned_away_was_in_no_engine() -> None:
+    refused = run(asked_at=100.25, submitted_at=None, ended_at=104.0, first_at=None, last_at=None, outcome="error")
+    assert phases(refused) == {"admission": (0.25, 4.0)}
 
 
 def test_lengths_of_the_same_phase_add_up() -> None:
