@@ -8,6 +8,7 @@ import typer
 
 from penstock.bench.cli import app as bench
 from penstock.cli.adapters import app as adapters
+from penstock.cli.cache import app as cache
 from penstock.cli.chat import chat
 from penstock.cli.config import config
 from penstock.cli.doctor import doctor
@@ -92,6 +93,7 @@ bench.command(help=structure.__doc__)(structure)
 bench.command(help=speculation.__doc__)(speculation)
 bench.command(help=soak.__doc__)(soak)
 app.add_typer(models, name="models")
+app.add_typer(cache, name="cache")
 app.add_typer(bench, name="bench")
 app.add_typer(keys)
 app.add_typer(tenants)

@@ -22,7 +22,7 @@ from penstock.cli.options import (
 
 if TYPE_CHECKING:
     from penstock.config import Config, ModelConfig
-    from penstock.config.schema import EncoderConfig
+    from penstock.config.encoding import EncoderConfig
     from penstock.protocol.server import EngineServer
     from penstock.protocol.transport import CurveServer
     from penstock.supervisor.lifeline import StatusPipe

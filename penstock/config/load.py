@@ -116,6 +116,13 @@ def _conflicts(config: Config) -> list[str]:
             if name in seen:
                 problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"encoders[{index}]"
+    cache = config.cache
+    if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
+        problems.append("cache.url: several workers need a Redis in which they find each other's answers")
+    if cache.semantic != "off" and cache.encoder not in ("", *(encoder.name for encoder in config.encoders)):
+        problems.append(f'cache.encoder: there is no encoder "{cache.encoder}"')
+    if cache.semantic != "off" and not config.encoders:
+        problems.append("cache.semantic: it needs an encoder, and `encoders` is empty")
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
     problems += [f'tiers: "{name}" is there twice' for name in sorted(set(tiers)) if name and tiers.count(name) > 1]

@@ -138,6 +138,7 @@ class Accounts:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
+        price = price.recalled() if generation.recalled else price
         sent = exchange.header(b"x-feature")
         named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
         charge = Charge(

@@ -15,16 +15,19 @@ from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Any
 
+from penstock.config.caching import CacheConfig
 from penstock.gateway.accounting import Account
 from penstock.gateway.admission import leave
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import ClientGone, Exchange, encode_json
 from penstock.gateway.generation import Generation
 from penstock.gateway.judging import judge_answer
+from penstock.gateway.recall import Plan, wish_of
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
 from penstock.routing.admission.desk import Ticket
 
+NO_CACHE = CacheConfig()
 KEEP_ALIVE = b": keep-alive\n\n"
 MOST_TEXT = 16384
 """Characters of a prompt or an answer that are recorded, where the configuration says that they are."""
@@ -73,12 +76,28 @@ async def answer(
 ) -> None:
     guard_output(service, exchange, generation)
     exchange.timeline.response_id = renderer.response_id
+    plan = await _recalled(service, exchange, generation)
     async with watched(exchange, generation.fail), engaged(service, exchange, generation) as account:
         if stream:
             await _stream(service, exchange, generation, renderer, account)
         else:
             await _whole(exchange, generation, renderer, account)
     judge_answer(service, exchange, generation)
+    if plan is not None and service.recall is not None:
+        service.in_background(service.recall.keep(plan, generation, renderer.response_id))
+
+
+async def _recalled(service: Service, exchange: Exchange, generation: Generation) -> Plan | None:
+    """Have the caches looked up, if they are there for this request."""
+    if service.recall is None:
+        wish_of(exchange, NO_CACHE)
+        return None
+    plan = service.recall.plan(exchange, generation)
+    if plan is not None:
+        exchange.timeline.follow("prepare")
+        with exchange.timeline.phase("cache"):
+            await service.recall.find(plan, exchange, generation)
+    return plan
 
 
 def guard_output(service: Service, exchange: Exchange, generation: Generation) -> None:
@@ -107,7 +126,8 @@ async def engaged(
     service.track(generation)
     try:
         generation.asks_at = monotonic()
-        ticket = await service.admissions.enter(exchange, generation, reservation)
+        if not generation.recalled:  # a kept answer takes no engine
+            ticket = await service.admissions.enter(exchange, generation, reservation)
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)
         if not (aside or further):

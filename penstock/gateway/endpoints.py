@@ -18,6 +18,14 @@ from penstock.gateway.api.admin import (
     unload_adapter,
 )
 from penstock.gateway.api.batches import BatchRequest, cancel_batch, create_batch, get_batch, list_batches
+from penstock.gateway.api.cache import (
+    AdminCacheQuery,
+    CacheQuery,
+    evict_all_caches,
+    evict_cache,
+    show_all_caches,
+    show_cache,
+)
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.collections import (
     CollectionRequest,
@@ -242,6 +250,14 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/batches", list_batches, "The batches there are.", "Batches"),
     Endpoint("GET", "/v1/batches/{batch}", get_batch, "A batch and how far it is.", "Batches"),
     Endpoint("POST", "/v1/batches/{batch}/cancel", cancel_batch, "Stop a batch.", "Batches"),
+    Endpoint("GET", "/v1/cache", show_cache, "Your tenant's cached answers.", "Inference"),
+    Endpoint("DELETE", "/v1/cache", evict_cache, "Forget them.", "Inference", query=CacheQuery),
+    Endpoint(
+        "GET", "/v1/admin/cache", show_all_caches, "Cached answers.", "Admin", scope="admin", query=AdminCacheQuery
+    ),
+    Endpoint(
+        "DELETE", "/v1/admin/cache", evict_all_caches, "Forget them.", "Admin", scope="admin", query=AdminCacheQuery
+    ),
     Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),
     Endpoint(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +17,10 @@ from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
+from penstock.gateway.memory import Memory, Question, replayed
 from penstock.gateway.retrieving import Retrieved
 from penstock.metering.counting import engine_id
-from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout
+from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
@@ -70,8 +71,11 @@ class Generation:
         discard: bool = False,
         continuation: bool = False,
         toolbox: Toolbox | None = None,
+        seeded: bool = False,
+        comparable: Question | None = None,
     ) -> None:
-        """`id`: names it in the ledger, in the engine and to the client; never used before."""
+        """`id`: names it in the ledger, in the engine and to the client; never used before. `seeded`: the client chose
+        the seed, so the answer is the same every time. `comparable`: what the semantic cache may compare."""
         self.id = id or uuid.uuid4().hex
         self.model = model
         self.prompts = prompts
@@ -102,6 +106,14 @@ class Generation:
         self.on_submit: Callable[[str], None] | None = None
         """Told which replica has it, if anybody wants to know."""
         self.priority = priority
+        self.stops = stops
+        self.seeded = seeded
+        self.comparable = comparable
+        self.form = (want_logprobs, discard, continuation, toolbox is not None)
+        """What besides parameters and prompt decides how tokens become an answer."""
+        self._memory: Memory | None = None
+        self._recalled: Iterator[tuple[int, Delta]] | None = None
+        self._recalled_tokens = 0
         for place, prompt in enumerate(prompts):
             for number, params in enumerate(prompt.params):
                 request = Request(
@@ -184,8 +196,32 @@ class Generation:
         for choice in self.choices:
             choice.citer = retrieved.citer(attribute=attribute)
 
+    def remember(self) -> None:
+        """Keep what the engine says; for `memory`."""
+        self._memory = Memory(len(self.choices))
+
+    @property
+    def memory(self) -> list[Delta] | None:
+        """All that was said, a delta per choice, if it was kept and everything ended by itself."""
+        whole = self._memory is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
+        return self._memory.deltas if self._memory is not None and whole else None
+
+    @property
+    def recalled(self) -> bool:
+        """Whether the answer comes from a cache."""
+        return self._recalled is not None
+
+    def recall(self, deltas: Sequence[Delta]) -> None:
+        """Say this instead of asking the engine."""
+        self._recalled = replayed(deltas)
+        self._recalled_tokens = sum(len(delta.tokens) for delta in deltas)
+        for index, request in enumerate(self._requests):
+            self.mailbox.cached[index] = len(request.prompt)
+
     def submit(self, gate: Gate | None = None) -> None:
         """Run; with a `gate`, as soon as it opens (`next` waits for that)."""
+        if self._recalled is not None:
+            return
         self._gate = gate
         if gate is not None:
             if self._failure is not None:
@@ -212,6 +248,8 @@ class Generation:
 
     async def next(self, within: float | None = None) -> list[Piece]:
         """New pieces of text; empty when `within` seconds pass without any."""
+        if self._recalled is not None:
+            return self._next_recalled(self._recalled)
         if self._gate is not None:
             if not await self._gate.wait(within):
                 return []
@@ -230,6 +268,17 @@ class Generation:
                 if self._texts is not None:
                     self._texts[piece.index].append(piece.text)
         return pieces
+
+    def _next_recalled(self, parts: Iterator[tuple[int, Delta]]) -> list[Piece]:
+        for index, delta in parts:
+            choice = self.choices[index]
+            piece = None if choice.finished else choice.feed(delta)
+            if piece is not None:
+                self._unfinished -= piece.finish_reason is not None
+                if self._texts is not None:
+                    self._texts[index].append(piece.text)
+                return [piece]
+        raise ServerError("A kept answer ended before its end.")
 
     def fail(self, error: Exception) -> None:
         """End now: nothing more is generated, and whoever waits in `next` gets `error`."""
@@ -276,6 +325,8 @@ class Generation:
 
     @property
     def most_completion_tokens(self) -> int:
+        if self._recalled is not None:
+            return self._recalled_tokens
         return sum(request.params.max_tokens for request in self._requests)
 
     @property
@@ -284,7 +335,7 @@ class Generation:
 
     def _tokens(self, choice: Choice) -> int:
         """Of a choice that has not ended: what has arrived, whether it was read or not."""
-        if choice.finished or choice.discard:
+        if choice.finished or choice.discard or self.recalled:
             return choice.completion_tokens
         return self.mailbox.produced.get(choice.index, 0)
 
@@ -321,6 +372,8 @@ class Generation:
         if delta.finish_reason == "timeout" and not delta.tokens and not choice.completion_tokens:
             raise RequestTimeout("The request did not produce a token in the time allowed.")
         self._observe(choice, delta, at)
+        if self._memory is not None:
+            self._memory.add(index, delta)
         piece = choice.feed(delta)
         if piece is not None and piece.finish_reason is not None:
             self._unfinished -= 1

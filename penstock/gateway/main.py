@@ -25,7 +25,8 @@ from granian.server.embed import Server
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.backends.native import NativeBackend
-from penstock.config.schema import Config, EncoderConfig
+from penstock.config.encoding import EncoderConfig
+from penstock.config.schema import Config
 from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway import interpreter

@@ -40,6 +40,10 @@ class Metered(Protocol):
     def most_completion_tokens(self) -> int: ...
 
     @property
+    def recalled(self) -> bool:
+        """Whether it was found in a cache of answers."""
+
+    @property
     def billable(self) -> bool:
         """Whether the client got anything for it."""
 
@@ -64,6 +68,7 @@ class FixedWork:
     completion_tokens: int = 0
     most_completion_tokens: int = 0
     billable: bool = False
+    recalled: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

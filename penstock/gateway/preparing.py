@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.engine.request import EngineInfo
 from penstock.gateway.conversing import OpenTurn, known_calls
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.memory import Question
 from penstock.gateway.messages import template_messages
 from penstock.gateway.retrieving import Retrieval, with_instructions
 from penstock.gateway.sampling import (
@@ -119,6 +122,8 @@ async def _prepare(
         time_limit_s=time_limit(service, exchange),
         want_logprobs=bool(request.logprobs),
         toolbox=toolbox,
+        seeded=request.seed is not None,
+        comparable=_comparable(service, request, messages) if turn is None and not following else None,
     )
     if retrieved is not None:
         # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
@@ -138,6 +143,21 @@ def room_for_sources(window: int, prompt_tokens: int, limit: Limits) -> int:
 def time_limit(service: Service, exchange: Exchange) -> float | None:
     """Seconds that a request may generate."""
     return service.settings.time_limit_s if exchange.line is None else service.settings.batches.time_limit_s
+
+
+def _comparable(service: Service, request: ChatRequest, messages: list[dict[str, Any]]) -> Question | None:
+    """What the semantic cache compares, if there is one: the last message against those in the same circumstances."""
+    if service.recall is None or service.settings.cache.semantic == "off":
+        return None
+    *before, last = messages
+    if last["role"] != "user" or not last["content"]:
+        return None
+    # Who asks, and how the answer is delivered, does not decide what it says.
+    rest = msgspec.structs.replace(
+        request, messages=[], seed=request.seed if request.temperature != 0 else None, stream=None, stream_options=None,
+        user=None, safety_identifier=None, metadata=None, service_tier=None, prompt_cache_key=None, speculation=None,
+    )  # fmt: skip
+    return Question(last["content"], msgspec.json.encode((rest, before)))
 
 
 async def chat_tokens(

@@ -27,6 +27,7 @@ from penstock.gateway.judging import Judge
 from penstock.gateway.knowledge import LibraryDesk
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
+from penstock.gateway.recall import Recall, open_store
 from penstock.gateway.requests import open_request_log
 from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings import GatewaySettings
@@ -44,6 +45,7 @@ from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
+from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
@@ -78,6 +80,7 @@ class Service:
         self.knowledge = LibraryDesk(
             settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
         )
+        self.recall = self._recall()
         self.readiness = Readiness()
         self.slices = Slices(registry, settings.time_slice_s)
         self.draining = False
@@ -209,6 +212,8 @@ class Service:
         for backend in self._backends():
             await backend.close()
         await self.knowledge.close()
+        if self.recall is not None:
+            await self.recall.close()
         await self.encoders.close()
         if self._background:
             await asyncio.wait(self._background, timeout=CUT_S)
@@ -253,6 +258,16 @@ class Service:
         if self._keyring is None or not key:
             return dataclasses.replace(self._open_caller, tenant=tenant)
         return await self._keyring.holder(key)
+
+    def _recall(self) -> Recall | None:
+        """The response caches, if there are any."""
+        config = self.settings.cache
+        if config.exact == config.semantic == "off":
+            return None
+        encoder = None
+        if config.semantic != "off":
+            encoder = self.encoders.find(config.encoder) if config.encoder else self.encoders.default
+        return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Finish something after its request is over; waited for at the end."""

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.batches import BatchesConfig
+from penstock.config.caching import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
+from penstock.config.encoding import EncoderConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
     CountersConfig,
-    EncoderConfig,
     GuardrailConfig,
     LimitConfig,
     PriceConfig,
@@ -119,6 +120,7 @@ class GatewaySettings:
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
+    cache: CacheConfig = CacheConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
@@ -214,6 +216,7 @@ class GatewaySettings:
             knowledge=config.knowledge,
             judge=config.judge,
             request_log=config.request_log,
+            cache=config.cache,
             telemetry=config.telemetry,
             batches=config.batches,
             log_format=config.logging.format,

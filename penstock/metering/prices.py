@@ -38,6 +38,10 @@ class Price:
         cached = input / 2 if cached is None else cached
         return cls(round(input * 1000), round(cached * 1000), round(output * 1000), batch_percent)
 
+    def recalled(self) -> Price:
+        """Of an answer that was not computed but found: everything at the price of cached tokens."""
+        return Price(self.cached, self.cached, self.cached)
+
     def cost(self, usage: Usage, *, percent: int = 100) -> int:
         """Nanodollars, rounded down; `percent` of the price is charged."""
         whole = (usage.prompt - usage.cached) * self.input + usage.cached * self.cached + usage.completion * self.output

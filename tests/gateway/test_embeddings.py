@@ -14,7 +14,8 @@ import pytest
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.config.schema import EncoderConfig, LimitConfig, PriceConfig
+from penstock.config.encoding import EncoderConfig
+from penstock.config.schema import LimitConfig, PriceConfig
 from penstock.routing.encoders import Encoders
 from tests.gateway.conftest import Serving, eventually
 

@@ -21,32 +21,38 @@ from penstock.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
-    """A linear or a norm: weight and bias."""
+class Linear:
+    """y = x W + b with W [in, out]: kept the other way round, a CPU's library would turn it over at every call."""
 
     weight: Tensor
     bias: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return torch.addmm(self.bias, x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    qkv: Affine
-    out: Affine
-    attention_norm: Affine
-    up: Affine
-    down: Affine
-    output_norm: Affine
+    qkv: Linear
+    out: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    output_norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
     """A cross-encoder's: the first token's state through the pooler to one number."""
 
-    pooler: Affine
-    classifier: Affine
+    pooler: Linear
+    classifier: Linear
 
     def __call__(self, first: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(first))).squeeze(-1)
@@ -94,7 +100,7 @@ class Encoder:
         self,
         shape: EncoderShape,
         embeddings: tuple[Tensor, Tensor, Tensor],
-        norm: Affine,
+        norm: Norm,
         layers: Sequence[EncoderLayer],
         head: ScoreHead | None,
     ) -> None:
@@ -123,7 +129,7 @@ class Encoder:
             x = self._normed(x + layer.down(F.gelu(layer.up(x))), layer.output_norm)
         return x
 
-    def _normed(self, x: Tensor, norm: Affine) -> Tensor:
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, (self.shape.hidden,), norm.weight, norm.bias, self.shape.norm_eps)
 
     def _attend_by_length(self, qkv: Tensor, batch: Packed) -> Tensor:
@@ -150,30 +156,33 @@ def build_encoder(checkpoint: Checkpoint, shape: EncoderShape, device: torch.dev
     """Read the weights and put them where they are used."""
     read = _reader(checkpoint, device, dtype)
 
-    def affine(*names: str) -> Affine:
-        """Several of them one below the other, as one."""
+    def linear(*names: str) -> Linear:
+        """Several of them side by side, as one."""
         weights = [read(f"{name}.weight") for name in names]
         biases = [read(f"{name}.bias") for name in names]
-        return Affine(torch.cat(weights).contiguous(), torch.cat(biases).contiguous())
+        return Linear(torch.cat(weights).t().contiguous(), torch.cat(biases))
+
+    def norm(name: str) -> Norm:
+        return Norm(read(f"{name}.weight"), read(f"{name}.bias"))
 
     layers = []
     for index in range(shape.layers):
         at = f"encoder.layer.{index}"
         layers.append(
             EncoderLayer(
-                qkv=affine(*(f"{at}.attention.self.{name}" for name in ("query", "key", "value"))),
-                out=affine(f"{at}.attention.output.dense"),
-                attention_norm=affine(f"{at}.attention.output.LayerNorm"),
-                up=affine(f"{at}.intermediate.dense"),
-                down=affine(f"{at}.output.dense"),
-                output_norm=affine(f"{at}.output.LayerNorm"),
+                qkv=linear(*(f"{at}.attention.self.{name}" for name in ("query", "key", "value"))),
+                out=linear(f"{at}.attention.output.dense"),
+                attention_norm=norm(f"{at}.attention.output.LayerNorm"),
+                up=linear(f"{at}.intermediate.dense"),
+                down=linear(f"{at}.output.dense"),
+                output_norm=norm(f"{at}.output.LayerNorm"),
             )
         )
     words, positions, segments = (
         read(f"embeddings.{name}_embeddings.weight") for name in ("word", "position", "token_type")
     )
-    head = ScoreHead(affine("pooler.dense"), affine("classifier")) if shape.scores else None
-    return Encoder(shape, (words, positions, segments), affine("embeddings.LayerNorm"), layers, head)
+    head = ScoreHead(linear("pooler.dense"), linear("classifier")) if shape.scores else None
+    return Encoder(shape, (words, positions, segments), norm("embeddings.LayerNorm"), layers, head)
 
 
 def _reader(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Callable[[str], Tensor]:

@@ -56,7 +56,15 @@ async def load_adapter(service: Service, exchange: Exchange) -> None:
         raise InvalidRequest(f"`{request.name}` is already the name of another model.", param="name", code="name_taken")
     await model.backend.wait_ready(service.settings.engine_wait_s)
     spec = AdapterSpec(request.name, request.source, request.pinned)
-    await exchange.reply_json(describe(model, await model.backend.load_adapter(spec)))
+    status = await model.backend.load_adapter(spec)
+    await _forget_answers(service, request.name)
+    await exchange.reply_json(describe(model, status))
+
+
+async def _forget_answers(service: Service, adapter: str) -> None:
+    """What this name stands for has changed."""
+    if service.recall is not None:
+        await service.recall.store.evict(model=adapter)
 
 
 async def pin_adapter(service: Service, exchange: Exchange) -> None:
@@ -68,6 +76,7 @@ async def pin_adapter(service: Service, exchange: Exchange) -> None:
 async def unload_adapter(service: Service, exchange: Exchange) -> None:
     model, name = _owner(service, exchange)
     await model.backend.unload_adapter(name)
+    await _forget_answers(service, name)
     await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
 
 

@@ -72,6 +72,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         want_logprobs=request.logprobs is not None,
         discard=only_prompt,
         continuation=True,
+        seeded=request.seed is not None,
     )
     renderer = CompletionRenderer(request, model, generation)
     await answer(service, exchange, generation, renderer, stream=bool(request.stream))

@@ -1,0 +1,151 @@
+"""How often the semantic cache is wrong, and how often it helps, on pairs of questions written for it.
+
+    python bench/semantic_cache.py
+    python bench/semantic_cache.py --threshold 0.7 --show
+
+`bench/data/semantic_pairs.tsv` has near duplicates that must not hit (negations, numbers, names, units, comparatives,
+roles, scope) and paraphrases that should. A hash of each pair puts it in the part that the verifier was written with,
+or in the part held out from it; the second is the one that counts. Every question is also tried against all the others.
+
+What it does not show: how questions of your users look. The pairs are short, English, and written by the people who
+wrote the verifier; `penstock_cache_suspected_false_hits_total` tells about yours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.backends.embedder import Embedder
+from penstock.backends.encoder import EncoderBackend
+from penstock.caching.semantic import SemanticIndex
+from penstock.caching.store import Key, MemoryStore
+
+PAIRS = Path(__file__).parent / "data" / "semantic_pairs.tsv"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    kind: str
+    first: str
+    second: str
+
+    @property
+    def held_out(self) -> bool:
+        return hashlib.sha256(f"{self.first}\t{self.second}".encode()).digest()[0] % 2 == 0
+
+    @property
+    def should_hit(self) -> bool:
+        return self.kind == "paraphrase"
+
+
+def load_pairs() -> list[Pair]:
+    return [Pair(*line.split("\t")) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+
+
+class Decider:
+    """The cache's own search, on one question at a time."""
+
+    def __init__(self, embedder: Embedder, threshold: float) -> None:
+        self._embedder = embedder
+        self.store = MemoryStore(2**28, 3600, 100_000)
+        self.index = SemanticIndex(self.store, embedder, threshold)
+        self._partitions = 0
+
+    async def same(self, known: str, asked: str) -> bool:
+        """Whether `asked` would get the answer to `known`."""
+        self._partitions += 1
+        partition = Key("t", "m", str(self._partitions))
+        await self.add(partition, known)
+        return bool((await self.index.search(partition, asked)).matches)
+
+    async def add(self, partition: Key, question: str) -> None:
+        vector = (await self._embedder.embed([question])).vectors[0].tobytes()
+        await self.index.add(partition, question, question, vector)
+
+
+async def collisions(decider: Decider, pairs: list[Pair]) -> tuple[int, list[tuple[str, str]]]:
+    """Every question against all others that are no paraphrase of it: how many comparisons, and the false hits."""
+    group: dict[str, str] = {}
+
+    def root(question: str) -> str:
+        while group.setdefault(question, question) != question:
+            question = group[question]
+        return question
+
+    for pair in pairs:
+        if pair.should_hit:
+            group[root(pair.first)] = root(pair.second)
+    questions = sorted({question for pair in pairs for question in (pair.first, pair.second)})
+    everything = Key("t", "m", "everything")
+    for question in questions:
+        await decider.add(everything, question)
+    false = []
+    for question in questions:
+        for match in (await decider.index.search(everything, question)).matches:
+            if root(match.digest) != root(question):
+                false.append((question, match.digest))
+    return len(questions) * (len(questions) - 1), false
+
+
+async def measure(endpoint: str, threshold: float, show: bool) -> bool:
+    embedder = Embedder("minilm", "minilm", EncoderBackend(endpoint), wait_s=60)
+    decider = Decider(embedder, threshold)
+    pairs = load_pairs()
+    hits: Counter[tuple[bool, str]] = Counter()
+    totals: Counter[tuple[bool, str]] = Counter()
+    begin = time.perf_counter()
+    for pair in pairs:
+        hit = await decider.same(pair.first, pair.second)
+        totals[pair.held_out, pair.kind] += 1
+        hits[pair.held_out, pair.kind] += hit
+        # The part that is held out is not shown: whoever looks at it can no longer be measured with it.
+        if show and hit != pair.should_hit and not pair.held_out:
+            print(f"{'false hit' if hit else 'missed   '}  {pair.kind:<12} {pair.first}  |  {pair.second}")
+    each = (time.perf_counter() - begin) / len(pairs)
+    print(f"threshold {threshold}, {len(pairs)} pairs, {each * 1000:.1f} ms per question stored and one looked up\n")
+    print(f"{'kind':<14}{'seen':>14}{'held out':>14}")
+    for kind in sorted({pair.kind for pair in pairs}):
+        cells = (f"{hits[part, kind]} of {totals[part, kind]}" for part in (False, True))
+        print(f"{kind:<14}" + "".join(f"{cell:>14}" for cell in cells))
+    false, paraphrases = [], []
+    for part in (False, True):
+        adversarial = [(part, pair.kind) for pair in pairs if pair.held_out == part and not pair.should_hit]
+        false.append(sum(hits[entry] for entry in set(adversarial)) / len(adversarial))
+        paraphrases.append(hits[part, "paraphrase"] / totals[part, "paraphrase"])
+    print(f"\n{'false hits':<14}" + "".join(f"{share:>14.1%}" for share in false))
+    print(f"{'paraphrases':<14}" + "".join(f"{share:>14.1%}" for share in paraphrases))
+    compared, wrong = await collisions(decider, pairs)
+    print(f"\nevery question against all others: {len(wrong)} false hits in {compared:,} comparisons")
+    await embedder.close()
+    return false[1] <= 0.01 and paraphrases[1] > 0.6 and not wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threshold", type=float, default=0.8)
+    parser.add_argument("--show", action="store_true", help="print what went wrong in the part that is not held out")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ps-") as folder:
+        endpoint = f"ipc://{folder}/encoder"
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "engine", "minilm", "--endpoint", endpoint, "--log-level", "warning"]
+        )
+        try:
+            good = asyncio.run(measure(endpoint, options.threshold, options.show))
+        finally:
+            engine.terminate()
+            engine.wait()
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

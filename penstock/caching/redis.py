@@ -1,0 +1,135 @@
+"""Answers in Redis or Valkey, shared by every gateway that names the same address.
+
+Redis bounds the memory (`maxmemory` with an eviction policy); everything written here expires by itself. A Redis that
+is away, or slow, is a miss: nothing that can be computed waits for a cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import Any
+from urllib.parse import quote
+
+from penstock.caching.store import AnswerStore, Clock, Key, Size
+from penstock.errors import ConfigError
+from penstock.protocol.errors import Overloaded
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 0.25
+AWAY_S = 1.0
+"""After a failure nobody tries again for this long."""
+_PREFIX = "penstock:cache"
+
+# KEYS: the list, its epoch. ARGV: question, most, ttl in ms, a new epoch. When the list is full, a quarter of it goes.
+_NOTE = """
+if redis.call('LLEN', KEYS[1]) >= tonumber(ARGV[2]) then
+  redis.call('LTRIM', KEYS[1], math.floor(tonumber(ARGV[2]) / 4) + 1, -1)
+  redis.call('SET', KEYS[2], ARGV[4])
+end
+if redis.call('EXISTS', KEYS[2]) == 0 then
+  redis.call('DEL', KEYS[1])
+  redis.call('SET', KEYS[2], ARGV[4])
+end
+redis.call('RPUSH', KEYS[1], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+
+
+class RedisStore(AnswerStore):
+    """See `AnswerStore`."""
+
+    def __init__(self, url: str, ttl_s: float, most_questions: int, clock: Clock = time.monotonic) -> None:
+        try:
+            import redis.asyncio as redis
+            from redis.exceptions import RedisError
+        except ModuleNotFoundError:
+            raise ConfigError("cache.url: Redis needs the `redis` package; install penstock[redis]") from None
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, max_connections=16
+            )
+        except ValueError as error:
+            raise ConfigError(f"cache.url: {error}") from error
+        self._failures = (RedisError, OSError, TimeoutError)
+        self._ttl_ms = round(ttl_s * 1000)
+        self._most_questions = most_questions
+        self._clock = clock
+        self._away_until = float("-inf")
+        self._note: Any = self._redis.register_script(_NOTE)
+
+    async def get(self, key: Key) -> bytes | None:
+        found = await self._try(lambda: self._redis.get(_name("a", key)))
+        return bytes(found) if found is not None else None
+
+    async def put(self, key: Key, answer: bytes) -> None:
+        await self._try(lambda: self._redis.set(_name("a", key), answer, px=self._ttl_ms))
+
+    async def drop(self, key: Key) -> None:
+        await self._try(lambda: self._redis.delete(_name("a", key)))
+
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        """Raises when Redis is away: whoever evicts must know that it happened."""
+        gone = 0
+        pattern = f"{_PREFIX}:*:{_part(tenant)}:{_part(model)}:*"
+        try:
+            async for name in self._redis.scan_iter(match=pattern, count=1000):
+                removed = await self._redis.delete(name)
+                gone += removed if name.startswith(f"{_PREFIX}:a:".encode()) else 0
+        except self._failures as error:
+            raise Overloaded(f"The cache's Redis cannot be reached: {error}", retry_after=1.0) from error
+        return gone
+
+    async def note(self, partition: Key, question: bytes) -> None:
+        keys = [_name("q", partition), _name("e", partition)]
+        values = [question, self._most_questions, self._ttl_ms, uuid.uuid4().hex]
+        await self._try(lambda: self._note(keys=keys, args=values))
+
+    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+        async def read() -> tuple[str, list[bytes]]:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.get(_name("e", partition))
+                pipe.lrange(_name("q", partition), seen, -1)
+                found, rest = await pipe.execute()
+            now = "" if found is None else found.decode()
+            if now != epoch and seen:
+                rest = await self._redis.lrange(_name("q", partition), 0, -1)
+            return now, rest
+
+        return await self._try(read) or ("", [])
+
+    async def size(self, tenant: str | None = None) -> Size:
+        count = total = 0
+        try:
+            async for name in self._redis.scan_iter(match=f"{_PREFIX}:a:{_part(tenant)}:*", count=1000):
+                count += 1
+                total += await self._redis.strlen(name)
+        except self._failures as error:
+            raise Overloaded(f"The cache's Redis cannot be reached: {error}", retry_after=1.0) from error
+        return Size(count, total)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _try(self, work: Any) -> Any:
+        if self._clock() < self._away_until:
+            return None
+        try:
+            return await work()
+        except self._failures as error:
+            if self._away_until == float("-inf") or self._clock() - self._away_until > 60:
+                log.warning("the cache's Redis cannot be reached; answers are computed: %s", error)
+            self._away_until = self._clock() + AWAY_S
+            return None
+
+
+def _part(name: str | None) -> str:
+    return "*" if name is None else quote(name, safe="")
+
+
+def _name(kind: str, key: Key) -> str:
+    return f"{_PREFIX}:{kind}:{_part(key.tenant)}:{_part(key.model)}:{key.digest}"

@@ -1,0 +1,164 @@
+"""Where answers are kept: in this process, bounded and least recently used first out, or in Redis for several gateways.
+
+Invariants: a key names its tenant, so nothing is ever found under another's; what is older than its time is not found.
+Beside the answers a store keeps, per partition, the questions they answer, in order: who has seen the first n of them
+asks for the rest, until the epoch changes because some were dropped.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    tenant: str
+    model: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    answers: int
+    bytes: int
+
+
+class AnswerStore(ABC):
+    @abstractmethod
+    async def get(self, key: Key) -> bytes | None: ...
+
+    @abstractmethod
+    async def put(self, key: Key, answer: bytes) -> None: ...
+
+    @abstractmethod
+    async def drop(self, key: Key) -> None: ...
+
+    @abstractmethod
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        """Forget what is of this tenant and this model (None: of any); how many answers that were."""
+
+    @abstractmethod
+    async def note(self, partition: Key, question: bytes) -> None:
+        """Add a question to a partition."""
+
+    @abstractmethod
+    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+        """The epoch, and the questions after the first `seen`; all of them when the epoch is not the one given."""
+
+    @abstractmethod
+    async def size(self, tenant: str | None = None) -> Size: ...
+
+    async def close(self) -> None:
+        """Let go of what is held outside this process."""
+        return
+
+
+@dataclass(slots=True)
+class _Answer:
+    value: bytes
+    until: float
+
+
+@dataclass(slots=True)
+class _Partition:
+    until: float
+    epoch: str = field(default_factory=lambda: uuid.uuid4().hex)
+    questions: list[bytes] = field(default_factory=list)
+    bytes: int = 0
+
+
+class MemoryStore(AnswerStore):
+    """See `AnswerStore`. `limit` bounds answers and questions together."""
+
+    def __init__(self, limit: int, ttl_s: float, most_questions: int, clock: Clock = time.monotonic) -> None:
+        self._limit = limit
+        self._ttl_s = ttl_s
+        self._most_questions = most_questions
+        self._clock = clock
+        self._answers: OrderedDict[Key, _Answer] = OrderedDict()
+        self._partitions: OrderedDict[Key, _Partition] = OrderedDict()
+        self.bytes = 0
+
+    async def get(self, key: Key) -> bytes | None:
+        found = self._answers.get(key)
+        if found is None:
+            return None
+        if found.until <= self._clock():
+            await self.drop(key)
+            return None
+        self._answers.move_to_end(key)
+        return found.value
+
+    async def put(self, key: Key, answer: bytes) -> None:
+        await self.drop(key)
+        if len(answer) > self._limit:
+            return
+        self._answers[key] = _Answer(answer, self._clock() + self._ttl_s)
+        self.bytes += len(answer)
+        self._shrink()
+
+    async def drop(self, key: Key) -> None:
+        found = self._answers.pop(key, None)
+        if found is not None:
+            self.bytes -= len(found.value)
+
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        gone = [key for key in self._answers if _matches(key, tenant, model)]
+        for key in gone:
+            await self.drop(key)
+        for key in [key for key in self._partitions if _matches(key, tenant, model)]:
+            self._forget(key)
+        return len(gone)
+
+    async def note(self, partition: Key, question: bytes) -> None:
+        now = self._clock()
+        found = self._partitions.get(partition)
+        if found is None or found.until <= now:
+            self._forget(partition)
+            found = self._partitions[partition] = _Partition(now)
+        found.until = now + self._ttl_s
+        if len(found.questions) >= self._most_questions:
+            kept = found.questions[self._most_questions // 4 + 1 :]
+            self._forget(partition)
+            size = sum(map(len, kept))
+            found = self._partitions[partition] = _Partition(now + self._ttl_s, questions=kept, bytes=size)
+            self.bytes += size
+        found.questions.append(question)
+        found.bytes += len(question)
+        self.bytes += len(question)
+        self._partitions.move_to_end(partition)
+        self._shrink()
+
+    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+        found = self._partitions.get(partition)
+        if found is None or found.until <= self._clock():
+            return "", []
+        return found.epoch, found.questions[seen if epoch == found.epoch else 0 :]
+
+    async def size(self, tenant: str | None = None) -> Size:
+        held = [answer for key, answer in self._answers.items() if _matches(key, tenant, None)]
+        return Size(len(held), self.bytes if tenant is None else sum(len(answer.value) for answer in held))
+
+    def _forget(self, partition: Key) -> None:
+        found = self._partitions.pop(partition, None)
+        if found is not None:
+            self.bytes -= found.bytes
+
+    def _shrink(self) -> None:
+        """Answers go first; questions without answers are of no use, so partitions follow when only they are left."""
+        while self.bytes > self._limit and self._answers:
+            _, gone = self._answers.popitem(last=False)
+            self.bytes -= len(gone.value)
+        while self.bytes > self._limit and self._partitions:
+            self._forget(next(iter(self._partitions)))
+
+
+def _matches(key: Key, tenant: str | None, model: str | None) -> bool:
+    return tenant in (None, key.tenant) and model in (None, key.model)

@@ -1,0 +1,118 @@
+"""Whether two questions that look alike ask the same: the gate between a near vector and an answer.
+
+Vectors put "enable" beside "disable" and 404 beside 403. So a hit needs more: the same numbers, the same negations, the
+same kind of question, and every word of one accounted for in the other, by itself, by a word known to mean the same, or
+by one whose own vector is close and that neither list says is another thing. When in doubt the answer is no: a miss
+costs a computation, a false hit costs trust.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.caching.lexicon import OPPOSITE
+from penstock.caching.reading import Reading, Word, stem
+
+Refusal = Literal["number", "negation", "question", "person", "literal", "name", "opposite", "wording", "order"]
+
+WORD_LIKENESS = 0.74
+"""Least cosine of two words that may stand for each other."""
+_SPELLED_ALIKE = 0.72
+_PREFIXES = ("un", "in", "im", "il", "ir", "dis", "non", "non-", "de")
+_OPPOSITE = frozenset(frozenset(map(stem, pair)) for pair in OPPOSITE)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Words of each question that the other one lacks; their own vectors decide."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+
+def compare(asked: Reading, known: Reading) -> Refusal | Leftover | None:
+    """Why the two differ; words still to be compared; or None when they ask the same."""
+    if asked.literals != known.literals:
+        return "literal"
+    if asked.numbers != known.numbers:
+        return "number"
+    if asked.negations != known.negations:
+        return "negation"
+    if not _same_kind(asked.kind, known.kind):
+        return "question"
+    if asked.owners and known.owners and asked.owners != known.owners:
+        return "person"
+    ours, theirs = _unmatched(asked.words, known.words), _unmatched(known.words, asked.words)
+    if _opposed(ours, theirs):
+        return "opposite"
+    if any(word.name for word in (*ours, *theirs)):
+        return "name"
+    if not _same_order(asked, known):
+        return "order"
+    if len(ours) != len(theirs):
+        return "wording"
+    if not ours:
+        return None
+    return Leftover(tuple(word.stem for word in ours), tuple(word.stem for word in theirs))
+
+
+def settle(leftover: Leftover, likeness: Sequence[Sequence[float]]) -> Refusal | None:
+    """`likeness[i][j]`: the cosine of our word i and their word j. Each needs a partner of its own."""
+    free = set(range(len(leftover.theirs)))
+    for row, word in enumerate(leftover.ours):
+        close = [
+            column
+            for column in free
+            if likeness[row][column] >= WORD_LIKENESS and not _spelled_alike(word, leftover.theirs[column])
+        ]
+        if not close:
+            return "wording"
+        free.discard(max(close, key=lambda column: likeness[row][column]))
+    return None
+
+
+def _same_kind(asked: str, known: str) -> bool:
+    if asked == known or {asked, known} == {"how", "where"}:
+        return True
+    # "What" asks for anything, so it goes with any other; yes or no is an answer to nothing else.
+    return "" in (asked, known) and "yes" not in (asked, known)
+
+
+def _unmatched(words: Sequence[Word], others: Sequence[Word]) -> list[Word]:
+    spare = Counter(word.concept for word in others)
+    found = []
+    for word in words:
+        if spare[word.concept]:
+            spare[word.concept] -= 1
+        elif not any(word.concept == other.concept for other in others):
+            found.append(word)
+    return found
+
+
+def _opposed(ours: Sequence[Word], theirs: Sequence[Word]) -> bool:
+    return any(
+        frozenset((a.stem, b.stem)) in _OPPOSITE
+        or frozenset((a.concept, b.concept)) in _OPPOSITE
+        or any(b.stem == prefix + a.stem or a.stem == prefix + b.stem for prefix in _PREFIXES)
+        for a in ours
+        for b in theirs
+    )
+
+
+def _same_order(asked: Reading, known: Reading) -> bool:
+    """Names in the same order; where a direction is spoken of, everything."""
+    ours, theirs = [word.concept for word in asked.words], [word.concept for word in known.words]
+    shared = set(ours) & set(theirs)
+    names = {word.concept for word in (*asked.words, *known.words) if word.name}
+    if not (asked.directed and known.directed and Counter(ours) == Counter(theirs)):
+        shared &= names
+    return [word for word in ours if word in shared] == [word for word in theirs if word in shared]
+
+
+def _spelled_alike(a: str, b: str) -> bool:
+    """Words that differ by a letter or two are different things (ethanol, methanol), unless one inflects the other."""
+    return not (a.startswith(b) or b.startswith(a)) and difflib.SequenceMatcher(None, a, b).ratio() > _SPELLED_ALIKE
