@@ -36,7 +36,9 @@ def fetch(
     *,
     under: str,
     timeout: httpx.Timeout,
+    **form: Any,
 ) -> httpx.Response:
+    """`form`: what is sent when it is not JSON, as httpx takes it."""
     import httpx
 
     from penstock.errors import PenstockError
@@ -44,7 +46,7 @@ def fetch(
     headers = {"authorization": f"Bearer {key}"} if key else {}
     address = f"{url.rstrip('/').removesuffix('/v1')}{under}{path}"
     try:
-        answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout)
+        answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout, **form)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PenstockError(f"{address} cannot be reached: {error}; is `penstock serve` running there?") from error
     if answer.is_success:

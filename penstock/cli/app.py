@@ -8,6 +8,7 @@ import typer
 
 from penstock.bench.cli import app as bench
 from penstock.cli.adapters import app as adapters
+from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
 from penstock.cli.chat import chat
 from penstock.cli.config import config
@@ -89,6 +90,7 @@ app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
+app.add_typer(batch, name="batch")
 bench.command(help=structure.__doc__)(structure)
 bench.command(help=speculation.__doc__)(speculation)
 bench.command(help=soak.__doc__)(soak)

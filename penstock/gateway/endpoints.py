@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ from penstock.gateway.api.admin import (
     pin_adapter,
     unload_adapter,
 )
-from penstock.gateway.api.batches import BatchRequest, cancel_batch, create_batch, get_batch, list_batches
+from penstock.gateway.api.batches import BatchesQuery, BatchRequest, cancel_batch, create_batch, get_batch, list_batches
 from penstock.gateway.api.cache import (
     AdminCacheQuery,
     CacheQuery,
@@ -55,7 +55,16 @@ from penstock.gateway.api.conversations import (
     list_conversations,
 )
 from penstock.gateway.api.embeddings import embeddings
-from penstock.gateway.api.files import create_file, delete_file, file_content, get_file, list_files
+from penstock.gateway.api.feedback import FeedbackQuery, FeedbackRequest, give_feedback, list_feedback
+from penstock.gateway.api.files import (
+    FILE_FORM,
+    FilesQuery,
+    create_file,
+    delete_file,
+    file_content,
+    get_file,
+    list_files,
+)
 from penstock.gateway.api.health import live, ready
 from penstock.gateway.api.identity import (
     KeyRequest,
@@ -119,6 +128,8 @@ class Endpoint:
     summary: str
     tag: str
     body: type[msgspec.Struct] | None = None
+    form: dict[str, Any] | None = None
+    """The fields of one that is sent a form with a file, as a JSON schema."""
     query: type[msgspec.Struct] | None = None
     """What may stand behind the question mark."""
     hot: bool = False
@@ -241,13 +252,13 @@ ENDPOINTS = (
         hot=True,
         serves_tokens=True,
     ),
-    Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches"),
-    Endpoint("GET", "/v1/files", list_files, "The files there are.", "Batches"),
+    Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
+    Endpoint("GET", "/v1/files", list_files, "The files there are.", "Batches", query=FilesQuery),
     Endpoint("GET", "/v1/files/{file}", get_file, "A file without its content.", "Batches"),
     Endpoint("DELETE", "/v1/files/{file}", delete_file, "Delete a file.", "Batches"),
     Endpoint("GET", "/v1/files/{file}/content", file_content, "What is in a file.", "Batches"),
     Endpoint("POST", "/v1/batches", create_batch, "Run the requests in a file.", "Batches", BatchRequest),
-    Endpoint("GET", "/v1/batches", list_batches, "The batches there are.", "Batches"),
+    Endpoint("GET", "/v1/batches", list_batches, "The batches there are.", "Batches", query=BatchesQuery),
     Endpoint("GET", "/v1/batches/{batch}", get_batch, "A batch and how far it is.", "Batches"),
     Endpoint("POST", "/v1/batches/{batch}/cancel", cancel_batch, "Stop a batch.", "Batches"),
     Endpoint("GET", "/v1/cache", show_cache, "Your tenant's cached answers.", "Inference"),
@@ -376,6 +387,16 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/collections/{collection}/chunks/{chunk}", get_chunk, "What a citation names.", "Knowledge"),
     Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
     Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
+    Endpoint("POST", "/v1/feedback", give_feedback, "Say what you think of an answer.", "Accounts", FeedbackRequest),
+    Endpoint(
+        "GET",
+        "/v1/admin/feedback",
+        list_feedback,
+        "What users think of answers.",
+        "Admin",
+        query=FeedbackQuery,
+        scope="admin",
+    ),
     Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts", query=UsageQuery),
     Endpoint(
         "GET",

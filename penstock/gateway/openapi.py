@@ -57,6 +57,8 @@ def _document(document: Document, endpoints: Sequence[Endpoint]) -> Document:
         operation["responses"] = _responses(endpoint)
         if endpoint.body is not None:
             operation["requestBody"] = {"required": True, "content": _json(reference[endpoint.body])}
+        elif endpoint.form is not None:
+            operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": endpoint.form}}}
         if endpoint.scope is not None:
             # The empty alternative: a server without keys lets everybody on its machine in.
             operation["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
@@ -94,7 +96,7 @@ def _not_null(schema: Document) -> Document:
 
 def _responses(endpoint: Endpoint) -> Document:
     reply = REPLIES.get(endpoint.handler.__name__, ANY_OBJECT)
-    content = reply if "text/plain" in reply else _json(reply)
+    content = reply if any("/" in kind for kind in reply) else _json(reply)
     if endpoint.handler.__name__ in EVENTS:
         content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
     error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
@@ -104,7 +106,7 @@ def _responses(endpoint: Endpoint) -> Document:
         statuses |= {"401": "No key, or one that is not known.", "403": "The key lacks the scope."}
     if _IN_PATH.search(endpoint.path) or endpoint.body is not None:
         statuses["404"] = "There is no such thing."
-    if endpoint.body is not None:
+    if endpoint.body is not None or endpoint.form is not None:
         statuses |= {"408": "The body did not arrive in time.", "413": "The body is too large."}
     if endpoint.serves_tokens:
         statuses |= {"429": "A limit of the caller.", "503": "Not at the moment; `Retry-After` says when."}

@@ -48,6 +48,19 @@ _KEY = obj(id=STRING, object=word("key"), tenant=STRING, scopes=many(STRING))
 _STATE = obj(id=STRING, object=word("model"), state=STRING)
 _RESPONSE = obj(id=STRING, object=word("response"), status=STRING, model=STRING, output=many(ANY_OBJECT))
 
+_FILE = obj(
+    id=STRING, object=word("file"), bytes=INTEGER, created_at=INTEGER, expires_at=maybe(INTEGER), filename=STRING,
+    purpose=STRING, status=STRING,
+)  # fmt: skip
+_BATCH = obj(
+    id=STRING, object=word("batch"), endpoint=STRING, input_file_id=STRING, completion_window=STRING, status=STRING,
+    created_at=INTEGER, expires_at=maybe(INTEGER), errors=maybe(ANY_OBJECT), output_file_id=maybe(STRING),
+    error_file_id=maybe(STRING), metadata=ANY_OBJECT,
+    request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
+)  # fmt: skip
+_PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
+_VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
+
 EVENTS = frozenset(("chat_completions", "completions", "create_response", "create_message"))
 """Those that may answer with a stream of events instead."""
 
@@ -75,6 +88,17 @@ REPLIES: dict[str, Schema] = {
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": ANY_OBJECT,
+    "create_file": _FILE,
+    "get_file": _FILE,
+    "list_files": listing(_FILE, **_PAGE),
+    "delete_file": obj(id=STRING, object=STRING, deleted=BOOLEAN),
+    "file_content": {"application/jsonl": {"schema": STRING}},
+    "create_batch": _BATCH,
+    "get_batch": _BATCH,
+    "cancel_batch": _BATCH,
+    "list_batches": listing(_BATCH, **_PAGE),
+    "give_feedback": _VOTE,
+    "list_feedback": listing(_VOTE, totals=many(ANY_OBJECT)),
     "list_models": listing(_MODEL),
     "get_model": _MODEL,
     "tokenize": obj(

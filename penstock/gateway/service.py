@@ -21,6 +21,7 @@ from penstock.gateway.batches.runner import Answerer, BatchRunner
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.feedback import Feedback
 from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
 from penstock.gateway.judging import Judge
@@ -95,6 +96,7 @@ class Service:
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
         self.responses: ResponseStore | None = None
+        self.feedback: Feedback | None = None
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
         self._batch_runner: BatchRunner | None = None
@@ -141,6 +143,8 @@ class Service:
                     self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
                 )
                 await self.responses.prepare()
+            self.feedback = Feedback(self.database, self.metrics.registry)
+            await self.feedback.prepare()
             self.files = FileStore(self.database, keep_s=self.settings.batches.keep_files_s)
             await self.files.prepare()
             self.batches = BatchStore(self.database)
@@ -184,6 +188,7 @@ class Service:
                 lines_at_once=config.lines_at_once,
                 most_lines=config.most_lines,
                 lease_s=self.settings.gateway_timeout_s,
+                metrics=self.metrics.registry,
             )
             self._batch_runner.start()
 

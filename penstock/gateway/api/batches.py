@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 
 from penstock.gateway.api.files import away, store_of
-from penstock.gateway.api.queries import page, query, whole_number
+from penstock.gateway.api.pages import NoQuery, page
 from penstock.gateway.batches.lines import ENDPOINTS
 from penstock.gateway.batches.store import Batch, BatchStore
-from penstock.gateway.decoding import decode
+from penstock.gateway.decoding import decode, decode_query
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
@@ -31,6 +31,11 @@ class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     metadata: Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], Word], msgspec.Meta(max_length=16)] | None = (
         None
     )
+
+
+class BatchesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
 
 
 _decoder = msgspec.json.Decoder(BatchRequest)
@@ -66,19 +71,18 @@ async def create_batch(service: Service, exchange: Exchange) -> None:
 
 
 async def list_batches(service: Service, exchange: Exchange) -> None:
-    asked = query(exchange, "after", "limit")
-    limit = whole_number(asked, "limit", 20, 100)
+    asked = decode_query(BatchesQuery, exchange.scope)
     batches = _store(service)
     try:
-        after = await _found(batches, exchange, asked["after"]) if asked.get("after") else None
-        found = await batches.page(exchange.caller.tenant, after=after, limit=limit + 1)
+        after = await _found(batches, exchange, asked.after) if asked.after else None
+        found = await batches.page(exchange.caller.tenant, after=after, limit=asked.limit + 1)
     except DatabaseError as error:
         raise away() from error
-    await exchange.reply_json(page(found, limit))
+    await exchange.reply_json(page(found, asked.limit))
 
 
 async def get_batch(service: Service, exchange: Exchange) -> None:
-    query(exchange)
+    decode_query(NoQuery, exchange.scope)
     try:
         batch = await _found(_store(service), exchange, exchange.path.rpartition("/")[2])
     except DatabaseError as error:

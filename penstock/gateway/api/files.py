@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
 
-from penstock.gateway.api.queries import page, query, whole_number
+import msgspec
+
+from penstock.gateway.api.pages import NoQuery, page
 from penstock.gateway.batches.files import File, FileStore
 from penstock.gateway.batches.multipart import Field, read_form
+from penstock.gateway.decoding import decode_query
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
@@ -16,8 +20,25 @@ from penstock.storage import DatabaseError
 FORM_ROOM = 64 * 1024
 """What a form may have besides its file."""
 JSONL = b"application/jsonl"
-_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _LEAST_S, _MOST_S = 3600, 30 * 86400
+FILE_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, UTF-8."},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": _LEAST_S, "maximum": _MOST_S},
+    },
+}
+
+
+class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    purpose: str | None = None
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
 
 
 async def create_file(service: Service, exchange: Exchange) -> None:
@@ -48,26 +69,23 @@ async def create_file(service: Service, exchange: Exchange) -> None:
 
 async def list_files(service: Service, exchange: Exchange) -> None:
     files = store_of(service)
-    asked = query(exchange, "purpose", "after", "limit", "order")
-    limit = whole_number(asked, "limit", 10_000, 10_000)
-    if asked.get("order", "desc") not in ("asc", "desc"):
-        raise InvalidRequest("`order` is `asc` or `desc`.", param="order")
+    asked = decode_query(FilesQuery, exchange.scope)
     try:
-        after = await _found(files, exchange, asked["after"]) if asked.get("after") else None
+        after = await _found(files, exchange, asked.after) if asked.after else None
         found = await files.page(
             exchange.caller.tenant,
-            purpose=asked.get("purpose"),
+            purpose=asked.purpose,
             after=after,
-            newest=asked.get("order") != "asc",
-            limit=limit + 1,
+            newest=asked.order == "desc",
+            limit=asked.limit + 1,
         )
     except DatabaseError as error:
         raise away() from error
-    await exchange.reply_json(page(found, limit))
+    await exchange.reply_json(page(found, asked.limit))
 
 
 async def get_file(service: Service, exchange: Exchange) -> None:
-    query(exchange)
+    decode_query(NoQuery, exchange.scope)
     try:
         file = await _found(store_of(service), exchange, exchange.path.rpartition("/")[2])
     except DatabaseError as error:
@@ -76,7 +94,7 @@ async def get_file(service: Service, exchange: Exchange) -> None:
 
 
 async def delete_file(service: Service, exchange: Exchange) -> None:
-    query(exchange)
+    decode_query(NoQuery, exchange.scope)
     files = store_of(service)
     assert service.batches is not None
     try:
@@ -90,7 +108,7 @@ async def delete_file(service: Service, exchange: Exchange) -> None:
 
 
 async def file_content(service: Service, exchange: Exchange) -> None:
-    query(exchange)
+    decode_query(NoQuery, exchange.scope)
     files = store_of(service)
     try:
         file = await _found(files, exchange, exchange.path.split("/")[-2])
@@ -124,7 +142,7 @@ async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
 def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
     """The file, and how long to keep it; raises what is wrong with the form."""
     for name in form:
-        if name not in _FIELDS:
+        if name not in FILE_FORM["properties"]:
             raise InvalidRequest(f"Unknown parameter: `{name[:64]}`.", param=name[:64], code="unknown_parameter")
     for name in ("file", "purpose"):
         if name not in form:

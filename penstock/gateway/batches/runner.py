@@ -22,6 +22,7 @@ from penstock.gateway.exchange import BatchLine, Exchange, encode_json
 from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, AuthenticationError
 from penstock.storage import DatabaseError, Statement
+from penstock.telemetry.exposition import Registry
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,17 @@ class BatchRunner:
         lines_at_once: int,
         most_lines: int,
         lease_s: float,
+        metrics: Registry,
     ) -> None:
+        self._answers = metrics.counter(
+            "penstock_batch_lines_total", "Requests of batches, by how they were answered.", ("endpoint", "outcome")
+        )
+        self._tried_again = metrics.counter(
+            "penstock_batch_retries_total", "Requests of batches that found no room or failed, and wait.", ("endpoint",)
+        )
+        metrics.sampled(
+            "gauge", "penstock_batches_running", "Batches that are being run.", (), self._running_now, merge="sum"
+        )
         self._batches = batches
         self._files = files
         self._answer = answer
@@ -82,6 +93,9 @@ class BatchRunner:
         self._wake = asyncio.Event()
         self._held = False
         self._task: asyncio.Task[None] | None = None
+
+    def _running_now(self) -> list[tuple[tuple[str, ...], float]]:
+        return [((), len(self._running))]
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="batch runner")
@@ -224,7 +238,9 @@ class BatchRunner:
                     number, reply.status == 200, answered(line.custom_id, reply.status, reply.request_id, reply.body)
                 )
                 await self._batches.add([answer], batch.id)
+                self._answers.child(batch.endpoint, "completed" if answer.ok else "failed").inc()
                 return
+            self._tried_again.child(batch.endpoint).inc()
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.now.wait(), pause)
 

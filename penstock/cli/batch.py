@@ -1,0 +1,173 @@
+"""`penstock batch`: files of requests, answered by a running server when it has room."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.admin import DEFAULT_URL, Url, call
+from penstock.cli.admin import fetch as ask
+
+if TYPE_CHECKING:
+    import httpx
+
+app = typer.Typer(
+    name="batch",
+    help="Send a file of requests to a running server and fetch the answers.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)]
+BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` and `list` say it.")]
+_RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+@app.command()
+def submit(
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines: custom_id, method, url, body.", exists=True, dir_okay=False)
+    ],
+    endpoint: Annotated[
+        str | None, typer.Option(help="Where its requests go; that of the first line if not given.")
+    ] = None,
+    window: Annotated[str, typer.Option(help="How long it may take, such as 90m, 24h or 7d.")] = "24h",
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it is over.")] = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """
+    Send a file and run the requests in it.
+
+    Examples:
+
+        penstock batch submit questions.jsonl
+
+        penstock batch submit questions.jsonl --wait
+    """
+    with file.open("rb") as content:
+        form: dict[str, Any] = {"files": {"file": (file.name, content)}, "data": {"purpose": "batch"}}
+        sent = ask("POST", url, key, "/files", under="/v1", timeout=_patient(), **form)
+    made = call(
+        "POST", url, key, "/batches",
+        {
+            "input_file_id": sent.json()["id"],
+            "endpoint": endpoint or _endpoint_of(file),
+            "completion_window": window,
+        },
+        under="/v1",
+    )  # fmt: skip
+    while wait and made["status"] in _RUNNING:
+        time.sleep(0.5)
+        made = _get(url, key, made["id"])
+    _say(made)
+
+
+@app.command()
+def status(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """
+    Show how far a batch is.
+
+    Example:
+
+        penstock batch status batch_0123
+    """
+    _say(_get(url, key, batch))
+
+
+@app.command("list")
+def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """
+    Show the newest batches.
+
+    Example:
+
+        penstock batch list
+    """
+    for found in call("GET", url, key, "/batches?limit=20", under="/v1")["data"]:
+        _say(found)
+
+
+@app.command()
+def fetch(
+    batch: BatchId,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; to the screen if not given.")
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The requests that failed instead.")] = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """
+    Fetch the answers of a batch that is over.
+
+    Examples:
+
+        penstock batch fetch batch_0123 -o answers.jsonl
+
+        penstock batch fetch batch_0123 --errors
+    """
+    from penstock.errors import PenstockError
+
+    found = _get(url, key, batch)
+    file = found["error_file_id" if errors else "output_file_id"]
+    if file is None:
+        what = "no failed requests" if errors else "no answers"
+        raise PenstockError(f"{batch} is {found['status']} and has {what}")
+    content = ask("GET", url, key, f"/files/{file}/content", under="/v1", timeout=_patient()).content
+    if output is None:
+        typer.echo(content.decode(), nl=False)
+    else:
+        output.write_bytes(content)
+        typer.echo(f"{output}: {len(content):,} bytes")
+
+
+@app.command()
+def cancel(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """
+    Stop a batch; the answers it has are kept.
+
+    Example:
+
+        penstock batch cancel batch_0123
+    """
+    _say(call("POST", url, key, f"/batches/{batch}/cancel", under="/v1"))
+
+
+def _get(url: str, key: str | None, batch: str) -> dict[str, Any]:
+    found: dict[str, Any] = call("GET", url, key, f"/batches/{batch}", under="/v1")
+    return found
+
+
+def _patient() -> httpx.Timeout:
+    """Files may be large."""
+    import httpx
+
+    return httpx.Timeout(60.0, connect=10.0)
+
+
+def _say(batch: dict[str, Any]) -> None:
+    counts = batch["request_counts"]
+    typer.echo(
+        f"{batch['id']}  {batch['status']}  {batch['endpoint']}  "
+        f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
+    )
+    for problem in (batch["errors"] or {"data": ()})["data"]:
+        where = "" if problem["line"] is None else f"line {problem['line']}: "
+        typer.echo(f"  {where}{problem['message']}", err=True)
+
+
+def _endpoint_of(file: Path) -> str:
+    import json
+
+    from penstock.errors import PenstockError
+
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            return str(json.loads(next(lines))["url"])
+    except (StopIteration, ValueError, KeyError, TypeError) as error:
+        raise PenstockError(f"{file}: the first line is not a request with a `url`; say --endpoint") from error

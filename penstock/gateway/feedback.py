@@ -1,0 +1,127 @@
+"""What users think of answers: one vote per answer, kept with the model that gave it and the endpoint it came from.
+
+An answer's id ends with the id of its charge, so the ledger says whose it is: a tenant can vote on its own answers and
+on nobody else's, and nothing has to be remembered for answers that nobody votes on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.storage import Database
+from penstock.telemetry.exposition import Registry
+
+Rating = Literal["up", "down"]
+ROUTES = {
+    "chatcmpl-": "/v1/chat/completions",
+    "cmpl-": "/v1/completions",
+    "resp_": "/v1/responses",
+    "msg_": "/v1/messages",
+}
+_ID = re.compile(f"({'|'.join(ROUTES)})([0-9a-f]{{32}})")
+_COLUMNS = "response_id, tenant, user_id, model, adapter, route, rating, comment, created_at"
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS feedback (response_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, "
+        "user_id TEXT NOT NULL, model TEXT NOT NULL, adapter TEXT NOT NULL, route TEXT NOT NULL, "
+        "rating TEXT NOT NULL, comment TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS feedback_by_time ON feedback (created_at)",
+        "CREATE INDEX IF NOT EXISTS feedback_by_tenant ON feedback (tenant, created_at)",
+    ),
+)
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """A vote as it is stored."""
+
+    response_id: str
+    tenant: str
+    user: str
+    model: str
+    adapter: str
+    route: str
+    rating: Rating
+    comment: str
+    created_at: float
+
+    def shown(self) -> dict[str, Any]:
+        return {"object": "feedback", **msgspec.to_builtins(self)}
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Which votes; None is any."""
+
+    since: float | None = None
+    tenant: str | None = None
+    model: str | None = None
+    route: str | None = None
+    rating: Rating | None = None
+
+
+class Feedback:
+    """All votes."""
+
+    def __init__(self, database: Database, metrics: Registry, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+        self._votes = metrics.counter("penstock_feedback_total", "Votes on answers.", ("model_name", "route", "rating"))
+
+    async def prepare(self) -> None:
+        await self._database.migrate("feedback", _VERSIONS)
+
+    async def vote(self, tenant: str, user: str, response_id: str, rating: Rating, comment: str) -> Vote | None:
+        """Store a vote, in place of an earlier one on the same answer; None when this tenant has no such answer."""
+        match = _ID.fullmatch(response_id)
+        if match is None:
+            return None
+        rows = await self._database.fetch(
+            "SELECT model, adapter FROM charges_opened WHERE id = ? AND tenant = ?", match[2], tenant
+        )
+        if not rows:
+            return None
+        model, adapter = rows[0]
+        vote = Vote(response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock())
+        await self._database.execute(
+            f"INSERT INTO feedback ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (response_id) DO UPDATE "
+            "SET user_id = excluded.user_id, rating = excluded.rating, comment = excluded.comment, "
+            "created_at = excluded.created_at",
+            *msgspec.structs.astuple(vote),
+        )
+        self._votes.child(vote.model, vote.route, rating).inc()
+        return vote
+
+    async def votes(self, only: Selection, limit: int) -> list[Vote]:
+        """The newest votes."""
+        where, values = _where(only)
+        rows = await self._database.fetch(
+            f"SELECT {_COLUMNS} FROM feedback WHERE {where} ORDER BY created_at DESC LIMIT {int(limit)}", *values
+        )
+        return [Vote(*row) for row in rows]
+
+    async def totals(self, only: Selection) -> list[dict[str, Any]]:
+        """Votes up and down by model and route, and the share of those up."""
+        where, values = _where(only)
+        rows = await self._database.fetch(
+            "SELECT model, adapter, route, CAST(SUM(CASE WHEN rating = 'up' THEN 1 ELSE 0 END) AS BIGINT), COUNT(*) "
+            f"FROM feedback WHERE {where} GROUP BY model, adapter, route ORDER BY model, adapter, route",
+            *values,
+        )
+        return [
+            {"model": model, "adapter": adapter, "route": route, "up": up, "down": count - up, "share_up": up / count}
+            for model, adapter, route, up, count in rows
+        ]
+
+
+def _where(only: Selection) -> tuple[str, list[str | float]]:
+    conditions, values = ["1 = 1"], list[str | float]()
+    for name in only.__struct_fields__:
+        value = getattr(only, name)
+        if value is not None:
+            conditions.append("created_at >= ?" if name == "since" else f"{name} = ?")
+            values.append(value)
+    return " AND ".join(conditions), values
