@@ -84,6 +84,7 @@ def gateway(
         if supervised is None and config.server.workers > 1:
             _supervise(config, endpoints, curve_key, curve_engines)
             return
+        from penstock.console import Console
         from penstock.gateway.main import run
         from penstock.gateway.settings import Worker
 
@@ -95,6 +96,7 @@ def gateway(
             control=control,
             worker=None if desk is None else Worker(worker, desk),
             listening=lambda: status.send(Listening()),
+            wrap=Console if config.server.console else lambda app: app,
         )
     except PenstockError as error:
         status.send(Failed(str(error)))

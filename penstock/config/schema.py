@@ -53,6 +53,7 @@ class ServerConfig:
         example="8001",
     )  # fmt: skip
     admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
+    console: bool = setting(True, doc="Serve the web console at /console/ (with admin_port: there).")
     drain_s: float = setting(
         30.0, doc="On SIGTERM: seconds that running requests may still take before they are cut.", least=0
     )

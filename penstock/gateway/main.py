@@ -13,7 +13,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from penstock.gateway.app import App
 from penstock.gateway.capacity import connections
 from penstock.gateway.control import ControlLine
 from penstock.gateway.endpoints import Door
+from penstock.gateway.exchange import Receive, Scope, Send
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings, Worker
 from penstock.identity.doors import check_doors
@@ -48,6 +49,7 @@ from penstock.text import load_text
 
 log = logging.getLogger("penstock.gateway")
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 CLOSE_S = 1.5
 """How long the listener may take to close its connections once the drain is over."""
 
@@ -61,11 +63,13 @@ def run(
     control: Path | None = None,
     worker: Worker | None = None,
     listening: Callable[[], None] = lambda: None,
+    wrap: Callable[[App], Application] = lambda app: app,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
     `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
-    processes on the port this is; `listening` is called once connections are accepted."""
+    processes on the port this is; `listening` is called once connections are accepted;
+    `wrap`: what stands in front of the application, such as the console."""
     settings = GatewaySettings.from_config(config, worker)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
@@ -75,7 +79,7 @@ def run(
         check_port(settings.host, settings.port)
         if settings.admin_port is not None:
             check_port(settings.admin_host, settings.admin_port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, wrap))
 
 
 async def _run(
@@ -85,6 +89,7 @@ async def _run(
     ask: Callable[[str], None] | None,
     control: Path | None,
     listening: Callable[[], None],
+    wrap: Callable[[App], Application],
 ) -> None:
     await check_doors(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
@@ -103,7 +108,9 @@ async def _run(
     interpreter.settle_in()
     stop = asyncio.Event()
     with _signals(stop):
-        await serve(settings, registry, stop, lambda service: listening(), encoders=encoders, control=control)
+        await serve(
+            settings, registry, stop, lambda service: listening(), encoders=encoders, control=control, wrap=wrap
+        )
 
 
 def _served(
@@ -166,6 +173,7 @@ async def serve(
     listening: Callable[[Service], None] | None = None,
     encoders: Encoders | None = None,
     control: Path | None = None,
+    wrap: Callable[[App], Application] = lambda app: app,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
     service = Service(settings, registry, encoders)
@@ -177,7 +185,11 @@ async def serve(
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
     apps = [App(service, door) for door, _, _ in doors]
-    servers = [_server(app, host, port, settings, room) for app, (_, host, port) in zip(apps, doors, strict=True)]
+    # What administrates stands where administration is.
+    fronts: list[Application] = [
+        app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
+    ]
+    servers = [_server(app, host, port, settings, room) for app, (_, host, port) in zip(fronts, doors, strict=True)]
     listeners = [asyncio.create_task(server.serve(), name="http listener") for server in servers]
     stopped = asyncio.create_task(stop.wait(), name="stop signal")
     watched = [*listeners, stopped]
@@ -208,7 +220,7 @@ async def serve(
     log.info("stopped")
 
 
-def _server(app: App, host: str, port: int, settings: GatewaySettings, room: int) -> Server:
+def _server(app: Application, host: str, port: int, settings: GatewaySettings, room: int) -> Server:
     """HTTP/1.1 only: what sits in front of a gateway speaks TLS and HTTP/2, and here every connection that sends no
     request is closed after `receive_s`, which the server does not promise for connections whose version is unknown."""
     return Server(

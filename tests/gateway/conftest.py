@@ -12,7 +12,8 @@ import pytest
 
 from penstock.backends.base import Backend
 from penstock.backends.inprocess import InProcessBackend
-from penstock.gateway.main import serve
+from penstock.gateway.app import App
+from penstock.gateway.main import Application, serve
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
@@ -67,6 +68,7 @@ def serving(text: TextModel) -> Serving:
         text: TextModel = text,
         encoders: Encoders | None = None,
         backend: Backend | None = None,
+        wrap: Callable[[App], Application] = lambda app: app,
         **settings: Any,
     ) -> AsyncIterator[Running]:
         engine = engine or ScriptedEngine(text)
@@ -78,7 +80,7 @@ def serving(text: TextModel) -> Serving:
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result, encoders))
+        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result, encoders, wrap=wrap))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()

@@ -1,0 +1,73 @@
+// Talking to the gateway: the same endpoints as any client, with the key of whoever signed in.
+
+const STORED = "penstock.key"; // of this tab, gone when it closes
+
+export const session = { key: sessionStorage.getItem(STORED) || "" };
+
+export function signIn(key) {
+  session.key = key;
+  if (key) sessionStorage.setItem(STORED, key);
+  else sessionStorage.removeItem(STORED);
+}
+
+export class ApiError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+function headers(more = {}) {
+  return session.key ? { authorization: `Bearer ${session.key}`, ...more } : more;
+}
+
+async function refused(response) {
+  let said = {};
+  try {
+    said = (await response.json()).error || {};
+  } catch {
+    // not JSON: a proxy's page, say
+  }
+  const wait = response.headers.get("retry-after");
+  const text = said.message || `${response.status} ${response.statusText}`;
+  return new ApiError(response.status, wait ? `${text} Try again in ${wait} s.` : text, said.code);
+}
+
+export async function call(method, path, body, { signal, type } = {}) {
+  const raw = type !== undefined;
+  const response = await fetch(path, {
+    method,
+    signal,
+    headers: headers(body === undefined ? {} : { "content-type": raw ? type : "application/json" }),
+    body: body === undefined || raw ? body : JSON.stringify(body),
+  });
+  if (!response.ok) throw await refused(response);
+  return response;
+}
+
+export const get = async (path) => (await call("GET", path)).json();
+export const post = async (path, body) => (await call("POST", path, body)).json();
+export const patch = async (path, body) => (await call("PATCH", path, body)).json();
+export const remove = async (path) => (await call("DELETE", path)).json();
+export const text = async (path) => (await call("GET", path)).text();
+
+// Events of a stream as they come: {event, data} with data parsed, until [DONE].
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    let end;
+    while ((end = rest.indexOf("\n\n")) >= 0) {
+      const lines = rest.slice(0, end).split("\n");
+      rest = rest.slice(end + 2);
+      const event = lines.filter((line) => line.startsWith("event:")).map((line) => line.slice(6).trim())[0] || "";
+      const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
+      if (data === "[DONE]") return;
+      if (data) yield { event, data: JSON.parse(data) };
+    }
+  }
+}

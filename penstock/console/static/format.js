@@ -1,0 +1,19 @@
+// Numbers, money and times as people read them.
+
+export const number = (value, digits = 3) =>
+  value == null || Number.isNaN(value) ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
+export const percent = (share) => (share == null ? "–" : `${Number((100 * share).toPrecision(3))}%`);
+export const money = (dollars) => (dollars == null ? "–" : dollars === 0 ? "$0" : dollars < 0.01 ? `$${dollars.toPrecision(2)}` : `$${dollars.toFixed(2)}`);
+export const duration = (seconds) => (seconds == null ? "–" : seconds < 1 ? `${number(seconds * 1000)} ms` : `${number(seconds)} s`);
+export const clock = (stamp) => new Date(stamp * 1000).toLocaleTimeString("en-GB");
+export const day = (stamp) => (stamp == null ? "–" : new Date(stamp * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }));
+
+export async function copy(text) {
+  await navigator.clipboard.writeText(text);
+}
+
+export function save(name, content, type) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(new Blob([content], { type })), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}

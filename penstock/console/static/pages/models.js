@@ -1,0 +1,72 @@
+// Models: what they can do, whether they are awake, and how many replicas run.
+
+import { get, post } from "../api.js";
+import { number } from "../format.js";
+
+export default {
+  name: "Models",
+  template: `
+    <q-page class="page">
+      <h1>Models</h1>
+      <q-card v-for="model in models" :key="model.id" flat bordered class="q-mb-md">
+        <q-card-section>
+          <div class="row items-center q-gutter-sm">
+            <div class="text-subtitle1">{{ model.id }}</div>
+            <q-badge :color="model.ready ? (model.state === 'awake' ? 'positive' : 'warning') : 'grey'" :label="model.state" />
+            <q-badge v-for="(can, name) in model.capabilities" :key="name" v-show="can" outline color="primary" :label="name.replace('_', ' ')" />
+            <q-space />
+            <template v-if="!model.parent && model.capabilities.completions">
+              <q-btn v-if="model.state === 'awake'" outline no-caps size="sm" icon="bedtime" label="Sleep" :loading="busy === model.id" @click="act(model, 'sleep')" />
+              <q-btn v-else-if="model.ready" outline no-caps size="sm" icon="wb_sunny" label="Wake" :loading="busy === model.id" @click="act(model, 'wake')" />
+              <q-btn outline no-caps size="sm" icon="restart_alt" label="Restart" :loading="busy === model.id" @click="act(model, 'restart', {})" />
+            </template>
+          </div>
+          <div class="facts q-mt-sm">
+            <span v-if="model.context_window">{{ number(model.context_window) }} tokens of context</span>
+            <span v-if="model.dimensions">{{ model.dimensions }} dimensions</span>
+            <span v-if="model.aliases?.length">also called {{ model.aliases.join(', ') }}</span>
+            <span v-if="model.parent">adapter of {{ model.parent }}</span>
+            <span>\${{ model.pricing.input_per_million }} in, \${{ model.pricing.output_per_million ?? 0 }} out per million tokens</span>
+          </div>
+          <div v-if="replicas[model.id]" class="row items-center q-gutter-sm q-mt-sm">
+            <span>{{ replicas[model.id].length }} {{ replicas[model.id].length === 1 ? 'replica' : 'replicas' }}</span>
+            <q-btn round dense outline size="xs" icon="remove" aria-label="One replica less" :disable="replicas[model.id].length < 2" @click="act(model, 'scale', { replicas: replicas[model.id].length - 1 })" />
+            <q-btn round dense outline size="xs" icon="add" aria-label="One replica more" @click="act(model, 'scale', { replicas: replicas[model.id].length + 1 })" />
+            <q-badge v-for="one in replicas[model.id]" :key="one.id" :color="one.ready ? 'positive' : 'grey'" outline :label="one.replica + ' ' + (one.leaving ? 'leaving' : one.state)" />
+          </div>
+        </q-card-section>
+      </q-card>
+    </q-page>`,
+  data: () => ({ models: [], replicas: {}, busy: "" }),
+  mounted() {
+    this.timer = setInterval(() => this.read(), 3000);
+    return this.read();
+  },
+  beforeUnmount() {
+    clearInterval(this.timer);
+  },
+  methods: {
+    number,
+    async read() {
+      try {
+        const [models, replicas] = await Promise.all([get("/v1/models"), get("/v1/admin/replicas")]);
+        this.models = models.data;
+        this.replicas = Object.groupBy(replicas.data, (one) => one.model);
+      } catch (error) {
+        this.$fail(error);
+      }
+    },
+    async act(model, verb, body) {
+      this.busy = model.id;
+      try {
+        await post(`/v1/admin/models/${model.id}/${verb}`, body);
+        this.$done("Done");
+      } catch (error) {
+        this.$fail(error);
+      } finally {
+        this.busy = "";
+        await this.read();
+      }
+    },
+  },
+};
