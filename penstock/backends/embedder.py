@@ -102,6 +102,15 @@ class Embedder:
         found = [rows[end - len(text) + 1 : end - 1] for text, end in zip(ids, ends, strict=True)]
         return TokenVectors(found, [len(text) for text in ids])
 
+    async def embed_tokens(self, texts: Sequence[str], *, priority: int = 0) -> tuple[Embeddings, TokenVectors]:
+        """Both at once, for the price of one."""
+        info, ids = await self._prepared(texts)
+        rows = _matrix(await self.run(ids, "both", priority=priority), info.dimensions)
+        tokens = [len(text) for text in ids]
+        starts = [end - length for end, length in zip(itertools.accumulate(n + 1 for n in tokens), tokens, strict=True)]
+        by_token = [rows[start + 1 : start + length - 1] for start, length in zip(starts, tokens, strict=True)]
+        return Embeddings(rows[[start - 1 for start in starts]], tokens), TokenVectors(by_token, tokens)
+
     async def rerank(self, query: str, documents: Sequence[str], *, priority: int = 0) -> Scores:
         """Scores of documents for a query: by a cross-encoder if this is one, else by late interaction (each token
         of the query takes its best match in the document; their mean). The vectors never leave the engine."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError
-from penstock.knowledge.embedder import EmbedderFacts
+from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.model import KnowledgeError
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
@@ -26,7 +26,6 @@ from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 
 if TYPE_CHECKING:
     from penstock.knowledge.chunks.base import ChunkStore
-    from penstock.knowledge.embedder import Vectors
     from penstock.knowledge.library import Library
 
 OFF = "off"
@@ -110,11 +109,9 @@ class EncoderEmbedder:
     def tokens(self, text: str) -> list[str]:
         return self._encoder.text.spelled(text)
 
-    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Vectors:
-        return (await self._encoder.embed(texts, priority=BULK if bulk else 0)).vectors
-
-    async def token_vectors(self, texts: Sequence[str], *, bulk: bool = False) -> list[Vectors]:
-        return (await self._encoder.token_vectors(texts, priority=BULK if bulk else 0)).vectors
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
+        whole, tokens = await self._encoder.embed_tokens(texts, priority=BULK if bulk else 0)
+        return Embedded(whole.vectors, tokens.vectors)
 
 
 class CrossEncoder(Reranker):

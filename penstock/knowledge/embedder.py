@@ -25,6 +25,14 @@ class EmbedderFacts:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A vector per text, a row each; and for each text one per token of `Embedder.tokens`, fewer when it was cut."""
+
+    vectors: Vectors
+    by_token: list[Vectors]
+
+
 class Embedder(Protocol):
     @property
     def name(self) -> str:
@@ -37,8 +45,5 @@ class Embedder(Protocol):
         """The model's tokens of a text as it spells them, without the marks of beginning and end. Call `facts` first;
         long texts belong into a thread."""
 
-    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Vectors:
-        """One vector per text, a row each. `bulk`: others may go first."""
-
-    async def token_vectors(self, texts: Sequence[str], *, bulk: bool = False) -> list[Vectors]:
-        """For each text one vector per token of `tokens`, or fewer when the text was cut."""
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
+        """`bulk`: others may go first."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.errors import PenstockError
 from penstock.knowledge.chunking import chunk
 from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
-from penstock.knowledge.embedder import Embedder
+from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.late import pack
 from penstock.knowledge.model import Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, ReadingQueue
@@ -170,17 +170,14 @@ class Ingestor:
                 return None
             batch = chunks[len(embedded) : len(embedded) + BATCH]
             texts = [one.embedded for one in batch]
-            vectors, by_token = await asyncio.gather(
-                self._embedder.embed(texts, bulk=True), self._embedder.token_vectors(texts, bulk=True)
-            )
-            packed = await asyncio.to_thread(
-                lambda: [
-                    pack(self._embedder.tokens(text), rows, vector)
-                    for text, rows, vector in zip(texts, by_token, vectors, strict=True)  # noqa: B023
-                ]
-            )
-            embedded += (EmbeddedChunk(*parts) for parts in zip(batch, vectors, packed, strict=True))
+            made = await self._embedder.embed(texts, bulk=True)
+            packed = await asyncio.to_thread(self._packed, texts, made)
+            embedded += (EmbeddedChunk(*parts) for parts in zip(batch, made.vectors, packed, strict=True))
         return embedded
+
+    def _packed(self, texts: Sequence[str], made: Embedded) -> list[bytes]:
+        rows = zip(texts, made.by_token, made.vectors, strict=True)
+        return [pack(self._embedder.tokens(text), by_token, vector) for text, by_token, vector in rows]
 
     def _told(self, status: str, chunks: int, tokens: int, began: float) -> None:
         if self._meter is not None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.knowledge.embedder import Embedder
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 
 if TYPE_CHECKING:
@@ -52,13 +51,11 @@ def max_sim(question: Vectors, passage: Vectors) -> float:
 
 
 class LateInteraction(Reranker):
-    """Needs nothing but the embedder, and what it made of the documents."""
-
-    def __init__(self, embedder: Embedder) -> None:
-        self._embedder = embedder
+    """Needs nothing but what the embedder made of the documents."""
 
     async def ready(self, question: Question) -> Scorer:
-        vector, (by_token,) = await asyncio.gather(question.vector(), self._embedder.token_vectors([question.text]))
+        embedded = await question.embedded()
+        vector, by_token = embedded.vectors[0], embedded.by_token[0]
 
         async def score(store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
             packed = await store.late([one.stored.key for one in candidates])

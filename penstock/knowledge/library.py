@@ -52,17 +52,17 @@ class Library:
         self.catalogue = Catalogue(database)
         self.embedder = embedder
         self._database = database
-        self._stores = stores
-        self._queue = ReadingQueue(database)
+        self.stores = stores
+        self.queue = ReadingQueue(database)
         self._ingestor = Ingestor(
-            self._queue,
+            self.queue,
             stores,
             embedder,
             readers=self.limits.readers,
             most_chunks=self.limits.chunks,
             meter=meter,
         )
-        self.retriever = Retriever(self.catalogue, stores, embedder, reranker or LateInteraction(embedder))
+        self.retriever = Retriever(self.catalogue, stores, embedder, reranker or LateInteraction())
 
     @classmethod
     async def open(
@@ -91,7 +91,7 @@ class Library:
 
     async def close(self) -> None:
         await self._ingestor.close()
-        await self._stores.close()
+        await self.stores.close()
         await self._database.close()
 
     async def create_collection(
@@ -124,7 +124,7 @@ class Library:
 
     async def remove_collection(self, collection: Collection) -> None:
         await self.catalogue.remove_collection(collection)
-        await self._stores.drop(collection)
+        await self.stores.drop(collection)
 
     async def put_document(
         self,
@@ -168,14 +168,14 @@ class Library:
             body=body,
         )
         if document.status == "duplicate":
-            async with self._stores.use(collection) as store:
+            async with self.stores.use(collection) as store:
                 await store.replace(id, [])  # what it said before
         self._ingestor.wake()
         return document, document.status == "queued"
 
     async def remove_document(self, collection: Collection, document: Document) -> None:
         await self.catalogue.remove_document(document)
-        async with self._stores.use(collection) as store:
+        async with self.stores.use(collection) as store:
             await store.replace(document.id, [])
         self._ingestor.wake()  # a duplicate may take its place
 
@@ -184,13 +184,13 @@ class Library:
         digits = id.removeprefix(CHUNK_PREFIX)
         if not id.startswith(CHUNK_PREFIX) or not digits.isascii() or not digits.isdigit() or len(digits) > 18:
             return None
-        async with self._stores.use(collection) as store:
+        async with self.stores.use(collection) as store:
             found = (await store.fetch([int(digits)])).get(int(digits))
         document = None if found is None else await self.catalogue.document(collection.id, found.document)
         return None if found is None or document is None else (found, document)
 
     async def chunks(self, collection: Collection, document: Document) -> list[StoredChunk]:
-        async with self._stores.use(collection) as store:
+        async with self.stores.use(collection) as store:
             return await store.of_document(document.id)
 
     async def _check_room(self, collection: Collection) -> None:

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.knowledge.catalogue import Catalogue
-from penstock.knowledge.embedder import Embedder
+from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.fusion import fuse
 from penstock.knowledge.model import Collection, Document, KnowledgeError, Passage, SearchMode, StoredChunk
 from penstock.knowledge.terms import search_terms
 
 if TYPE_CHECKING:
     from penstock.knowledge.chunks.base import ChunkStore, ChunkStores, Ranked
-    from penstock.knowledge.embedder import Vectors
 
 
 class Question:
@@ -32,9 +31,9 @@ class Question:
     def __init__(self, text: str, embedder: Embedder) -> None:
         self.text = text
         self._embedder = embedder
-        self._embedding: asyncio.Task[Vectors] | None = None
+        self._embedding: asyncio.Task[Embedded] | None = None
 
-    async def vector(self) -> Vectors:
+    async def embedded(self) -> Embedded:
         if self._embedding is None:
             self._embedding = asyncio.create_task(self._embed(), name="embedding of a question")
         return await asyncio.shield(self._embedding)
@@ -45,9 +44,8 @@ class Question:
             with suppress(asyncio.CancelledError):
                 await self._embedding
 
-    async def _embed(self) -> Vectors:
-        row: Vectors = (await self._embedder.embed([self.text]))[0]
-        return row
+    async def _embed(self) -> Embedded:
+        return await self._embedder.embed([self.text])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ class Retriever:
         if not count:
             return []
         with watch("embed"):
-            vector = await question.vector()
+            vector = (await question.embedded()).vectors[0]
         with watch("vector"):
             return await store.nearest(vector, count)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.knowledge.embedder import EmbedderFacts
+from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.terms import STOP_WORDS, words
 
 if TYPE_CHECKING:
@@ -30,17 +30,15 @@ class HashingEmbedder:
     def tokens(self, text: str) -> list[str]:
         return words(text)
 
-    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Vectors:
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
         self.texts += len(texts)
         rows = []
         for text in texts:
             telling = [word for word in words(text) if word not in STOP_WORDS] or ["nothing"]
             rows.append(np.mean([_direction(word) for word in telling], axis=0))
         stacked = np.stack(rows)
-        return np.asarray(stacked / np.linalg.norm(stacked, axis=1, keepdims=True), np.float32)
-
-    async def token_vectors(self, texts: Sequence[str], *, bulk: bool = False) -> list[Vectors]:
-        return [np.stack([_direction(word) for word in words(text) or ["nothing"]]) for text in texts]
+        vectors = np.asarray(stacked / np.linalg.norm(stacked, axis=1, keepdims=True), np.float32)
+        return Embedded(vectors, [np.stack([_direction(word) for word in words(text) or [""]]) for text in texts])
 
 
 def _direction(word: str) -> Vectors:

@@ -23,7 +23,7 @@ embedder = HashingEmbedder()
 
 
 async def embedded(*texts: str) -> list[EmbeddedChunk]:
-    vectors = await embedder.embed(texts)
+    vectors = (await embedder.embed(texts)).vectors
     return [
         EmbeddedChunk(Chunk(i, "Heading", text, 10 * i, 10 * i + len(text), None, 3), vector, f"late {text}".encode())
         for i, (text, vector) in enumerate(zip(texts, vectors, strict=True))
@@ -54,7 +54,7 @@ async def test_words_and_vectors_find_chunks(stores: ChunkStores) -> None:
     async with stores.use(collection()) as store:
         await store.replace("one", await embedded("pumps need oil", "valves leak sometimes"))
         await store.replace("two", await embedded("the oil price rises", "holidays in May"))
-        (vector,) = await embedder.embed(["valves leak"])
+        (vector,) = (await embedder.embed(["valves leak"])).vectors
         best, similarity = (await store.nearest(vector, 3))[0]
         assert similarity > 0.8
         found = await store.fetch([best, 999])
@@ -71,7 +71,7 @@ async def test_words_and_vectors_find_chunks(stores: ChunkStores) -> None:
 
 async def test_replacing_and_removing_leave_nothing_behind(stores: ChunkStores) -> None:
     async with stores.use(collection()) as store:
-        (vector,) = await embedder.embed(["pumps need oil"])
+        (vector,) = (await embedder.embed(["pumps need oil"])).vectors
         await store.replace("one", await embedded("pumps need oil"))
         first = (await store.nearest(vector, 5))[0][0]
         await store.replace("one", await embedded("gears need grease", "pumps again"))
@@ -83,7 +83,7 @@ async def test_replacing_and_removing_leave_nothing_behind(stores: ChunkStores) 
 
 
 async def test_collections_do_not_see_each_other(stores: ChunkStores) -> None:
-    (vector,) = await embedder.embed(["secret plan"])
+    (vector,) = (await embedder.embed(["secret plan"])).vectors
     async with stores.use(collection("a")) as store:
         await store.replace("one", await embedded("secret plan"))
     async with stores.use(collection("b")) as store:
@@ -108,7 +108,7 @@ def index_files(folder: Path) -> list[Path]:
 
 async def nearest_texts(stores: SQLiteStores, query: str, count: int = 3) -> list[str]:
     async with stores.use(collection()) as store:
-        (vector,) = await embedder.embed([query])
+        (vector,) = (await embedder.embed([query])).vectors
         keys = [key for key, _ in await store.nearest(vector, count)]
         found = await store.fetch(keys)
         return [found[key].chunk.text for key in keys]

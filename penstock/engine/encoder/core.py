@@ -112,9 +112,9 @@ class EncoderEngine:
         self._tokens += len(packed.tokens)
         states = self.encoder(packed)
         wanted = {job.request.wanted for job, _ in batch}
-        sentences = self._sentences(states, packed) if "sentence" in wanted else None
+        sentences = self._sentences(states, packed) if wanted & {"sentence", "both"} else None
         scores = self._scores(states, packed) if "score" in wanted else None
-        tokens = F.normalize(states.float(), dim=-1) if wanted & {"tokens", "late"} else None
+        tokens = F.normalize(states.float(), dim=-1) if wanted & {"tokens", "both", "late"} else None
         start = 0
         for row, (job, index) in enumerate(batch):
             end = start + len(texts[row])
@@ -128,6 +128,9 @@ class EncoderEngine:
                 case "tokens":
                     assert tokens is not None
                     job.results[index] = tokens[start:end].cpu()
+                case "both":
+                    assert sentences is not None and tokens is not None
+                    job.results[index] = torch.cat([sentences[row : row + 1], tokens[start:end].cpu()])
                 case "late":
                     assert tokens is not None
                     # Without the tokens that mark beginning and end: they are alike in every text.

@@ -11,8 +11,9 @@ from typing import Literal
 
 from penstock.engine.request import StepOutput
 
-Wanted = Literal["sentence", "tokens", "late", "score"]
-"""`sentence`: one unit vector per text. `tokens`: a unit vector per token. `late`: one number per text after the first,
+Wanted = Literal["sentence", "tokens", "both", "late", "score"]
+"""`sentence`: one unit vector per text. `tokens`: a unit vector per token. `both`: that of the text, then those of its
+tokens. `late`: one number per text after the first,
 how well it answers the first (late interaction). `score`: one number per pair, from a cross-encoder's head."""
 
 
