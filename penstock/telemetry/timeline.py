@@ -78,11 +78,14 @@ class Run:
         if self.first_at is None:
             yield "engine", self.submitted_at, self.ended_at, {**about, "outcome": self.outcome}
             return
-        prefill_at = self.first_at - (self.prefill_s or 0.0)
-        queue_at = max(prefill_at - (self.queue_s or 0.0), self.submitted_at)
-        yield "queue", queue_at, max(prefill_at, queue_at), about
         tokens: Detail = {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
-        yield "prefill", max(prefill_at, queue_at), self.first_at, {**about, **tokens}
+        if self.prefill_s is None:  # a server that is not ours does not say what it did until the first token
+            yield "engine", self.submitted_at, self.first_at, {**about, **tokens}
+        else:
+            prefill_at = self.first_at - self.prefill_s
+            queue_at = max(prefill_at - (self.queue_s or 0.0), self.submitted_at)
+            yield "queue", queue_at, max(prefill_at, queue_at), about
+            yield "prefill", max(prefill_at, queue_at), self.first_at, {**about, **tokens}
         last_at = self.last_at if self.last_at is not None else self.first_at
         if self.decode_s is not None:
             last_at = min(self.first_at + self.decode_s, self.ended_at)

@@ -49,6 +49,10 @@ class Prometheus:
         assert body["status"] == "success", (expression, body)
         return list(body["data"]["result"])
 
+    async def exemplars(self, name: str) -> list[dict[str, Any]]:
+        reply = await self.client.get("/api/v1/query_exemplars", params={"query": name, "start": 0, "end": 4e9})
+        return [exemplar for series in reply.json()["data"] for exemplar in series["exemplars"]]
+
     async def firing(self) -> set[str]:
         alerts = (await self.client.get("/api/v1/alerts")).json()["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.backends.inprocess import InProcessBackend
-from penstock.config.schema import GuardrailConfig, LimitConfig
+from penstock.config.schema import GuardrailConfig, LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
 from penstock.engine.request import DeviceLoad, Load
 from penstock.gateway.settings import ModelSettings
@@ -102,8 +102,9 @@ class Busy(ScriptedEngine):
 
 @need_prometheus
 async def test_every_expression_has_a_result(
-    serving: Serving, text: TextModel, tmp_path: Path, build: dict[str, Any]
+    serving: Serving, text: TextModel, tmp_path: Path, build: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.telemetry.tracing.CLOSE_S", 0.1)
     boards = build["BOARDS"].values()
     optional = {item.title for found in boards for _, _, items in found.rows for item in items if item.optional}
     settings = {
@@ -111,6 +112,7 @@ async def test_every_expression_has_a_result(
         "models": (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),),
         "guardrails": (GuardrailConfig(name="secret", stage="input", action="refuse", words=("bluebird",)),),
         "limits": (LimitConfig(per="user", requests_per_minute=1),),
+        "telemetry": TelemetryConfig(otlp_endpoint="http://127.0.0.1:9"),
     }
     engines = [Busy(text, step_s=0.002) for _ in range(2)]
     replicas = ReplicaSet("tiny", [InProcessBackend(engine, name=str(i)) for i, engine in enumerate(engines)])
@@ -139,6 +141,8 @@ async def test_every_expression_has_a_result(
                         await prometheus.query(expression)
                     else:
                         await prometheus.until(expression, within=5)
+                exemplars = await prometheus.exemplars("vllm:time_to_first_token_seconds_bucket")
+                assert exemplars and all(len(found["labels"]["trace_id"]) == 32 for found in exemplars)
             finally:
                 load.cancel()
                 await asyncio.gather(load, return_exceptions=True)

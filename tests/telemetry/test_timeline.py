@@ -31,6 +31,11 @@ def test_without_the_engine_s_word_the_gateway_s_clock_is_used() -> None:
     assert phases(run(decode_s=None))["decode"] == (3.0, 5.5)
 
 
+def test_a_server_that_tells_nothing_was_busy_until_its_first_token() -> None:
+    found = phases(run(queue_s=None, prefill_s=None, decode_s=None))
+    assert found == {"engine": (1.0, 3.0), "decode": (3.0, 5.5)}
+
+
 def test_nothing_begins_before_it_was_submitted() -> None:
     found = phases(run(queue_s=50.0))
     assert found["queue"] == (1.0, 2.0)
