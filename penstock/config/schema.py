@@ -411,6 +411,10 @@ class TelemetryConfig:
         "", doc="Where OpenTelemetry spans go, as OTLP over HTTP (http://HOST:4318); none when empty."
     )
     otlp_headers: tuple[str, ...] = setting((), doc="Headers for it, as NAME=VALUE.", example="[x-token=SECRET]")
+    otlp_metrics_s: float | None = setting(
+        None, doc="Seconds between pushes of latencies and tokens to otlp_endpoint; null: they are only scraped.",
+        least=0.01, example="15",
+    )  # fmt: skip
     trace_share: float = setting(
         1.0, doc="Part of the requests that are traced when the caller does not say (traceparent).", least=0, most=1
     )

@@ -76,7 +76,7 @@ class Service:
         self.encoders = encoders or Encoders((), ())
         self.metrics = Metrics(self._views, settings.telemetry.most_series)
         self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
-        self.watch = Watch(settings.telemetry, self.metrics.registry)
+        self.watch = Watch(settings.telemetry, self.metrics)
         add_replica_metrics(self.metrics.registry, registry)
         self.knowledge = LibraryDesk(
             settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)

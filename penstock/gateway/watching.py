@@ -10,7 +10,8 @@ from typing import Any
 from penstock.config.schema import TelemetryConfig
 from penstock.gateway.exchange import Exchange
 from penstock.telemetry.context import RequestContext, begin_span, current, read_trace
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.otlp_metrics import MetricPush
 from penstock.telemetry.timeline import Recent, Timeline
 from penstock.telemetry.tracing import Tracer
 
@@ -20,10 +21,13 @@ slow_log = logging.getLogger("penstock.slow")
 class Watch:
     """One per gateway process."""
 
-    def __init__(self, config: TelemetryConfig, registry: Registry) -> None:
+    def __init__(self, config: TelemetryConfig, metrics: Metrics) -> None:
         self._config = config
         self.recent = Recent(config.recent_requests)
-        self.tracer = Tracer.open(config, registry) if config.otlp_endpoint else None
+        self.tracer = Tracer.open(config, metrics.registry) if config.otlp_endpoint else None
+        self._push: MetricPush | None = None
+        if config.otlp_endpoint and config.otlp_metrics_s is not None:
+            self._push = MetricPush.open(config, metrics.requests, config.otlp_metrics_s)
 
     def begin(self, exchange: Exchange) -> None:
         sent = exchange.header(b"traceparent")
@@ -53,8 +57,9 @@ class Watch:
         return {"prompt": [prompt for prompt, _ in texts], "completion": [completion for _, completion in texts]}
 
     async def close(self) -> None:
-        if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+        for sender in (self.tracer, self._push):
+            if sender is not None:
+                await asyncio.to_thread(sender.close)
 
     def _log_if_slow(self, timeline: Timeline) -> None:
         record, total_s, ttft_s = timeline.record, self._config.slow_request_s, self._config.slow_ttft_s

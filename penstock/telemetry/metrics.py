@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,6 +129,10 @@ class Metrics:
             lambda: [((), time.process_time())],
             merge="sum",
         )
+
+    def requests(self) -> Mapping[tuple[str, str], RequestMetrics]:
+        """By model and engine."""
+        return self._requests
 
     def request(self, model: str, engine: str) -> RequestMetrics:
         found = self._requests.get((model, engine))

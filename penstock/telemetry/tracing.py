@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import penstock
 from penstock.config.schema import TelemetryConfig
-from penstock.errors import ConfigError
 from penstock.telemetry.exposition import Registry
+from penstock.telemetry.otlp import address, check_library, resource, scope
 from penstock.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -49,16 +48,12 @@ log = logging.getLogger(__name__)
 class Tracer:
     """Sends the spans of sampled requests."""
 
-    def __init__(self, exporter: SpanExporter, service_name: str, registry: Registry) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
+    def __init__(self, exporter: SpanExporter, config: TelemetryConfig, registry: Registry) -> None:
         requests = registry.counter(
             "penstock_traced_requests_total", "Requests whose spans were sent, failed to be, or dropped.", ("outcome",)
         )
         self._sent, self._failed, self._dropped = (requests.child(name) for name in ("sent", "failed", "dropped"))
-        self._resource = Resource.create({"service.name": service_name, "service.version": penstock.__version__})
-        self._scope = InstrumentationScope("penstock", penstock.__version__)
+        self._resource, self._scope = resource(config), scope()
         self._exporter = exporter
         self._queue: queue.Queue[Timeline | None] = queue.Queue(QUEUE)
         self._thread = threading.Thread(target=self._run, name="trace exporter", daemon=True)
@@ -66,17 +61,11 @@ class Tracer:
 
     @classmethod
     def open(cls, config: TelemetryConfig, registry: Registry) -> Tracer:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        except ImportError as error:
-            raise ConfigError("telemetry.otlp_endpoint needs `pip install penstock[otel]`") from error
-        headers = dict(entry.split("=", 1) for entry in config.otlp_headers if "=" in entry)
-        if len(headers) != len(config.otlp_headers):
-            raise ConfigError("telemetry.otlp_headers: write each as NAME=VALUE, each name once")
-        endpoint = config.otlp_endpoint.rstrip("/")
-        if not endpoint.endswith("/v1/traces"):
-            endpoint += "/v1/traces"
-        return cls(OTLPSpanExporter(endpoint=endpoint, headers=headers), config.service_name, registry)
+        check_library()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        url, headers = address(config, "traces")
+        return cls(OTLPSpanExporter(endpoint=url, headers=headers), config, registry)
 
     def export(self, timeline: Timeline) -> None:
         """Queue a finished request, if its trace is sampled."""

@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config.schema import TelemetryConfig
+from penstock.errors import ConfigError
+from penstock.gateway.watching import Watch
 from penstock.identity import IdentityStore
 from penstock.storage import open_database
 from penstock.telemetry.logging import configure
+from penstock.telemetry.metrics import Metrics
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually
 from tests.scripted import ScriptedEngine
@@ -178,6 +181,32 @@ async def test_spans_reach_a_collector_with_the_names_of_the_conventions(serving
         assert SECRET.encode() not in b"".join(request.SerializeToString() for request in received.requests)
         exemplars = [row for row in metrics.splitlines() if "time_to_first_token" in row and "# {" in row]
         assert len(exemplars) == 1 and TRACE in exemplars[0], "from the histogram to the trace"
+
+
+async def test_latencies_are_pushed_under_the_names_of_the_conventions(serving: Serving) -> None:
+    with collector() as received:
+        telemetry = TelemetryConfig(otlp_endpoint=received.url, otlp_metrics_s=0.05)
+        async with serving(telemetry=telemetry) as gateway:
+            for _ in range(3):
+                await chat(gateway)
+        found = received.metrics()
+        names = {"request.duration", "time_to_first_token", "time_per_output_token"}
+        assert set(found) == {f"gen_ai.server.{name}" for name in names} | {"gen_ai.client.token.usage"}
+        [first] = found["gen_ai.server.time_to_first_token"].histogram.data_points
+        assert first.count == sum(first.bucket_counts) == 3
+        assert len(first.bucket_counts) == len(first.explicit_bounds) + 1
+        assert attributes(first)["gen_ai.request.model"] == "tiny"
+        usage = found["gen_ai.client.token.usage"].histogram.data_points
+        assert {attributes(point)["gen_ai.token.type"]: point.sum for point in usage}["output"] == 3 * 14
+        resource = received.pushes[-1].resource_metrics[0].resource
+        assert {"service.name", "service.instance.id"} <= set(attributes(resource))
+
+
+@pytest.mark.parametrize("wrong", [{"otlp_endpoint": "collector:4318"}, {"otlp_headers": ("secret",)}])
+def test_an_address_that_cannot_be_is_said_at_the_start(wrong: dict[str, Any]) -> None:
+    config = TelemetryConfig(**{"otlp_endpoint": "http://collector:4318", **wrong})
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Watch(config, Metrics(list))
 
 
 async def test_an_error_is_an_error_in_its_span(serving: Serving) -> None:

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -21,6 +25,12 @@ class Collector:
     url: str
     headers: list[dict[str, str]] = field(default_factory=list)
     requests: list[ExportTraceServiceRequest] = field(default_factory=list)
+    pushes: list[ExportMetricsServiceRequest] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of the last push, by name."""
+        last = self.pushes[-1].resource_metrics[0]
+        return {metric.name: metric for scope in last.scope_metrics for metric in scope.metrics}
 
     def spans(self) -> list[Any]:
         return [
@@ -48,12 +58,16 @@ def collector() -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            if self.path != "/v1/traces":
+            found.headers.append({name.lower(): value for name, value in self.headers.items()})
+            if self.path == "/v1/traces":
+                found.requests.append(ExportTraceServiceRequest.FromString(body))
+                answer = ExportTraceServiceResponse().SerializeToString()
+            elif self.path == "/v1/metrics":
+                found.pushes.append(ExportMetricsServiceRequest.FromString(body))
+                answer = ExportMetricsServiceResponse().SerializeToString()
+            else:
                 self.send_error(404)
                 return
-            found.headers.append({name.lower(): value for name, value in self.headers.items()})
-            found.requests.append(ExportTraceServiceRequest.FromString(body))
-            answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", str(len(answer)))
