@@ -70,6 +70,7 @@ def check(root: Node) -> Config:
                 dataclasses.replace(encoder, name=encoder.name or model_name(encoder.source))
                 for encoder in config.encoders
             ),
+            remotes=tuple(dataclasses.replace(each, name=each.name or each.model) for each in config.remotes),
         )
         problems = list(_conflicts(config))
     if problems:
@@ -116,6 +117,7 @@ def _conflicts(config: Config) -> list[str]:
             if name in seen:
                 problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"encoders[{index}]"
+    problems += _remotes(config, seen)
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
         problems.append("cache.url: several workers need a Redis in which they find each other's answers")
@@ -139,6 +141,28 @@ def _conflicts(config: Config) -> list[str]:
             "whose turn it is; serve them with one worker"
         )
     return problems + _guardrails(config) + _shares(config)
+
+
+def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
+    """Mistakes in remotes, and in fallbacks, which may name them. `seen`: names that are taken, and by whom."""
+    problems = []
+    for index, remote in enumerate(config.remotes):
+        where = f"remotes[{index}]"
+        if not remote.model:
+            problems.append(f"{where}: model is needed: what its servers call it")
+        if not remote.urls or not all(url.startswith(("http://", "https://")) for url in remote.urls):
+            problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
+        for name in (remote.name, *remote.aliases):
+            if name in seen:
+                problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
+            seen[name] = where
+    answering = {*(model.name for model in config.models), *(remote.name for remote in config.remotes)}
+    for index, model in enumerate(config.models):
+        where = f"models[{index}].fallback"
+        problems += [f'{where}: no model or remote is called "{n}"' for n in model.fallback if n not in answering]
+        if model.overflow_at is not None and not model.fallback:
+            problems.append(f"models[{index}].overflow_at: needs a fallback to go to")
+    return problems
 
 
 def _guardrails(config: Config) -> list[str]:

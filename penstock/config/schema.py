@@ -16,6 +16,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoding import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
@@ -164,6 +165,12 @@ class ModelConfig:
         16, doc="Largest rank of an adapter; device memory is reserved for it.", least=1, most=512
     )
 
+    fallback: tuple[str, ...] = setting(
+        (), doc="Models or remotes that answer when no replica of this one can, in this order.", example="[small, api]"
+    )
+    overflow_at: int | None = setting(
+        None, doc="Requests in flight per replica from which on new ones go to fallback first.", least=1, example="32"
+    )
     tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
@@ -428,6 +435,7 @@ class Config:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(name=DEFAULT_MODEL),)
     encoders: tuple[EncoderConfig, ...] = (EncoderConfig(name=DEFAULT_ENCODER),)
+    remotes: tuple[RemoteConfig, ...] = ()
     generation: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
     store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
     auth: AuthConfig = dataclasses.field(default_factory=AuthConfig)

@@ -17,6 +17,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.metered import Metered
@@ -70,8 +71,10 @@ class Account:
         """Write the end of the charge, once; the first reason stands."""
         if self._settled is None:
             cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
-            cost = cost_of(self._charge, cached, completion) if self._generation.billable else 0
-            settlement = Settlement(self._charge, time.time(), cached, completion, cost, finish_reason)
+            # What another server's prompt took is known only now.
+            charge = replace(self._charge, prompt_tokens=self._generation.prompt_tokens)
+            cost = cost_of(charge, cached, completion) if self._generation.billable else 0
+            settlement = Settlement(charge, time.time(), cached, completion, cost, finish_reason)
             self._settled = self._journal.settle(settlement)
             if self._metrics is not None:
                 _count(self._metrics, settlement)

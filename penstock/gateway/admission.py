@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from penstock.config.schema import TierConfig
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.generation import EngineGeneration
+from penstock.gateway.producing import Generation
 from penstock.gateway.quotas import Reservation
 from penstock.gateway.settings import GatewaySettings
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.admission.desk import Admission, Ticket, Wish
 from penstock.routing.admission.model import BATCH, CLASSES, PREMIUM
-from penstock.routing.registry import Registry, Route
+from penstock.routing.registry import Registry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 
 DOWNGRADE = "downgrade"
@@ -62,7 +63,7 @@ class Admissions:
 
     async def enter(self, exchange: Exchange, generation: Generation, reservation: Reservation | None) -> Ticket | None:
         """A place for the generation; `Overloaded` when there is none. None: it needs none."""
-        if self._admission is None:
+        if self._admission is None or not isinstance(generation, EngineGeneration):
             return None
         caller = exchange.caller
         return await self._admission.desk(generation.model).enter(
@@ -79,6 +80,12 @@ class Admissions:
                 patience_s=_patience(exchange),
             )
         )
+
+    def waiting(self, model: ServedModel) -> int:
+        """How many wait here for a model."""
+        if self._admission is None:
+            return 0
+        return sum(self._admission.desk(model).queue.standing("", 0).queued)
 
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
         """The route to take: to the smaller model, where too many wait for the one that was asked for and the caller

@@ -20,8 +20,9 @@ from penstock.gateway.accounting import Account
 from penstock.gateway.admission import leave
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import ClientGone, Exchange, encode_json
-from penstock.gateway.generation import Generation
+from penstock.gateway.generation import EngineGeneration
 from penstock.gateway.judging import judge_answer
+from penstock.gateway.producing import Generation
 from penstock.gateway.recall import Plan, wish_of
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
@@ -83,13 +84,13 @@ async def answer(
         else:
             await _whole(exchange, generation, renderer, account)
     judge_answer(service, exchange, generation)
-    if plan is not None and service.recall is not None:
+    if plan is not None and service.recall is not None and isinstance(generation, EngineGeneration):
         service.in_background(service.recall.keep(plan, generation, renderer.response_id))
 
 
 async def _recalled(service: Service, exchange: Exchange, generation: Generation) -> Plan | None:
     """Have the caches looked up, if they are there for this request."""
-    if service.recall is None:
+    if service.recall is None or not isinstance(generation, EngineGeneration):
         wish_of(exchange, NO_CACHE)
         return None
     plan = service.recall.plan(exchange, generation)

@@ -20,7 +20,8 @@ from penstock.conversations.fitting import fit_turns
 from penstock.conversations.model import Overflow, leading_system
 from penstock.gateway.choice import Piece
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.generation import EngineGeneration
+from penstock.gateway.producing import Generation
 from penstock.gateway.retrieving import Retrieved
 from penstock.gateway.sampling import Limits
 from penstock.gateway.schemas import NamedConversation
@@ -136,6 +137,7 @@ class OpenTurn:
         service.metrics.context.turns.inc()
         used = generation.prompt_tokens + generation.completion_tokens
         if self._overflow == "summarise" and used > AHEAD * self._room:
+            assert isinstance(generation, EngineGeneration), "others' models have no conversations"
             prompt = Prompt(service, generation.model, None, self._system, self.held.conversation)
             work = summarise_ahead(prompt, exchange, self.held, self._summary, self._room)
             sessions.begin_aside(self.held.owner, self.held.id, work)

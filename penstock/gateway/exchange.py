@@ -54,6 +54,7 @@ class Exchange:
     __slots__ = (
         "_receive",
         "_send",
+        "because",
         "body_read",
         "body_size",
         "caller",
@@ -62,6 +63,7 @@ class Exchange:
         "generations",
         "line",
         "method",
+        "others_can",
         "path",
         "receive_s",
         "record",
@@ -99,8 +101,22 @@ class Exchange:
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.release: Callable[[], None] | None = None
         """Called once the exchange is over: gives back what the request held."""
+        self.because = ""
+        """Why this model answers, when it is not the one that was asked for."""
+        self.others_can = False
+        """Whether there is somebody else to ask: no need to wait for an engine that is away."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
+
+    def start_over(self, headers: int) -> None:
+        """Forget an attempt to answer, all but the first `headers` headers."""
+        del self.extra_headers[headers:]
+        if self.release is not None:
+            self.release()
+            self.release = None
+        record = self.record
+        record.prompt_tokens = record.cached_tokens = record.completion_tokens = 0
+        record.finish_reason = None
 
     def header(self, name: bytes) -> bytes | None:
         for key, value in self.scope["headers"]:

@@ -1,4 +1,4 @@
-"""The engine requests behind one HTTP request: submit them, turn deltas into pieces of text, abort what is left.
+"""A generation that engines produce: submit requests, turn deltas into pieces of text, abort what is left.
 
 Invariant: whatever happens (client gone, error, stop string, time limit, drain), `close` leaves no request of
 ours in the engine, and `next` never waits beyond the time limit. The tokens of a choice that ended are those the client
@@ -11,13 +11,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
 from penstock.gateway.memory import Memory, Question, replayed
+from penstock.gateway.producing import Gate, Generation
 from penstock.gateway.retrieving import Retrieved
 from penstock.metering.counting import engine_id
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
@@ -33,16 +33,6 @@ LAST_WORDS_S = 10.0
 """How long an engine that is alive may take to say how far an aborted request was."""
 
 
-class Gate(Protocol):
-    """What a generation may have to wait for before it runs."""
-
-    async def wait(self, within: float | None = None) -> bool:
-        """Whether it is open; False when `within` seconds have passed. Raises when it will never be."""
-
-    def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, gets `error`."""
-
-
 @dataclass(slots=True)
 class Prompt:
     """One prompt and the parameters of its choices, one entry per choice."""
@@ -51,8 +41,11 @@ class Prompt:
     params: list[SamplingParams]
 
 
-class Generation:
-    """All choices of one HTTP request."""
+class EngineGeneration(Generation):
+    """Choices that are requests to an engine."""
+
+    model: ServedModel
+    choices: list[Choice]
 
     def __init__(
         self,
@@ -78,23 +71,16 @@ class Generation:
         the seed, so the answer is the same every time. `comparable`: what the semantic cache may compare."""
         self.id = id or uuid.uuid4().hex
         self.model = model
+        self.text = model.text
         self.prompts = prompts
         self.mailbox = Mailbox()
-        self.choices: list[Choice] = []
-        self.first_token_at: float | None = None
-        self.retrieved: Retrieved | None = None
-        """What the answer was given to draw from."""
-        self.question: str | None = None
-        """What was asked, when the answer is to be judged."""
+        self.choices = []
         self._requests: list[Request] = []
         self._metrics = metrics
         self.replica = model.backend.name
-        """Which one began it."""
         self._observed: RequestMetrics
         """Of the replica: there from the moment it has the request, which is before its first delta."""
         self._started_at = started_at
-        self.asks_at: float | None = None
-        """When it asked to be admitted, if it did."""
         self._submitted_at: float | None = None
         self._trace = sampled_trace()
         self._texts: list[list[str]] | None = None
@@ -141,7 +127,6 @@ class Generation:
                 )
 
     def guard(self, make: Callable[[], OutputGuard]) -> None:
-        """Pass the text of every choice through guardrails."""
         if self.choices[0].want_logprobs:
             raise InvalidRequest(
                 "`logprobs` would show what the guardrails of this server keep back, so it cannot be asked for here.",
@@ -151,11 +136,9 @@ class Generation:
             choice.guard = make()
 
     def keep_text(self) -> None:
-        """Remember what is generated; for `texts`."""
         self._texts = [[] for _ in self.choices]
 
     def texts(self, most: int) -> list[tuple[str, str]] | None:
-        """The prompt and the answer of each choice, at most `most` characters of each, if they were to be kept."""
         if self._texts is None:
             return None
         prompts = [prompt.tokens for prompt in self.prompts for _ in prompt.params]
@@ -166,7 +149,6 @@ class Generation:
         ]
 
     def runs(self, purpose: str = "") -> list[Run]:
-        """What each choice did in the engine, for the request's timeline."""
         now = time.monotonic()
         return [
             Run(
@@ -219,7 +201,6 @@ class Generation:
             self.mailbox.cached[index] = len(request.prompt)
 
     def submit(self, gate: Gate | None = None) -> None:
-        """Run; with a `gate`, as soon as it opens (`next` waits for that)."""
         if self._recalled is not None:
             return
         self._gate = gate
@@ -247,7 +228,6 @@ class Generation:
         return self._unfinished == 0
 
     async def next(self, within: float | None = None) -> list[Piece]:
-        """New pieces of text; empty when `within` seconds pass without any."""
         if self._recalled is not None:
             return self._next_recalled(self._recalled)
         if self._gate is not None:
@@ -281,7 +261,6 @@ class Generation:
         raise ServerError("A kept answer ended before its end.")
 
     def fail(self, error: Exception) -> None:
-        """End now: nothing more is generated, and whoever waits in `next` gets `error`."""
         self.close()
         self._failure = error
         self.mailbox.fail(error)
@@ -289,13 +268,11 @@ class Generation:
             self._gate.fail(error)
 
     def close(self) -> None:
-        """Abort whatever still runs. Safe to call twice."""
         for request in self._requests:
             self.model.backend.abort(request.request_id)
         self.mailbox.close()
 
     async def quiet(self) -> None:
-        """After `close`: returns when the engine has said its last word about what was cut off, or is lost."""
         end = time.monotonic() + LAST_WORDS_S
         while any(map(self._awaited, self.choices)) and (left := end - time.monotonic()) > 0:
             await self.mailbox.stirred(left)
@@ -313,15 +290,6 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.tokens) for prompt in self.prompts)
-
-    @property
-    def billable(self) -> bool:
-        """Whether there is anything to pay for: a request that broke off before its first token is free."""
-        return self.completion_tokens > 0 or self.complete
-
-    @property
-    def complete(self) -> bool:
-        return all(choice.finished for choice in self.choices)
 
     @property
     def most_completion_tokens(self) -> int:
@@ -347,21 +315,6 @@ class Generation:
             total += self.mailbox.cached.get(first, 0)
             first += len(prompt.params)
         return total
-
-    @property
-    def outcome(self) -> str | None:
-        outcomes = {choice.outcome for choice in self.choices}
-        return outcomes.pop() if len(outcomes) == 1 else "mixed"
-
-    def usage(self) -> dict[str, object]:
-        prompt, completion = self.prompt_tokens, self.completion_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
 
     def _receive(self, index: int, delta: Delta, at: float) -> Piece | None:
         choice = self.choices[index]

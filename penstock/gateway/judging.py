@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.producing import Generation
 from penstock.gateway.schemas import ChoiceFormat
 from penstock.protocol.errors import ApiError
 from penstock.telemetry.context_metrics import ContextMetrics

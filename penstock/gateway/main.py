@@ -25,7 +25,9 @@ from granian.server.embed import Server
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.backends.native import NativeBackend
+from penstock.backends.openai import OpenAIServer, Upstream
 from penstock.config.encoding import EncoderConfig
+from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
 from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
@@ -43,6 +45,7 @@ from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
 from penstock.routing.policies import make_policy
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry import logging as telemetry_logging
 from penstock.text import load_text
@@ -95,7 +98,8 @@ async def _run(
     if settings.admin_port is not None:
         await check_doors(settings.admin_host, settings.store_url or "")
     registry = Registry(
-        _served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models
+        (_served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
+        (_remote(settings, remote) for remote in settings.remotes),
     )
     encoders = Encoders(
         (
@@ -133,6 +137,26 @@ def _served(
         output_price=model.output_price,
         cost_per_hour=model.cost_per_hour,
         tool_format=model.tool_format,
+        fallback=model.fallback,
+        overflow_at=model.overflow_at,
+    )
+
+
+def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
+    resilience = settings.how_resilient()
+    upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
+    return RemoteModel(
+        remote.name,
+        [OpenAIServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
+        aliases=remote.aliases,
+        input_price=remote.input_price,
+        output_price=remote.output_price,
+        max_in_flight=remote.max_in_flight,
+        context_window=remote.context_window,
+        check_s=remote.check_s,
+        limit_field=remote.max_tokens_field,
+        breaker=resilience.breaker,
+        retry_share=resilience.retry_share,
     )
 
 

@@ -13,9 +13,11 @@ import msgspec
 from penstock.engine.request import EngineInfo
 from penstock.gateway.conversing import OpenTurn, known_calls
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.generation import EngineGeneration, Prompt
 from penstock.gateway.memory import Question
 from penstock.gateway.messages import template_messages
+from penstock.gateway.producing import Generation
+from penstock.gateway.relaying import relay
 from penstock.gateway.retrieving import Retrieval, with_instructions
 from penstock.gateway.sampling import (
     Limits,
@@ -28,6 +30,7 @@ from penstock.gateway.sampling import (
 from penstock.gateway.schemas import ChatRequest, TextFormat
 from penstock.gateway.service import Service
 from penstock.gateway.tooling import check_tools, for_template, grammar_for, toolbox_of
+from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import Route, ServedModel
 from penstock.tools.toolbox import Toolbox
 
@@ -61,6 +64,16 @@ async def prepare_chat(
     if service.guardrails is not None:
         messages = await service.guardrails.messages(exchange.caller, messages)
         following = await service.guardrails.messages(exchange.caller, list(following)) if following else following
+    remote = service.registry.remote(request.model)
+    if remote is not None:
+        for name, given in (("conversation", turn), ("rag", request.rag)):
+            if given is not None:
+                raise InvalidRequest(
+                    f"`{name}` is for models that run here; another server runs `{remote.name}`.",
+                    param=name,
+                    code="remote_model",
+                )
+        return relay(service, exchange, request, [*messages, *following], limit, remote)
     if request.rag is None:
         return await _prepare(service, exchange, request, limit, messages, turn, following)
     said = messages if turn is None else [*turn.history, *messages]
@@ -109,7 +122,7 @@ async def _prepare(
         said = [*messages, *following]
         tokens = await chat_tokens(service, model, said if retrieved is None else retrieved.dressed(said), toolbox)
     params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
-    generation = Generation(
+    generation = EngineGeneration(
         model,
         [Prompt(tokens, [with_seed(params, i) for i in range(request.n or 1)])],
         id=exchange.new_answer_id(),
@@ -175,7 +188,7 @@ async def open_route(service: Service, exchange: Exchange, name: str, limit: Lim
         exchange, service.registry.route(name), lambda: exchange.body_size + (limit.max_tokens or 1)
     )
     model = take_route(exchange, name, route)
-    within = service.settings.engine_wait_s
+    within = 0.0 if exchange.others_can else service.settings.engine_wait_s
     info = await model.backend.wait_ready(within)
     exchange.release = await service.slices.acquire(model, within)
     # One that woke for the first time knows more of itself now.
@@ -194,6 +207,6 @@ def take_route(exchange: Exchange, name: str, route: Route) -> ServedModel:
     exchange.record.adapter_id = model.adapter or None
     exchange.extra_headers += [
         (b"x-penstock-model", model.name.encode("latin-1", "replace")),
-        (b"x-penstock-route", route.why.encode()),
+        (b"x-penstock-route", (exchange.because or route.why).encode()),
     ]
     return model

@@ -22,7 +22,7 @@ from penstock.caching.store import AnswerStore, Key, MemoryStore
 from penstock.config.caching import CacheConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.generation import EngineGeneration
 from penstock.gateway.memory import decode_answer, encode_answer
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.cache_metrics import CacheMetrics
@@ -64,7 +64,7 @@ class Recall:
         self._index = None if embedder is None else SemanticIndex(store, embedder, config.threshold)
         self._opening: asyncio.Task[None] | None = None
 
-    def plan(self, exchange: Exchange, generation: Generation) -> Plan | None:
+    def plan(self, exchange: Exchange, generation: EngineGeneration) -> Plan | None:
         """None when the request has nothing to do with the caches."""
         wish = wish_of(exchange, self.config)
         if wish == "off":
@@ -86,7 +86,7 @@ class Recall:
             partition = Key(tenant, model.name, _digest([*common, generation.comparable.context]))
         return Plan(key, exact, partition, look=wish != "refresh")
 
-    async def find(self, plan: Plan, exchange: Exchange, generation: Generation) -> None:
+    async def find(self, plan: Plan, exchange: Exchange, generation: EngineGeneration) -> None:
         """Have `generation` say a kept answer, if there is one; otherwise have it remember what it says."""
         answer = await self._find(plan, generation) if plan.look else None
         if answer is not None:
@@ -99,7 +99,7 @@ class Recall:
         if plan.partition is not None and plan.found != "exact":
             self.metrics.looked("semantic", hit=plan.found == "semantic")
 
-    async def keep(self, plan: Plan, generation: Generation, response_id: str) -> None:
+    async def keep(self, plan: Plan, generation: EngineGeneration, response_id: str) -> None:
         """After the answer: store a new one; note where a semantic hit came from."""
         if generation.recalled:
             self.metrics.saved_tokens.inc(generation.completion_tokens)
@@ -132,7 +132,7 @@ class Recall:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self.store.close()
 
-    async def _find(self, plan: Plan, generation: Generation) -> list[Delta] | None:
+    async def _find(self, plan: Plan, generation: EngineGeneration) -> list[Delta] | None:
         if plan.exact and (answer := await self._answer(plan.key)) is not None:
             plan.found = "exact"
             return answer
@@ -208,18 +208,18 @@ def _hit(tenant: str, response_id: str) -> Key:
     return Key(tenant, _HITS, hashlib.sha256(response_id.encode()).hexdigest())
 
 
-def _params(generation: Generation) -> Iterable[SamplingParams]:
+def _params(generation: EngineGeneration) -> Iterable[SamplingParams]:
     return (params for prompt in generation.prompts for params in prompt.params)
 
 
-def _parameters(generation: Generation) -> list[SamplingParams]:
+def _parameters(generation: EngineGeneration) -> list[SamplingParams]:
     """As far as they decide the answer: a seed does so only where the client chose it and noise is drawn."""
     return [
         params if generation.seeded and not params.greedy else replace(params, seed=0) for params in _params(generation)
     ]
 
 
-def _prompts(generation: Generation) -> list[list[int]]:
+def _prompts(generation: EngineGeneration) -> list[list[int]]:
     return [prompt.tokens for prompt in generation.prompts]
 
 

@@ -22,10 +22,10 @@ from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.control import ControlLine
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.feedback import Feedback
-from penstock.gateway.generation import Generation
 from penstock.gateway.guardrails import Guardrails
 from penstock.gateway.judging import Judge
 from penstock.gateway.knowledge import LibraryDesk
+from penstock.gateway.producing import Generation
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.readiness import Readiness
 from penstock.gateway.recall import Recall, open_store
@@ -170,6 +170,8 @@ class Service:
         await self.knowledge.start()
         for backend in self._backends():
             await backend.start()
+        for remote in self.registry.remotes.values():
+            await remote.start()
         if self.control is not None:
             await self.control.start()
         self.slices.start()
@@ -208,6 +210,8 @@ class Service:
             await self._batch_runner.close()
         await self.slices.close()
         await self.admissions.close()
+        for remote in self.registry.remotes.values():
+            await remote.close()
         if self.sessions is not None:
             await self.sessions.close()
         if self.judge is not None:

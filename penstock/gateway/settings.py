@@ -10,6 +10,7 @@ from penstock.config.caching import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoding import EncoderConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.schema import (
     LAST_CLASS,
@@ -48,6 +49,8 @@ class ModelSettings:
     tool_format: str = "auto"
     downgrade_to: str = ""
     """What answers best-effort callers while too many wait."""
+    fallback: tuple[str, ...] = ()
+    overflow_at: int | None = None
     max_in_flight: int = 4096
     """Requests running or waiting in its engine; more are refused."""
     silence_s: float = 75.0
@@ -112,6 +115,7 @@ class GatewaySettings:
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
+    remotes: tuple[RemoteConfig, ...] = ()
     prices: tuple[PriceConfig, ...] = ()
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
@@ -131,7 +135,14 @@ class GatewaySettings:
         own = [
             PriceEntry(Price.per_million(model.input_price, model.output_price), model=model.name)
             for model in self.models
-        ] + [PriceEntry(Price.per_million(encoder.input_price, 0.0), model=encoder.name) for encoder in self.encoders]
+        ]
+        own += [
+            PriceEntry(Price.per_million(remote.input_price, remote.output_price), model=remote.name)
+            for remote in self.remotes
+        ]
+        own += [
+            PriceEntry(Price.per_million(encoder.input_price, 0.0), model=encoder.name) for encoder in self.encoders
+        ]
         listed = [
             PriceEntry(
                 Price.per_million(entry.input_price, entry.output_price, entry.cached_price, entry.batch_percent),
@@ -172,6 +183,8 @@ class GatewaySettings:
                     cost_per_hour=model.cost_per_hour,
                     tool_format=model.tool_format,
                     downgrade_to=model.downgrade_to,
+                    fallback=model.fallback,
+                    overflow_at=model.overflow_at,
                     max_in_flight=model.max_waiting + (model.max_running or 0),
                 )
                 for model in config.models
@@ -208,6 +221,7 @@ class GatewaySettings:
             routing=config.routing,
             resilience=config.resilience,
             admission=config.admission,
+            remotes=config.remotes,
             prices=config.prices,
             guardrails=config.guardrails,
             conversations=config.conversations,

@@ -18,7 +18,7 @@ from penstock.conversations.model import pack
 from penstock.engine.request import SamplingParams
 from penstock.gateway.answering import complete
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
+from penstock.gateway.generation import EngineGeneration
 from penstock.gateway.generation import Prompt as Tokenized
 from penstock.gateway.retrieving import Retrieved
 from penstock.gateway.service import Service
@@ -126,7 +126,7 @@ async def _condensed(prompt: Prompt, exchange: Exchange, summary: Summary, room:
     async def ask(messages: list[Message], tokens: int) -> str:
         asked = await service.encode_chat(model, messages)
         params = SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=text.eos_token_ids)
-        generation = Generation(
+        generation = EngineGeneration(
             model,
             [Tokenized(asked, [params])],
             id=exchange.new_answer_id(),

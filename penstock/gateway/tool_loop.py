@@ -20,9 +20,9 @@ from penstock.gateway.answering import engaged, guard_output, watched
 from penstock.gateway.choice import Piece
 from penstock.gateway.conversing import OpenTurn, Recorder
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Generation
 from penstock.gateway.judging import judge_answer
 from penstock.gateway.preparing import prepare_chat
+from penstock.gateway.producing import Generation
 from penstock.gateway.sampling import Limits
 from penstock.gateway.schemas import ChatRequest, FunctionDefinition, ToolDefinition
 from penstock.gateway.service import Service

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.gateway.answering import Renderer
 from penstock.gateway.choice import Piece
-from penstock.gateway.generation import Generation
+from penstock.gateway.producing import Generation
 
 
 @dataclass(slots=True)

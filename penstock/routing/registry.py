@@ -8,14 +8,33 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import penstock
 from penstock.backends.base import Backend
 from penstock.errors import ConfigError
-from penstock.protocol.errors import ModelNotFound
+from penstock.protocol.errors import InvalidRequest, ModelNotFound
+from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
+
+
+class AnsweringModel(Protocol):
+    """What answers, by name: a model that runs here, or one that others run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def base_name(self) -> str:
+        """What metrics, prices and the ledger call it."""
+
+    @property
+    def adapter(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -37,6 +56,10 @@ class ServedModel:
     """The group of models with which it takes turns; none when empty."""
     adapters: tuple[str, ...] = ()
     """Configured LoRA adapters; once its engine has told of its own, those count."""
+    fallback: tuple[str, ...] = ()
+    """Models that answer when this one cannot, in this order."""
+    overflow_at: int | None = None
+    """Requests in flight per replica from which on the fallbacks go first."""
     adapter: str = ""
     """Set on a model that is another one with this adapter."""
     base: str = ""
@@ -47,6 +70,13 @@ class ServedModel:
     def base_name(self) -> str:
         """What the engine's metrics call it: adapters count as their base."""
         return self.base or self.name
+
+    def overflows(self, waiting: int) -> bool:
+        """Whether it has more to do than it should take alone. `waiting`: requests that have not reached it yet."""
+        if self.overflow_at is None:
+            return False
+        up = sum(replica.ready for replica in self.backend.replicas)
+        return self.backend.in_flight + waiting >= self.overflow_at * max(up, 1)
 
     @property
     def adapter_names(self) -> list[str]:
@@ -81,7 +111,7 @@ class Route:
 class Registry:
     """Every served model, by name and alias."""
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
+    def __init__(self, models: Iterable[ServedModel], remotes: Iterable[RemoteModel] = ()) -> None:
         self._models: dict[str, ServedModel] = {}
         self._routes: dict[str, Route] = {}
         for model in models:
@@ -90,6 +120,13 @@ class Registry:
         for model in self._models.values():
             for alias in model.aliases:
                 self._claim(alias, Route(model, "alias"))
+        self.remotes = {remote.name: remote for remote in remotes}
+        self._remote_names: dict[str, RemoteModel] = {}
+        for remote in self.remotes.values():
+            for name in (remote.name, *remote.aliases):
+                if name in self._routes or name in self._remote_names:
+                    raise ConfigError(f"two models are called `{name}`; names and aliases must differ")
+                self._remote_names[name] = remote
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
@@ -101,11 +138,33 @@ class Registry:
         for model in self._models.values():
             if name in model.adapter_names:
                 return Route(model.with_adapter(name), "adapter")
-        raise ModelNotFound(name[:256], [*self._routes, *(name for model in self for name in model.adapter_names)])
+        if name in self._remote_names:
+            raise InvalidRequest(
+                f"Another server runs `{name}`; its tokens are not known here, so it takes conversations only.",
+                param="model",
+                code="remote_model",
+            )
+        adapters = (name for model in self for name in model.adapter_names)
+        raise ModelNotFound(name[:256], [*self._routes, *self._remote_names, *adapters])
+
+    def remote(self, name: str) -> RemoteModel | None:
+        """The model of this name that others run."""
+        return self._remote_names.get(name)
+
+    def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
+        """Who may answer a request for `name`, in order, and why them (`x-penstock-route`; nothing for the model
+        itself). `waiting`: how many requests wait for a model before its engines."""
+        if name in self._remote_names:
+            return [(name, "")]
+        model = self.route(name).model
+        others = [other for other in model.fallback if other != name]
+        if others and model.overflows(waiting(model)):
+            return [*((other, "overflow") for other in others), (name, "")]
+        return [(name, ""), *((other, "fallback") for other in others)]
 
     def named(self, name: str) -> bool:
         """Whether a model or alias, not an adapter, is called this."""
-        return name in self._routes
+        return name in self._routes or name in self._remote_names
 
     def _claim(self, name: str, route: Route) -> None:
         if name in self._routes:

@@ -93,6 +93,9 @@ class Metrics:
         self._rejections = registry.counter(
             "penstock_rejections_total", "Requests refused for lack of capacity.", ("reason",)
         )
+        self._fallbacks = registry.counter(
+            "penstock_fallbacks_total", "Requests handed to another model of the chain.", ("model_name", "to", "code")
+        )
         self._grammars = registry.counter(
             "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
         )
@@ -156,6 +159,9 @@ class Metrics:
 
     def rejected(self, reason: str) -> None:
         self._rejections.child(reason).inc()
+
+    def fell_back(self, model: str, to: str, why: str) -> None:
+        self._fallbacks.child(model, to, why).inc()
 
     def grammar(self, outcome: Literal["known", "compiled", "refused"]) -> None:
         self._grammars.child(outcome).inc()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 from tests.scripted import ScriptedEngine, make_text
 
@@ -69,18 +70,28 @@ def serving(text: TextModel) -> Serving:
         encoders: Encoders | None = None,
         backend: Backend | None = None,
         wrap: Callable[[App], Application] = lambda app: app,
+        others: Sequence[RemoteModel] = (),
+        served: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> AsyncIterator[Running]:
+        """`served`: more about the model. `others`: models that other servers run."""
         engine = engine or ScriptedEngine(text)
         port = free_port()
         options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
         gateway = GatewaySettings(port=port, **options)
         model = ServedModel(
-            "tiny", text, backend or InProcessBackend(engine), aliases=("small",), input_price=1.0, output_price=2.0
+            "tiny",
+            text,
+            backend or InProcessBackend(engine),
+            aliases=("small",),
+            input_price=1.0,
+            output_price=2.0,
+            **served or {},
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result, encoders, wrap=wrap))
+        registry = Registry([model], others)
+        task = asyncio.create_task(serve(gateway, registry, stop, listening.set_result, encoders, wrap=wrap))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()

@@ -11,7 +11,7 @@ from penstock.gateway.answering import Renderer
 from penstock.gateway.choice import CONTENT_FILTER, Piece
 from penstock.gateway.dialects import ANTHROPIC
 from penstock.gateway.exchange import encode_json
-from penstock.gateway.generation import Generation
+from penstock.gateway.producing import Generation
 from penstock.protocol.errors import ApiError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", CONTENT_FILTER: "refusal"}

@@ -13,9 +13,10 @@ from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
-from penstock.gateway.generation import Generation
+from penstock.gateway.fallback import answered
 from penstock.gateway.logprobs import logprob_entries
 from penstock.gateway.preparing import identify, prepare_chat
+from penstock.gateway.producing import Generation
 from penstock.gateway.sampling import limits
 from penstock.gateway.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.service import Service
@@ -34,14 +35,19 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     asked, param = _max_tokens(request)
     limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
     async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
-        if request.server_tools:
-            render = functools.partial(ChatRenderer, request)
-            await answer_with_tools(service, exchange, request, limit, turn, render)
-            return
-        generation = await prepare_chat(service, exchange, request, limit, turn)
-        recorder = None if turn is None else Recorder(service, exchange, generation, turn)
-        renderer = ChatRenderer(request, generation, recorder)
-        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+        async def attempt(model: str) -> None:
+            asked = msgspec.structs.replace(request, model=model)
+            if asked.server_tools:
+                render = functools.partial(ChatRenderer, asked)
+                await answer_with_tools(service, exchange, asked, limit, turn, render)
+                return
+            generation = await prepare_chat(service, exchange, asked, limit, turn)
+            recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+            renderer = ChatRenderer(asked, generation, recorder)
+            await answer(service, exchange, generation, renderer, stream=bool(asked.stream))
+
+        await answered(service, exchange, request.model, attempt)
 
 
 def _check(request: ChatRequest) -> None:
@@ -86,7 +92,7 @@ class ChatRenderer(StepsRenderer):
         self._totals = totals
         model = generation.model
         self._generation = generation
-        self._text = model.text
+        self._text = generation.text
         self._logprobs = bool(request.logprobs)
         self._top = request.top_logprobs or 0
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -232,5 +238,6 @@ def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
     return calls
 
 
-def _logprobs(text: TextModel, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
+def _logprobs(text: TextModel | None, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
+    assert text is not None, "log-probabilities come from models whose tokens are known"
     return {"content": logprob_entries(text, tokens, top), "refusal": None}

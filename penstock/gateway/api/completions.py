@@ -13,7 +13,7 @@ from penstock.gateway.answering import DONE, Renderer, answer
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
-from penstock.gateway.generation import Generation, Prompt
+from penstock.gateway.generation import EngineGeneration, Prompt
 from penstock.gateway.logprobs import finite
 from penstock.gateway.preparing import identify, open_route, time_limit
 from penstock.gateway.sampling import (
@@ -58,7 +58,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         tokens = await _tokens(service, exchange.caller, model, info, given_prompt)
         fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
         prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
-    generation = Generation(
+    generation = EngineGeneration(
         model,
         prompts,
         id=exchange.new_answer_id(),
@@ -130,7 +130,7 @@ async def _tokens(
 class CompletionRenderer(Renderer):
     """`text_completion` objects, whole or as chunks."""
 
-    def __init__(self, request: CompletionRequest, model: ServedModel, generation: Generation) -> None:
+    def __init__(self, request: CompletionRequest, model: ServedModel, generation: EngineGeneration) -> None:
         self._generation = generation
         self._model = model
         self._logprobs = request.logprobs

@@ -11,6 +11,7 @@ from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesReque
 from penstock.gateway.decoding import decode
 from penstock.gateway.dialects import renamed
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.fallback import answered
 from penstock.gateway.messages import template_messages
 from penstock.gateway.preparing import chat_tokens, find_model, identify, prepare_chat
 from penstock.gateway.sampling import limits
@@ -25,10 +26,15 @@ async def create_message(service: Service, exchange: Exchange) -> None:
     request = decode(_messages, await exchange.body(service.settings.body_limit))
     identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
     limit = limits(request.max_tokens, service.settings, default=None, param="max_tokens")
-    with renamed(NAMES):
-        generation = await prepare_chat(service, exchange, chat_request(request), limit)
-    renderer = MessageRenderer(generation, exchange.request_id)
-    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+    async def attempt(model: str) -> None:
+        with renamed(NAMES):
+            chat = chat_request(msgspec.structs.replace(request, model=model))
+            generation = await prepare_chat(service, exchange, chat, limit)
+        renderer = MessageRenderer(generation, exchange.request_id)
+        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+    await answered(service, exchange, request.model, attempt)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -9,11 +9,13 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.identity import Caller
 from penstock.routing.registry import ServedModel
+from penstock.routing.remotes import RemoteModel
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
     adapted = (model.with_adapter(name) for model in service.registry for name in model.adapter_names)
     data = [describe(service, exchange.caller, model) for model in (*service.registry, *adapted)]
+    data += [describe_remote(service, exchange.caller, remote) for remote in service.registry.remotes.values()]
     data += [describe_encoder(service, exchange.caller, embedder) for embedder in service.encoders]
     await exchange.reply_json({"object": "list", "data": data})
 
@@ -22,6 +24,10 @@ async def get_model(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     if name in service.encoders:
         await exchange.reply_json(describe_encoder(service, exchange.caller, service.encoders.find(name)))
+        return
+    remote = service.registry.remote(name)
+    if remote is not None:
+        await exchange.reply_json(describe_remote(service, exchange.caller, remote))
         return
     await exchange.reply_json(describe(service, exchange.caller, service.registry.route(name).model))
 
@@ -51,6 +57,36 @@ def describe(service: Service, caller: Caller, model: ServedModel) -> dict[str, 
             "streaming": True,
             "logprobs": True,
             "tools": model.text.has_chat_template,
+            "structured_output": True,
+        },
+        "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
+    }
+
+
+def describe_remote(service: Service, caller: Caller, model: RemoteModel) -> dict[str, Any]:
+    """What another server runs; where that is, is not for clients."""
+    window = model.context_window
+    caps = [cap for cap in (window, service.settings.max_tokens) if cap]
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "remote",
+        "root": model.name,
+        "parent": None,
+        "aliases": list(model.aliases),
+        "context_window": window,
+        "max_model_len": window,
+        "max_output_tokens": min(caps, default=None),
+        "limits": service.quotas.told(caller),
+        "ready": model.ready,
+        "state": "awake" if model.ready else "away",
+        "capabilities": {
+            "chat": True,
+            "completions": False,
+            "streaming": True,
+            "logprobs": False,
+            "tools": True,
             "structured_output": True,
         },
         "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},

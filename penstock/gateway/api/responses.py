@@ -12,6 +12,7 @@ from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.dialects import renamed
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.fallback import answered
 from penstock.gateway.preparing import identify, prepare_chat
 from penstock.gateway.responses.reading import chat_request, conversation_of
 from penstock.gateway.responses.rendering import Keep, ResponseRenderer
@@ -52,12 +53,17 @@ async def create_response(service: Service, exchange: Exchange) -> None:
             earlier = msgspec.convert(turn.history, list[ChatMessage])
         conversation = conversation_of(request.input, earlier)
         said = conversation if turn is None else conversation[len(earlier) :]
-        with renamed(_NAMES):
-            generation = await prepare_chat(service, exchange, chat_request(request, said), limit, turn)
         keep = None if request.store is False else _keeper(service.responses, exchange.caller.tenant, conversation)
-        recorder = None if turn is None else Recorder(service, exchange, generation, turn)
-        renderer = ResponseRenderer(request, generation, keep, recorder)
-        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+        async def attempt(model: str) -> None:
+            with renamed(_NAMES):
+                chat = chat_request(msgspec.structs.replace(request, model=model), said)
+                generation = await prepare_chat(service, exchange, chat, limit, turn)
+            recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+            renderer = ResponseRenderer(request, generation, keep, recorder)
+            await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+        await answered(service, exchange, request.model, attempt)
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:

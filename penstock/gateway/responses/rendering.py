@@ -17,8 +17,8 @@ from penstock.gateway.answering import Renderer
 from penstock.gateway.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.conversing import Recorder
 from penstock.gateway.exchange import encode_json
-from penstock.gateway.generation import Generation
 from penstock.gateway.logprobs import logprob_entries
+from penstock.gateway.producing import Generation
 from penstock.gateway.responses.reading import add_call
 from penstock.gateway.responses.schemas import ResponsesRequest
 from penstock.gateway.schemas import ChatMessage, FunctionCall, ToolCall
@@ -97,7 +97,8 @@ class ResponseRenderer(Renderer):
             if not speaking:
                 yield from self._close("completed")
                 yield from self._open_message()
-            logprobs = logprob_entries(self._generation.model.text, piece.tokens, self._top)
+            text = self._generation.text
+            logprobs = [] if text is None else logprob_entries(text, piece.tokens, self._top)
             self._parts.append(piece.text)
             self._logprobs += logprobs
             yield (

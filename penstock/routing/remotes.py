@@ -1,0 +1,171 @@
+"""Models that other servers run: which of them answers a request, and whether any is worth asking.
+
+Owns the servers of one model, their breakers and the task that looks after them. A request goes to the server with the
+least to do whose breaker lets it; until the first text has come it may be tried on another, within the retry budget.
+After that a break is an error: nobody else can go on in the middle of a text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.backends.base import Clock, monotonic
+from penstock.backends.openai import Chunk, OpenAIServer
+from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
+from penstock.routing.breaker import Breaker, BreakerPolicy
+from penstock.routing.retry_budget import RetryBudget
+
+log = logging.getLogger("penstock.routing")
+
+
+@dataclass(slots=True)
+class RemoteMember:
+    """One server, as the model sees it."""
+
+    server: OpenAIServer
+    breaker: Breaker
+    reachable: bool = True
+    """What the last look said."""
+
+
+class RemoteModel:
+    """A model that clients can name and others run."""
+
+    adapter = ""
+
+    def __init__(
+        self,
+        name: str,
+        servers: Sequence[OpenAIServer],
+        *,
+        aliases: Sequence[str] = (),
+        input_price: float = 0.0,
+        output_price: float = 0.0,
+        max_in_flight: int = 256,
+        context_window: int | None = None,
+        check_s: float = 10.0,
+        limit_field: str = "max_tokens",
+        breaker: BreakerPolicy | None = None,
+        retry_share: float = 0.1,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.name = name
+        self.aliases = tuple(aliases)
+        self.input_price = input_price
+        self.output_price = output_price
+        self.context_window = context_window
+        self.limit_field = limit_field
+        """What the servers call the most tokens of an answer."""
+        self.created = int(time.time())
+        self.budget = RetryBudget(retry_share)
+        self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
+        self._max_in_flight = max_in_flight
+        self._check_s = check_s
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def base_name(self) -> str:
+        return self.name
+
+    @property
+    def fingerprint(self) -> str:
+        parts = sorted(f"{member.server.upstream.url}\0{member.server.upstream.model}" for member in self.members)
+        return "fp_" + hashlib.sha256("\0".join((self.name, *parts)).encode()).hexdigest()[:10]
+
+    @property
+    def ready(self) -> bool:
+        return any(member.reachable and member.breaker.allows for member in self.members)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(member.server.in_flight for member in self.members)
+
+    async def start(self) -> None:
+        for member in self.members:
+            await member.server.start()
+        self._watcher = asyncio.create_task(self._look(), name=f"servers of {self.name}")
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        for member in self.members:
+            await member.server.close()
+
+    async def answer(self, body: dict[str, Any], request_id: str, first: RemoteMember) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer, of the server `first` if it can."""
+        self.budget.began()
+        tried: list[RemoteMember] = []
+        while True:
+            member = self.choose(tried) if tried else first
+            tried.append(member)
+            member.breaker.began()
+            said = False
+            try:
+                async with aclosing(member.server.stream(body, request_id)) as chunks:
+                    async for chunk in chunks:
+                        if not said and _says(chunk):
+                            said = True
+                            member.breaker.succeeded()
+                        yield chunk
+                return
+            except (EngineUnavailable, Overloaded) as error:
+                if isinstance(error, EngineUnavailable):
+                    member.breaker.failed()
+                if said or len(tried) == len(self.members) or not self.budget.take():
+                    raise
+                log.info(
+                    "request tried at another server",
+                    extra={
+                        "request_id": request_id,
+                        "model": self.name,
+                        "server": member.server.name,
+                        "why": str(error),
+                    },
+                )
+
+    def choose(self, tried: Sequence[RemoteMember] = ()) -> RemoteMember:
+        """The server to ask, other than those; raises when there is none."""
+        able = [member for member in self.members if member not in tried and member.breaker.allows]
+        if not able:
+            waits = [member.breaker.opens_in_s for member in self.members]
+            raise EngineUnavailable(
+                f"No server behind `{self.name}` can be used at the moment; try again.", retry_after=min(waits) or 1.0
+            )
+        member = min(able, key=lambda member: (not member.reachable, member.server.in_flight))
+        if member.server.in_flight >= self._max_in_flight:
+            raise Overloaded(
+                f"{self.in_flight} requests already run at `{self.name}`; try again shortly.", retry_after=2.0
+            )
+        return member
+
+    async def _look(self) -> None:
+        """Ask servers that have been silent whether they are there."""
+        while True:
+            silent = [member for member in self.members if member.server.idle_s > self._check_s]
+            await asyncio.gather(*(self._check(member) for member in silent))
+            await asyncio.sleep(self._check_s)
+
+    async def _check(self, member: RemoteMember) -> None:
+        try:
+            await member.server.check()
+        except ApiError as error:
+            if member.reachable:
+                log.warning(
+                    "server is away", extra={"model": self.name, "server": member.server.name, "why": error.message}
+                )
+            member.reachable = False
+            member.breaker.failed()
+        else:
+            member.reachable = True
+
+
+def _says(chunk: Chunk) -> bool:
+    return any(choice.delta.content or choice.delta.tool_calls or choice.finish_reason for choice in chunk.choices)
