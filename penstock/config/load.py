@@ -6,6 +6,7 @@ Invariant: `load` either returns a complete `Config` or raises one `ConfigError`
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
 import re
@@ -140,7 +141,24 @@ def _conflicts(config: Config) -> list[str]:
             f"server.workers: models that take turns (time_slice: {', '.join(slices)}) need one gateway that decides "
             "whose turn it is; serve them with one worker"
         )
-    return problems + _guardrails(config) + _shares(config)
+    return problems + _guardrails(config) + _tools(config) + _shares(config)
+
+
+def _tools(config: Config) -> list[str]:
+    names = [server.name for server in config.tool_servers]
+    problems = []
+    for index, server in enumerate(config.tool_servers):
+        where = f"tool_servers[{index}]"
+        if not server.name or names.index(server.name) < index:
+            problems.append(f"{where}: a name of its own is needed")
+        if sum(map(bool, (server.openapi, server.mcp_url, server.command))) != 1:
+            problems.append(f"{where}: one of openapi, mcp_url and command is needed")
+    for network in config.tools.networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            problems.append(f"tools.networks: {error}")
+    return problems
 
 
 def _remotes(config: Config, seen: dict[str, str]) -> list[str]:

@@ -171,6 +171,21 @@ def test_a_resolved_configuration_survives_the_trip_to_a_child(monkeypatch: pyte
     assert load_resolved("resolved.json") == config
 
 
+def test_tool_servers_that_cannot_work_are_refused() -> None:
+    text = """
+tools: {networks: [10.0.0.0/33]}
+tool_servers:
+  - {name: a, mcp_url: "https://x", command: [x]}
+  - {name: a, openapi: api.yaml}
+  - {mcp_url: "https://x"}
+"""
+    with pytest.raises(ConfigError) as caught:
+        load(write(text), environ={})
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        "tool_servers[0]", "tool_servers[1]", "tool_servers[2]", "tools.networks",
+    ]  # fmt: skip
+
+
 def test_the_example_is_valid_and_equals_the_defaults() -> None:
     assert load(write(example()), environ={}) == Config()
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
+from tests.tools.running.parts import WEATHER_API, weather
 
 TOPICS = ("the sea", "bread", "mountains", "cats", "the colour blue", "bicycles", "planets", "tea", "trains", "music")
 
@@ -56,3 +57,27 @@ def test_a_session_goes_on_and_is_forgotten_on_demand(server: Server) -> None:
     assert json.loads(httpx.get(f"{server.url}/v1/conversations").text)["data"]
     assert httpx.delete(f"{server.url}/v1/conversations/short").json()["deleted"]
     assert server.metric("penstock_conversation_turns_total") >= 2
+
+
+def test_the_model_calls_a_registered_tool_and_sees_its_result(server: Server) -> None:
+    document = json.loads(json.dumps(WEATHER_API))
+    city = document["paths"]["/cities/{city}/weather"]["get"]["parameters"][0]
+    city["schema"] = {"type": "string", "maxLength": 12}
+    with weather() as api:
+        spec = {"name": "weather", "openapi": document, "url": api.url, "allow": ["get_weather"]}
+        assert httpx.post(f"{server.url}/v1/admin/tools", json=spec, timeout=30).status_code == 200
+        try:
+            reply = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120).chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "What is the weather in Rome?"}],
+                temperature=0,
+                max_tokens=48,
+                tool_choice="required",
+                extra_body={"server_tools": ["weather"]},
+            )
+        finally:
+            httpx.delete(f"{server.url}/v1/admin/tools/weather")
+        called, result = reply.tool_events[:2]  # type: ignore[attr-defined]
+        assert called["name"] == "get_weather" and set(json.loads(called["arguments"])) <= {"city", "units"}
+        assert result["ok"] and "sunny" in result["content"] and api.seen
+        assert reply.choices[0].message.content

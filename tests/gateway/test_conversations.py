@@ -108,7 +108,8 @@ async def test_function_calls_are_answered_over_turns(serving: Serving, text: Te
         stray = [{"role": "tool", "tool_call_id": "nobody", "content": "x"}]
         assert (await running.chat(messages=stray, conversation="s", tools=[WEATHER])).status_code == 400
         outputs = [{"type": "function_call_output", "call_id": call["id"], "output": "hot"} for call in made]
-        second = await sdk(running).responses.create(model="tiny", input=outputs, conversation="s")  # type: ignore[arg-type]
+        echoed = [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in made]
+        second = await sdk(running).responses.create(model="tiny", input=[*echoed, *outputs], conversation="s")  # type: ignore[arg-type]
         assert second.status == "completed"
         assert (await kept(running))["turns"] == 1
 

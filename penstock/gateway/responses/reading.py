@@ -58,7 +58,8 @@ def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMe
     messages = list(earlier)
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    calls = {call.id for message in earlier for call in message.tool_calls or ()}
+    known = {call.id for message in earlier for call in message.tool_calls or ()}
+    calls = set(known)
     for index, raw in enumerate(given):
         at = f"input[{index}]"
         kind = decode(_kind, raw, at).type or "message"
@@ -67,6 +68,8 @@ def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMe
             messages.append(ChatMessage(role=message.role, content=_text(message.content)))
         elif kind == "function_call":
             call = decode(_call, raw, at)
+            if call.call_id in known:  # sent again before its result
+                continue
             calls.add(call.call_id)
             add_call(
                 messages, ToolCall(id=call.call_id, function=FunctionCall(name=call.name, arguments=call.arguments))

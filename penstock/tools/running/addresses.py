@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import certifi
 import httpx
 
 from penstock.errors import ConfigError
@@ -61,13 +63,20 @@ class Addresses:
         request.url = url.copy_with(host=address)
 
 
+def trusted() -> ssl.SSLContext:
+    """The certificate authorities of this machine ($SSL_CERT_FILE among them) and those that httpx brings along."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
 class PinnedTransport(httpx.AsyncBaseTransport):
     """HTTP to checked addresses. One per tool server: connections are reused by address, and so must not be shared
     between names."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses
-        self._inner = httpx.AsyncHTTPTransport(trust_env=False)
+        self._inner = httpx.AsyncHTTPTransport(verify=trusted(), trust_env=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._addresses.pin(request)

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.tools.running.addresses import Addresses
+from penstock.tools.running.addresses import Addresses, trusted
 from penstock.tools.running.model import Function, Outcome, ToolError, ToolServer, clipped
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def streamable_http(url: str, headers: Mapping[str, str], addresses: Addresses, 
             """As `PinnedTransport`, for the library that MCP uses."""
 
             def __init__(self) -> None:
-                self._inner = httpx2.AsyncHTTPTransport(trust_env=False)
+                self._inner = httpx2.AsyncHTTPTransport(verify=trusted(), trust_env=False)
 
             async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
                 await addresses.pin(request)

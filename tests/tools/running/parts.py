@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import threading
 import time
@@ -132,8 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def weather() -> Iterator[WeatherServer]:
+def weather(tls: ssl.SSLContext | None = None) -> Iterator[WeatherServer]:
     server = WeatherServer()
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

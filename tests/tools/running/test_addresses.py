@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
 import socket
+import ssl
+from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from penstock.errors import ConfigError
 from penstock.tools.running.addresses import Addresses, PinnedTransport
@@ -86,3 +93,57 @@ async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: 
             with pytest.raises(ToolError, match="private"):
                 await client.get(f"http://rebinding.example:{server.server_port}/")
             assert len(server.seen) == 1
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A key and a certificate for `name` that vouches for itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, private = folder / "cert.pem", folder / "key.pem"
+    pem.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    private.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return pem, private
+
+
+async def test_tls_verifies_the_name_and_not_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pem, private = certificate(tmp_path, "tool.example")
+    monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: int, *args: object, **kwargs: object) -> object:
+        host = "127.0.0.1" if host.endswith(".example") else host
+        return real(host, port, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem, private)
+    with weather(context) as server:
+        port = server.server_port
+        async with httpx.AsyncClient(transport=PinnedTransport(Addresses(LOOPBACK))) as client:
+            assert (await client.get(f"https://tool.example:{port}/cities/Rome/weather")).json()["city"] == "Rome"
+        async with httpx.AsyncClient(transport=PinnedTransport(Addresses(LOOPBACK))) as client:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await client.get(f"https://other.example:{port}/")
+
+
+async def test_addresses_of_the_newer_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = httpx.Request("GET", "http://[::1]:81/x")
+    await Addresses(["::1/128"]).pin(request)
+    assert str(request.url) == "http://[::1]:81/x" and request.extensions["sni_hostname"] == "::1"
+    with pytest.raises(ToolError, match="private"):
+        await Addresses(LOOPBACK).pin(httpx.Request("GET", "http://[::1]/"))
