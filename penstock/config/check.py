@@ -84,6 +84,8 @@ def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
         return value if isinstance(value, str) and value in get_args(kind) else _INVALID
     if kind is str:
         text = value if node.text is None else node.text
+        if text is False and metadata.get("off"):
+            return "off"
         return text if isinstance(text, str) else _INVALID
     if kind is bool:
         return value if isinstance(value, bool) else _INVALID

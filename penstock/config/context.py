@@ -13,7 +13,7 @@ class ConversationsConfig:
     """Histories kept by session id, for clients that send only what is new."""
 
     url: str = setting(
-        "", doc="redis://HOST:PORT; the store when empty; off: none are kept, and `conversation` is refused."
+        "", doc="redis://HOST:PORT; the store when empty; off: none are kept, and `conversation` is refused.", off=True
     )
     ttl_s: float = setting(3600.0, doc="Seconds after its last turn that a conversation is forgotten.", least=1)
     overflow: Literal["truncate", "summarise"] = setting(

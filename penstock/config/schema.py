@@ -377,7 +377,7 @@ class RequestLogConfig:
 
     url: str = setting(
         "", doc="sqlite:, postgresql:, kafka://HOST:PORT/TOPIC or clickhouse://HOST:PORT/DATABASE; the store when "
-        "empty; off for none.",
+        "empty; off for none.", off=True,
     )  # fmt: skip
     retention_days: float | None = setting(30.0, doc="Days that records are kept; null for ever.", least=0.01)
     batch: int = setting(500, doc="Most records written together.", least=1, most=10_000)

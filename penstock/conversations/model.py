@@ -57,6 +57,8 @@ class Conversation(msgspec.Struct, frozen=True):
     start: int = 0
     """Turns before this one have left the prompt. Kept, so that prompts go on beginning alike and find their prefix
     in the cache."""
+    room: int = 0
+    """How many tokens there were for the prompt when `start` was chosen: in a much larger window it is chosen anew."""
     epoch: int = 0
     """Raised when a client replaces the whole history: what was noted of the old one is void."""
 

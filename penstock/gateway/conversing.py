@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TARGET = 0.75
 """Share of the room that a prompt fills after turns were left out, so that the next ones need not be."""
+WIDER = 1.5
+"""How much more room there must be for turns that were left out to be looked at again."""
 AHEAD = 0.7
 """Share of the room from which turns are condensed in the background, before they have to be."""
 _HEADER = b"x-session-id"
@@ -53,6 +55,8 @@ class OpenTurn:
         self._summary = held.summary
         self._system = ""
         self._start = 0
+        self._taken = False
+        """What the client sends is added once, however many steps the answer takes."""
         self._room = 0
 
     @property
@@ -87,10 +91,11 @@ class OpenTurn:
         `following`: what the assistant and its tools have said in this turn already. `retrieved`: sources for this
         answer, which are in its prompt and not in the conversation.
         """
-        self._take(messages)
         config, metrics = service.settings.conversations, service.metrics.context
         reply = min(config.reply_tokens, window // 4) if limit.max_tokens is None else limit.max_tokens
         self._room = room = max(1, window - reply)
+        if not self._taken:
+            self._take(messages, room)
         draft = self._draft.followed_by(following)
         prompt = Prompt(service, model, toolbox, self._system, draft, retrieved)
         before = self._start
@@ -117,17 +122,20 @@ class OpenTurn:
         exchange.extra_headers.append((b"x-penstock-context", told.encode()))
         return tokens
 
-    def _take(self, messages: list[Message]) -> None:
+    def _take(self, messages: list[Message], room: int) -> None:
+        self._taken = True
         kept = self.held.conversation
         self._draft = kept.extended(messages, keep_system=self._keep_system)
         sent = "\n\n".join(str(message["content"]) for message in messages[: leading_system(messages)])
         self._system = sent or self._draft.system
         self._summary = self._draft.own(self.held.summary)
-        self._start = max(self._draft.start, self._draft.first, self._summary.covers)
+        self._start = max(self._draft.first, self._summary.covers)
+        if room <= WIDER * self._draft.room:
+            self._start = max(self._start, self._draft.start)
 
     async def keep(self, service: Service, exchange: Exchange, generation: Generation, said: Sequence[Message]) -> None:
         """Store the turn with its answer; the next one may begin."""
-        conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start)
+        conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start, room=self._room)
         sessions = _sessions(service)
         try:
             if not await sessions.commit(self.held, conversation):

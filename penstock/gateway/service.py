@@ -14,6 +14,7 @@ from penstock.config.context import ConversationsConfig
 from penstock.config.schema import CountersConfig
 from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
+from penstock.errors import ConfigError
 from penstock.gateway.accounting import Accounts
 from penstock.gateway.admission import Admissions
 from penstock.gateway.batches.files import FileStore
@@ -47,6 +48,7 @@ from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
 from penstock.telemetry.cache_metrics import CacheMetrics
+from penstock.storage.database import redacted
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
@@ -396,6 +398,8 @@ def open_sessions(config: ConversationsConfig, database: Database | None) -> Ses
     """The conversations as the configuration asks for them; None when none are kept."""
     store: ConversationStore
     if config.url and config.url != "off":
+        if not config.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError(f"conversations.url: {redacted(config.url)} is not Redis; use redis://HOST:PORT or off")
         from penstock.conversations.redis import RedisConversations
 
         store = RedisConversations(config.url, ttl_s=config.ttl_s, most=config.per_user)

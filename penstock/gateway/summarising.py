@@ -82,8 +82,12 @@ async def summarise(prompt: Prompt, exchange: Exchange, held: Held, summary: Sum
     try:
         summary = await _condensed(prompt, exchange, summary, room, priority=0)
         await service.sessions.store.summarise(held.owner, held.id, held.created_at, pack(summary))
-    except ApiError as error:
-        log.warning("turns could not be condensed: %s", error.message, extra={"request_id": exchange.request_id})
+    except (ApiError, DatabaseError) as error:
+        log.warning(
+            "turns could not be condensed, or their notes not kept: %s",
+            error,
+            extra={"request_id": exchange.request_id},
+        )
         service.metrics.context.summary("waited", "failed")
     else:
         service.metrics.context.summary("waited", "done")

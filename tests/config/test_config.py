@@ -171,6 +171,13 @@ def test_a_resolved_configuration_survives_the_trip_to_a_child(monkeypatch: pyte
     assert load_resolved("resolved.json") == config
 
 
+def test_off_is_a_word_where_it_means_something() -> None:
+    config = load(write("request_log: {url: off}\nconversations: {url: off}\n"), environ={})
+    assert (config.request_log.url, config.conversations.url) == ("off", "off")
+    with pytest.raises(ConfigError, match="expected text"):
+        load(write("store: {url: off}\n"), environ={})
+
+
 def test_tool_servers_that_cannot_work_are_refused() -> None:
     text = """
 tools: {networks: [10.0.0.0/33]}

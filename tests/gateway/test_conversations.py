@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -192,6 +193,32 @@ async def test_the_oldest_turns_leave_when_the_window_is_full(
         assert len(set(starts)) < 10, "the window moves in leaps, so that prompts find their prefix in the cache"
         dropped = 'penstock_conversation_dropped_turns_total{how="truncated"}'
         assert await running.metric(dropped) == starts[-1]
+
+
+async def test_turns_that_were_left_out_come_back_in_a_larger_window(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    async with serving(ScriptedEngine(text, max_model_len=500), **stored(tmp_path)) as running:
+        for i in range(5):
+            narrow = await say(running, f"this is turn {i}", max_tokens=400)
+        assert narrow.json()["conversation"]["dropped_turns"] == 2
+        wide = await say(running, "and now?", max_tokens=50)
+        assert wide.json()["conversation"]["dropped_turns"] == 0 and "turn 0" in prompt(running, text)
+
+
+async def test_tools_of_the_client_and_long_histories(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    """A conversation whose window is full still takes results of calls, with the call they answer."""
+    engine = says(text, CALL)
+    async with serving(engine, **stored(tmp_path)) as running:
+        engine.info = dataclasses.replace(engine.info, max_model_len=4096)
+        for i in range(4):
+            made = (await say(running, f"{i} " + "Weather? " * 60, tools=[WEATHER, CLOCK])).json()
+            calls = made["choices"][0]["message"]["tool_calls"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "sun " * 40} for call in calls]
+            reply = await running.chat(messages=results, conversation="s", tools=[WEATHER, CLOCK], max_tokens=1500)
+            assert reply.status_code == 200, reply.text
+            assert prompt(running, text).count("sun sun") >= 2
+        assert reply.json()["conversation"]["dropped_turns"] > 0
 
 
 async def test_the_tier_s_context_is_what_must_hold_it(serving: Serving, text: TextModel, tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ class ToolRegistry:
         await self._refresh()
         found = {name: entry for name, entry in self._servers.items() if entry.open_to(tenant)}
         lists = await asyncio.gather(*(_functions(entry) for entry in found.values()), return_exceptions=True)
+        for name, given in zip(found, lists, strict=True):
+            if isinstance(given, BaseException):
+                log.warning("the tool server %s offers nothing: %s", name, given)
         return {
             name: () if isinstance(given, BaseException) else given for name, given in zip(found, lists, strict=True)
         }
