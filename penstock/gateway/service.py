@@ -47,8 +47,8 @@ from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.slicing import Slices
 from penstock.storage import Database, open_database
-from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.storage.database import redacted
+from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
