@@ -67,7 +67,7 @@ async def test_a_timeline_covers_a_request_from_its_first_byte_to_its_last(servi
         order = ["authenticate", "receive", "prepare", "limits", "admission", "queue", "prefill", "decode"]
         assert [phase["name"] for phase in found["phases"] if phase["name"] in order] == order
         assert phases["queue"]["duration_ms"] == 1 and phases["prefill"]["duration_ms"] == 2, "the engine's own clock"
-        assert phases["decode"]["duration_ms"] == pytest.approx(13 * 4, rel=1.0)
+        assert 13 * 4 <= phases["decode"]["duration_ms"] <= found["total_latency_ms"]
         assert phases["decode"]["detail"]["completion_tokens"] == 14
         end = max(phase["start_ms"] + phase["duration_ms"] for phase in found["phases"])
         assert end <= found["total_latency_ms"] + 1
