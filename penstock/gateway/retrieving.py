@@ -38,13 +38,14 @@ class Retrieved:
     collection: Collection
     context: Context
     found: Found
+    query: str
     citations: Literal["auto", "model", "none"]
 
     def citer(self, *, attribute: bool) -> Citer | None:
         """For one choice. `attribute`: text may be added to the answer."""
         if self.citations == "none":
             return None
-        return Citer(self.context.sources, attribute=attribute and self.citations == "auto")
+        return Citer(self.context.sources, attribute=attribute and self.citations == "auto", question=self.query)
 
     def dressed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation as the model gets it: with instructions, and the sources before the last question."""
@@ -84,10 +85,10 @@ class Retrieval:
     """A search that runs while the rest of a request is prepared. Close it, whatever happens."""
 
     def __init__(self, desk: LibraryDesk, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> None:
-        query = wanted.query or query_of(messages)
+        self._query = wanted.query or query_of(messages)
         self._wanted = wanted
         self._most = desk.config.context_tokens
-        self._task = asyncio.create_task(self._search(desk, tenant, query), name="retrieval of a request")
+        self._task = asyncio.create_task(self._search(desk, tenant, self._query), name="retrieval of a request")
 
     async def result(self, count: Count, room: int) -> Retrieved:
         """`count`: with the tokenizer of the model that answers; `room`: tokens left in its window."""
@@ -102,7 +103,7 @@ class Retrieval:
                 param="rag",
                 code="context_length_exceeded",
             )
-        return Retrieved(collection, context, found, self._wanted.citations or "auto")
+        return Retrieved(collection, context, found, self._query, self._wanted.citations or "auto")
 
     async def close(self) -> None:
         self._task.cancel()

@@ -1,8 +1,8 @@
 """The `[n]` in an answer, resolved while it streams; and sentences that plainly come from a source but do not say so.
 
-Small models forget to cite. A sentence that ends without a number, and most of whose words are in one source, gets that
-source's number, and the citation says that it was attributed, not written. Only white space after a sentence is ever
-held back, until it is known whether the model puts a number there itself.
+Small models forget to cite. A sentence that ends without a number, most of whose words are in one source, some of them
+not in the question, gets that source's number; the citation says that it was attributed, not written. Only white space
+after a sentence is ever held back, until it is known whether the model puts a number there itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Citation:
 class Citer:
     """Reads one answer from its beginning to its end."""
 
-    def __init__(self, sources: Sequence[Source], *, attribute: bool) -> None:
+    def __init__(self, sources: Sequence[Source], *, attribute: bool, question: str = "") -> None:
+        """`question`: what was asked; words of it are in an answer for that reason, and say nothing of its source."""
+        self._asked = _stems(question)
         self._sources = {source.number: source for source in sources}
         self._vocabularies = [(source, _vocabulary(source)) for source in sources] if attribute else []
         self._length = 0
@@ -82,13 +84,13 @@ class Citer:
         if any(int(number) in self._sources for match in _MARKER.finditer(sentence) for number in _numbers(match)):
             return
         said = _stems(sentence)
-        if len(said) < LEAST_WORDS:
+        if len(said) < LEAST_WORDS or sentence.rstrip().endswith("?"):
             return
-        support, source = max(
-            ((len(said & vocabulary) / len(said), source) for source, vocabulary in self._vocabularies),
-            key=lambda pair: pair[0],
+        support, source, vocabulary = max(
+            ((len(said & vocabulary) / len(said), source, vocabulary) for source, vocabulary in self._vocabularies),
+            key=lambda found: found[0],
         )
-        if support >= SUPPORT:
+        if support >= SUPPORT and (said & vocabulary) - self._asked:
             marker = f" [{source.number}]"
             out.append(marker)
             self._length += len(marker)

@@ -63,6 +63,15 @@ def test_lines_are_sentences_too() -> None:
     assert said == "- twelve weeks paid leave for parents [1]\n- office opens at eight [2]\n"
 
 
+def test_repeating_the_question_is_no_citation() -> None:
+    def said(text: str) -> str:
+        return Citer(SOURCES, attribute=True, question="When does the office open?").push(text, final=True)[0]
+
+    assert said("The answer: when does the office open?") == "The answer: when does the office open?"
+    assert said("You asked when the office opens.") == "You asked when the office opens."
+    assert said("The office opens at eight.") == "The office opens at eight. [2]"
+
+
 def test_abbreviations_and_numbers_end_nothing() -> None:
     text = "Parents receive e.g. twelve weeks 3.5 of paid leave"
     assert cited([text])[0] == text + " [1]"
