@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -25,10 +25,11 @@ class WireError(PenstockError):
 class StatusError(WireError):
     """The server answered with something other than 200."""
 
-    def __init__(self, status: int, body: bytes) -> None:
+    def __init__(self, status: int, body: bytes, headers: Mapping[bytes, bytes] | None = None) -> None:
         super().__init__(f"HTTP {status}: {body[:300].decode(errors='replace')}")
         self.status = status
         self.body = body
+        self.headers = headers or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Connection:
             reader = await self._send(self.target.head(method, path, len(body)) + body)
             status, headers = await _read_head(reader)
             if status != 200:
-                raise StatusError(status, b"".join([part async for part in _read_body(reader, headers)]))
+                raise StatusError(status, b"".join([part async for part in _read_body(reader, headers)]), headers)
             async for part in _read_body(reader, headers):
                 yield part
             finished = headers.get(b"connection", b"").lower() != b"close"

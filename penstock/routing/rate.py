@@ -19,9 +19,10 @@ class BusyRate:
 
     __slots__ = ("_busy_since", "_fade_s", "_seconds", "_work")
 
-    def __init__(self, fade_s: float = FADE_S) -> None:
+    def __init__(self, fade_s: float = FADE_S, kinds: int = 1) -> None:
+        """`kinds`: of work, told apart by their index."""
         self._fade_s = fade_s
-        self._work = 0.0
+        self._work = [0.0] * kinds
         self._seconds = 0.0
         self._busy_since: float | None = None
 
@@ -30,23 +31,23 @@ class BusyRate:
         self._pass(now)
         self._busy_since = now if busy else None
 
-    def add(self, now: float, work: float) -> None:
+    def add(self, now: float, work: float, kind: int = 0) -> None:
         """So much work was done just now."""
         self._pass(now)
-        self._work += work
+        self._work[kind] += work
 
-    def per_s(self, now: float) -> float | None:
-        """None while too little has been seen."""
+    def per_s(self, now: float, first: int = 0) -> float | None:
+        """Of all kinds from `first` on; None while too little has been seen."""
         self._pass(now)
-        if self._seconds < SETTLED_S or self._work <= 0:
+        if self._seconds < SETTLED_S or not any(self._work):
             return None
-        return self._work / self._seconds
+        return sum(self._work[first:]) / self._seconds
 
     def _pass(self, now: float) -> None:
         if self._busy_since is None or now <= self._busy_since:
             return
         elapsed = now - self._busy_since
         kept = math.exp(-elapsed / self._fade_s)
-        self._work *= kept
+        self._work = [work * kept for work in self._work]
         self._seconds = self._seconds * kept + self._fade_s * (1.0 - kept)
         self._busy_since = now

@@ -77,15 +77,17 @@ def has_memory(entry: Entry, kv_tokens: int, room: Room) -> bool:
     return room.kv_tokens is None or kv_tokens + entry.kv_tokens <= room.kv_tokens
 
 
-def work_ahead(entry: Entry, standing: Standing, rules: AdmissionConfig) -> float:
-    """Cost of what will be granted before `entry`, were it to wait."""
-    work = standing.work
+def predicted_wait(entry: Entry, standing: Standing, rules: AdmissionConfig) -> float:
+    """Seconds until what is before `entry` has been granted, were it to wait; 0 while the drain rate is not known."""
+    work, rates = standing.work, standing.rates
+    if rates is None:
+        return 0.0
     if rules.order in ("fcfs", "sjf"):
-        return sum(work)
-    before = sum(work[: entry.rank])
-    if rules.order == "priority":
-        return before + work[entry.rank]
-    return before + fair_share(entry, standing) * work[entry.rank]
+        return sum(work) / rates[0]
+    # Higher classes go first, and those that are still to come do too: only what they leave drains this one.
+    share = fair_share(entry, standing) if rules.order == "fair" else 1.0
+    above = sum(work[rank] / rates[rank] for rank in range(entry.rank))
+    return above + share * work[entry.rank] / rates[entry.rank]
 
 
 def fair_share(entry: Entry, standing: Standing) -> float:
@@ -96,11 +98,6 @@ def fair_share(entry: Entry, standing: Standing) -> float:
         return 1.0
     weights = standing.active_weight + (0.0 if standing.own_work else entry.weight)
     return min(standing.own_work * weights / entry.weight / total, 1.0)
-
-
-def predicted_wait(entry: Entry, standing: Standing, rules: AdmissionConfig) -> float:
-    """Seconds until what is before `entry` has been granted; 0 while the drain rate is not known."""
-    return work_ahead(entry, standing, rules) / standing.rate if standing.rate else 0.0
 
 
 def crowding(entry: Entry, standing: Standing, room: Room, rules: AdmissionConfig) -> float:

@@ -205,7 +205,8 @@ class Admission:
         ]
 
     def _rates(self) -> list[tuple[tuple[str], float]]:
-        return [((model,), desk.queue.standing("", 0).rate or 0.0) for model, desk in self._desks.items()]
+        standings = ((model, desk.queue.standing("", 0)) for model, desk in self._desks.items())
+        return [((model,), standing.rates[0] if standing.rates else 0.0) for model, standing in standings]
 
 
 def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, RoomNow]:

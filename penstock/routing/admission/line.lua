@@ -8,7 +8,7 @@
 local P, op, now, gateway = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local slots, kv, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local order, ageing, dead = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])
-local EVERY, FADE, SETTLED, STEP, COUNTERS = 10, 20, 0.5, 0.1, 4096
+local EVERY, FADE, SETTLED, STEP, LEAST, COUNTERS = 10, 20, 0.5, 0.1, 0.02, 4096
 if now < 0 then
   local t = redis.call('TIME')
   now = tonumber(t[1]) + tonumber(t[2]) / 1e6
@@ -35,7 +35,7 @@ local function pass()
   local since = S.since
   if not since or since < 0 or now <= since then return end
   local kept = math.exp(-(now - since) / FADE)
-  set('work', s('work') * kept)
+  for _, name in ipairs({'work0', 'work1', 'work2'}) do set(name, s(name) * kept) end
   set('busy', s('busy') * kept + FADE * (1 - kept))
   set('since', now)
 end
@@ -146,7 +146,7 @@ local function grant()
     local e = next_entry()
     if not fits(e) then return end
     pass()
-    set('work', s('work') + e.cost)
+    set('work' .. e.rank, s('work' .. e.rank) + e.cost)
     pull(e)
     take(e)
     granted[#granted + 1] = e.id
@@ -254,16 +254,21 @@ end
 if #arguments > 0 then redis.call('HSET', state, unpack(arguments)) end
 
 pass()
-local rate = 'nan'
-if s('busy') >= SETTLED and s('work') > 0 then
-  rate = num(s('work') / s('busy'))
+local rates = {'nan', 'nan', 'nan'}
+local total = s('work0') + s('work1') + s('work2')
+if s('busy') >= SETTLED and total > 0 then
+  total = total / s('busy')
+  rates = {num(total), num(math.max((s('work1') + s('work2')) / s('busy'), LEAST * total)),
+           num(math.max(s('work2') / s('busy'), LEAST * total))}
 elseif s('service') > 0 and s('cost') > 0 then
-  rate = num(s('cost') / s('service'))
+  total = num(s('cost') / s('service'))
+  rates = {total, total, total}
 end
 local tenant, rank = ARGV[10], ARGV[11]
 local value = tonumber(redis.call('ZSCORE', key('c', rank), tenant) or '0')
 return {
   known, granted, dropped, num(s('inflight')), num(s('kv')), num(s('q0')), num(s('q1')), num(s('q2')),
-  num(s('w0')), num(s('w1')), num(s('w2')), rate, redis.call('HGET', key('n', rank), tenant) or '0',
+  num(s('w0')), num(s('w1')), num(s('w2')), rates[1], rates[2], rates[3],
+  redis.call('HGET', key('n', rank), tenant) or '0',
   num(s('t' .. rank)), num(math.max(value - s('v' .. rank), 0)),
 }

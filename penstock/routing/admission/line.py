@@ -24,6 +24,8 @@ from penstock.routing.rate import BusyRate
 AGEING_EVERY = 10
 DRAIN_FADE_S = 20.0
 """Over how long the drain rate is averaged: few requests end per second where each takes many."""
+LEAST_RATE = 0.02
+"""A class that got nothing lately is taken to get this part of what leaves the queue."""
 SERVICE_STEP = 0.1
 """Weight of the newest entry in the mean time from grant to release."""
 COUNTERS = 4096
@@ -79,7 +81,7 @@ class Line:
         self._cost = 0.0
         self._service_s = 0.0
         self._grants = 0
-        self._drain = BusyRate(DRAIN_FADE_S)
+        self._drain = BusyRate(DRAIN_FADE_S, len(CLASSES))
 
     def enter(self, entry: Entry, room: Room, most: int, now: float) -> Changes:
         """Add an entry; grant whoever is next; drop one if more than `most` wait then."""
@@ -135,18 +137,22 @@ class Line:
             kv_tokens=self._kv_tokens,
             queued=(self._classes[0].count, self._classes[1].count, self._classes[2].count),
             work=(self._classes[0].work, self._classes[1].work, self._classes[2].work),
-            rate=self._rate(now),
+            rates=self._rates(now),
             own_work=own.work if own else 0.0,
             active_weight=group.weight,
             excess=max(group.counters.get(tenant, 0.0) - group.virtual_time, 0.0),
         )
 
-    def _rate(self, now: float) -> float | None:
+    def _rates(self, now: float) -> tuple[float, float, float] | None:
         """Measured while somebody waited; before that, what is running by the time such things took so far."""
-        rate = self._drain.per_s(now)
-        if rate is None and self._service_s > 0 and self._cost > 0:
-            return self._cost / self._service_s
-        return rate
+        total = self._drain.per_s(now)
+        if total is not None:
+            left = [max(self._drain.per_s(now, rank) or 0.0, LEAST_RATE * total) for rank in (1, 2)]
+            return total, left[0], left[1]
+        if self._service_s > 0 and self._cost > 0:
+            total = self._cost / self._service_s
+            return total, total, total
+        return None
 
     def _push(self, entry: Entry, now: float) -> None:
         if not self._waiting:
@@ -184,7 +190,7 @@ class Line:
             entry = self._next(now)
             if not self._fits(entry, room):
                 return
-            self._drain.add(now, entry.cost)
+            self._drain.add(now, entry.cost, entry.rank)
             self._pull(entry, now)
             self._take(entry, now)
             changes.granted.append(entry.id)

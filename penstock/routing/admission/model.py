@@ -70,8 +70,9 @@ class Standing:
     """Entries that wait, by class."""
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Their costs."""
-    rate: float | None = None
-    """Cost that leaves the queue per second while somebody waits; None: not known yet."""
+    rates: tuple[float, float, float] | None = None
+    """Cost that leaves the queue per second while somebody waits, by class: what is left for it by those above. None:
+    not known yet."""
     own_work: float = 0.0
     """Cost of what this tenant has waiting in this class."""
     active_weight: float = 0.0

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -147,7 +147,7 @@ class RedisQueue(AdmissionQueue):
             return self._local.standing(tenant, rank)
         own = self._tenants.get((tenant, rank))
         if own is None:
-            return self._standing
+            return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0)
         return replace(self._standing, own_work=own.own_work, active_weight=own.active_weight, excess=own.excess)
 
     def _end(self, id: str, operation: str, used: float) -> None:
@@ -273,12 +273,9 @@ class RedisQueue(AdmissionQueue):
         return True
 
     def _note(self, tenant: str, rank: int, values: list[float]) -> None:
-        in_flight, kv, q0, q1, q2, w0, w1, w2, rate, own, active, excess = values
-        self._standing = Standing(
-            int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), None if rate != rate else rate
-        )
+        self._standing = read_standing(values)
         if tenant:
-            self._tenants[tenant, rank] = Standing(own_work=own, active_weight=active, excess=excess)
+            self._tenants[tenant, rank] = self._standing
             self._tenants.move_to_end((tenant, rank))
             if len(self._tenants) > TENANTS:
                 self._tenants.popitem(last=False)
@@ -301,6 +298,15 @@ def arguments_of(entry: Entry, age: float) -> list[Any]:
     return [
         entry.id, entry.tenant, entry.rank, entry.weight, entry.cost, entry.kv_tokens, entry.slots, age,
     ]  # fmt: skip
+
+
+def read_standing(values: Sequence[float]) -> Standing:
+    """From the numbers at the end of the script's reply."""
+    in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess = values
+    rates = None if r0 != r0 else (r0, r1, r2)
+    return Standing(
+        int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), rates, own, active, excess
+    )  # fmt: skip
 
 
 def _limit(value: int | None) -> int:

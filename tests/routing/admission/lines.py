@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from penstock.config.routing import OrderName
 from penstock.routing.admission.line import Changes, Line
 from penstock.routing.admission.model import Entry, Room, Standing
-from penstock.routing.admission.redis import DEAD_S, SCRIPT, arguments_of
+from penstock.routing.admission.redis import DEAD_S, SCRIPT, arguments_of, read_standing
 
 
 class AnyLine(Protocol):
@@ -56,11 +56,7 @@ class ScriptLine:
         head = [operation, now, self._gateway, slots, kv, most, self._order, self._ageing_s, DEAD_S, tenant, rank]
         known, granted, dropped, *values = self._script(keys=["queue:"], args=[*head, *rest])
         assert known == 1 or operation == "restore"
-        in_flight, held, q0, q1, q2, w0, w1, w2, rate, own, active, excess = map(float, values)
-        standing = Standing(
-            int(in_flight), int(held), (int(q0), int(q1), int(q2)), (w0, w1, w2), None if rate != rate else rate,
-            own, active, excess,
-        )  # fmt: skip
+        standing = read_standing([float(value) for value in values])
         return Changes([id.decode() for id in granted], [id.decode() for id in dropped]), standing
 
 

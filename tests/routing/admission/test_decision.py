@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import clamp_retry_after
-from penstock.routing.admission.decision import Ask, decide, fits, saturated, shed_share, value_of, work_ahead
+from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated, shed_share, value_of
 from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room, Standing
 
 amounts = st.integers(0, 20_000)
@@ -34,13 +34,14 @@ asks = st.builds(
 )
 counts = st.integers(0, 600)
 works = st.floats(0, 1e6)
+rates = st.floats(0.1, 1e5)
 standings = st.builds(
     Standing,
     in_flight=st.integers(0, 300),
     kv_tokens=amounts,
     queued=st.tuples(counts, counts, counts),
     work=st.tuples(works, works, works),
-    rate=st.none() | st.floats(0.1, 1e5),
+    rates=st.none() | st.tuples(rates, rates, rates).map(lambda each: tuple(sorted(each, reverse=True))),
     own_work=works,
     active_weight=st.floats(0, 100),
     excess=works,
@@ -79,7 +80,7 @@ def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
 
 @given(standings, rooms, rolls, entries)
 def test_nobody_is_refused_while_the_queue_is_short(standing: Standing, room: Room, roll: float, entry: Entry) -> None:
-    calm = replace(standing, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rate=1000.0)
+    calm = replace(standing, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rates=(1e3, 1e3, 1e3))
     assert decide(Ask(entry), calm, room, AdmissionConfig(), roll).action != "refuse"
 
 
@@ -117,22 +118,22 @@ def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other
 
 
 @given(standings, entries)
-def test_a_higher_class_never_has_more_before_it(standing: Standing, entry: Entry) -> None:
+def test_a_higher_class_never_waits_longer(standing: Standing, entry: Entry) -> None:
     rules = AdmissionConfig(order="priority")
-    ahead = [work_ahead(replace(entry, rank=rank), standing, rules) for rank in (PREMIUM, STANDARD, BATCH)]
-    assert ahead == sorted(ahead)
+    waits = [predicted_wait(replace(entry, rank=rank), standing, rules) for rank in (PREMIUM, STANDARD, BATCH)]
+    assert waits == sorted(waits)
 
 
 def test_a_flood_is_refused_and_its_neighbour_is_not() -> None:
     rules, room = AdmissionConfig(), Room(slots=4)
-    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), 1e4, own_work=2e5, active_weight=1.0)
+    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
     calm = replace(flood, own_work=0.0)
     assert decide(Ask(Entry("a", "flood")), flood, room, rules, 0.0).reason == "load_shed"
     assert decide(Ask(Entry("b", "calm")), calm, room, rules, 0.0).action == "queue"
 
 
 def test_missing_memory_is_called_so() -> None:
-    standing = Standing(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), 1e4, own_work=5e5, active_weight=1.0)
+    standing = Standing(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), (1e4, 1e4, 1e4), own_work=5e5, active_weight=1.0)
     long = Ask(Entry("a", "t", kv_tokens=200))
     assert decide(long, standing, Room(slots=8, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "memory_pressure"
     assert decide(long, standing, Room(slots=2, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "load_shed"
