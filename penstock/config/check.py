@@ -79,8 +79,8 @@ class Checker:
 def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
     value = node.value
     if get_origin(kind) is Literal:
-        if value is False and "off" in get_args(kind):
-            return "off"  # YAML reads an unquoted `off` as false
+        if isinstance(value, bool) and (word := "on" if value else "off") in get_args(kind):
+            return word  # YAML reads an unquoted `off` as false
         return value if isinstance(value, str) and value in get_args(kind) else _INVALID
     if kind is str:
         text = value if node.text is None else node.text

@@ -136,7 +136,8 @@ async def _prepare(
         want_logprobs=bool(request.logprobs),
         toolbox=toolbox,
         seeded=request.seed is not None,
-        comparable=_comparable(service, request, messages) if turn is None and not following else None,
+        # A stored conversation, what tools said, and sources are not in the request: alike requests may differ in them.
+        comparable=None if turn or following or retrieved else _comparable(service, request, messages),
     )
     if retrieved is not None:
         # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.

@@ -97,6 +97,11 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
     assert 'belongs under "server"' in error_of("drain_s: 3")
 
 
+def test_on_and_off_are_words_where_they_are_meant_as_such() -> None:
+    config = load(write("cache: {exact: on, semantic: off}"), environ={})
+    assert (config.cache.exact, config.cache.semantic) == ("on", "off")
+
+
 def test_every_mistake_is_reported_at_once() -> None:
     message = error_of("server:\n  port: eighty\nmodels:\n  - source: a\n    dtype: float8\nlogging:\n  level: loud\n")
     lines = message.splitlines()
@@ -121,6 +126,10 @@ def test_every_mistake_is_reported_at_once() -> None:
         ("models: []", "at least one model"),
         ("models: [{source: a}, {source: b, aliases: [a]}]", 'name "a" is already taken by models[0]'),
         ("models: [{speculation: on}]", "expected one of off, ngram, draft, found True"),
+        ("cache: {exact: maybe}", "expected one of off, asked, on, found 'maybe'"),
+        ("cache: {exact: on}\nserver: {workers: 2}", "several workers need a Redis"),
+        ("cache: {semantic: on}\nencoders: []", "it needs an encoder"),
+        ("encoders: [{name: smollm2-135m}]", "is already taken by models[0]"),
         ("models: [{speculation: draft}]", "needs a draft_model"),
         ("models: [{draft_model: a}]", "only used with speculation: draft"),
         ("server: {port: 1}\nserver: {port: 2}", "already given at penstock.yaml:1"),

@@ -267,9 +267,10 @@ async def test_the_same_question_in_other_words_is_found_and_a_different_one_is_
 
 
 async def test_a_semantic_hit_that_a_user_dislikes_is_forgotten(
-    serving: Serving, counting: ScriptedEngine, encoders: Callable[[], Encoders]
+    serving: Serving, counting: ScriptedEngine, encoders: Callable[[], Encoders], tmp_path: Path
 ) -> None:
-    async with serving(counting, encoders=encoders(), cache=CacheConfig(semantic="asked", lookup_s=5)) as running:
+    settings = {"store_url": f"sqlite:///{tmp_path}/s.db", "cache": CacheConfig(semantic="asked", lookup_s=5)}
+    async with serving(counting, encoders=encoders(), **settings) as running:
         await running.service.encoders.find("minilm").open()
         wanted = {"headers": {CACHE: "semantic"}}
         assert (await ask(running, "Who wrote Hamlet?"))[1] is None
@@ -282,6 +283,9 @@ async def test_a_semantic_hit_that_a_user_dislikes_is_forgotten(
         recall = running.service.recall
         assert recall is not None
         assert not await recall.suspect("somebody else", hit.json()["id"])
-        assert await recall.suspect("default", hit.json()["id"])
+        for rating, suspected in (("up", 0), ("down", 1), ("down", 1)):
+            vote = {"response_id": hit.json()["id"], "rating": rating}
+            assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200
+            assert await running.metric("penstock_cache_suspected_false_hits_total") == suspected
         assert await running.metric("penstock_cache_suspected_false_hits_total") == 1
         assert (await ask(running, "Who is the author of Hamlet?", **wanted))[1] == "miss"

@@ -229,8 +229,8 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
         token_budget=config.token_budget or (1024 if on_cpu else 16384),
         max_waiting=config.max_waiting,
     )
-    with phases("warm up"), torch.inference_mode():
-        encoder(Packed.of([[0, 0, 0], [0, 0, 0, 0]], [None, None], device))
+    with phases("warm up"):
+        encoder.warm_up()
     return engine
 
 

@@ -2,12 +2,13 @@
 
 All texts of a batch lie one after the other along a single axis, shortest first, so linears and norms compute no
 padding. Attention is one call for every group of texts of the same length, which are neighbours and therefore a view
-of the packed tensor; on CUDA it is one call for all of them, told where each text begins.
+of the packed tensor; on CUDA it is one call for all of them, told where each text begins, where torch has that.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from penstock.engine.encoder.config import EncoderShape
 from penstock.engine.loading.checkpoint import Checkpoint
 from penstock.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Encoder:
         self._norm = norm
         self._layers = layers
         self.head = head
+        self._attend = self._attend_by_length
 
     @property
     def device(self) -> torch.device:
@@ -120,14 +124,28 @@ class Encoder:
 
     def __call__(self, batch: Packed) -> Tensor:
         """The last layer's states [tokens, hidden]."""
-        attend = self._attend_at_once if self.device.type == "cuda" else self._attend_by_length
         x = F.embedding(batch.tokens, self._words)
         x = x + F.embedding(batch.positions, self._positions) + F.embedding(batch.segments, self._segments)
         x = self._normed(x, self._norm)
         for layer in self._layers:
-            x = self._normed(x + layer.out(attend(layer.qkv(x), batch)), layer.attention_norm)
+            x = self._normed(x + layer.out(self._attend(layer.qkv(x), batch)), layer.attention_norm)
             x = self._normed(x + layer.down(F.gelu(layer.up(x))), layer.output_norm)
         return x
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run once; on CUDA also see whether attention can be one call here, and gives the same."""
+        batch = Packed.of([[0, 0, 0], [0] * 4, [0] * 4, [0] * 9], [None] * 4, self.device)
+        expected = self(batch)
+        if self.device.type == "cuda":
+            self._attend = self._attend_at_once
+            try:
+                same = torch.allclose(self(batch), expected, atol=1e-2)
+            except (RuntimeError, NotImplementedError):  # not in this build of torch, or not for this device
+                same = False
+            if not same:
+                log.info("attention of this encoder is computed by length")
+                self._attend = self._attend_by_length
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, (self.shape.hidden,), norm.weight, norm.bias, self.shape.norm_eps)

@@ -51,6 +51,8 @@ async def give_feedback(service: Service, exchange: Exchange) -> None:
         raise _away() from error
     if vote is None:
         raise NotFound(f"There is no answer `{request.response_id[:128]}` to vote on.", param="response_id")
+    if request.rating == "down" and service.recall is not None:
+        await service.recall.suspect(exchange.caller.tenant, request.response_id)
     await exchange.reply_json(vote.shown())
 
 
