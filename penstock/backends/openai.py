@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, InvalidRequest, Overloaded
+from penstock.telemetry.context import outgoing_headers
 
 CONNECT_S = 5.0
 CHECK_S = 5.0
@@ -135,7 +136,7 @@ class OpenAIServer:
         self.in_flight += 1
         try:
             sent = _encode({**body, "model": self.upstream.model})
-            headers = {"x-request-id": request_id}
+            headers = {**outgoing_headers(), "x-request-id": request_id}
             async with self._client.stream("POST", "/chat/completions", content=sent, headers=headers) as reply:
                 if reply.status_code != 200:
                     raise _refusal(reply.status_code, await reply.aread(), reply.headers.get("retry-after"))

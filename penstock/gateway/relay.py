@@ -23,6 +23,7 @@ from penstock.gateway.guardrails import OutputGuard
 from penstock.gateway.producing import Gate, Generation
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
 from penstock.routing.remotes import RemoteMember, RemoteModel
+from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
 from penstock.telemetry.timeline import Run
 
@@ -102,7 +103,9 @@ class Relay(Generation):
         self._request_id = request_id
         self._metrics = metrics
         self._observed: RequestMetrics | None = None
-        self._started_at = self._submitted_at = started_at
+        self._started_at = started_at
+        self._submitted_at: float | None = None
+        self._trace = sampled_trace()
         self._guessed_prompt = prompt_tokens
         self._most_tokens = most_tokens
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -288,7 +291,7 @@ class Relay(Generation):
         if choice.last_at is None:
             self.first_token_at = self.first_token_at or now
             choice.first_at = now
-            self._observed.ttft.observe(now - self._started_at)
+            self._observed.ttft.observe(now - self._started_at, trace=self._trace)
         else:
             self._observed.itl.observe(now - choice.last_at)
         choice.last_at = now
@@ -296,7 +299,7 @@ class Relay(Generation):
     def _observe_end(self) -> None:
         if self._observed is None:
             return
-        self._observed.e2e.observe(time.monotonic() - self._started_at)
+        self._observed.e2e.observe(time.monotonic() - self._started_at, trace=self._trace)
         self._observed.prompt_tokens.observe(self.prompt_tokens)
         self._observed.generation_tokens.observe(self.completion_tokens)
         for choice in self.choices:

@@ -79,6 +79,18 @@ async def test_it_answers_like_a_model_that_runs_here(serving: Serving) -> None:
         assert listed["far"]["ready"] and listed["far"]["pricing"]["output_per_million"] == 4.0
 
 
+async def test_a_trace_goes_on_there(serving: Serving) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    async with world(serving) as it:
+        it.front.client.headers["traceparent"] = f"00-{trace}-00f067aa0ba902b7-01"
+        here = (await it.chat(max_tokens=5)).headers["x-request-id"]
+        [there] = (await it.behind.client.get("/v1/traces")).json()["data"]
+        assert there["trace_id"] == trace
+        found = (await it.front.client.get(f"/v1/traces/{here}")).json()
+        names = [phase["name"] for phase in found["phases"]]
+        assert names[-3:] == ["engine", "decode", "reply"] and "prefill" not in names, "it does not tell its phases"
+
+
 async def test_every_family_of_conversations_reaches_it(serving: Serving) -> None:
     async with world(serving) as it:
         body = {"model": "far", "messages": HELLO, "max_tokens": 50}
