@@ -8,7 +8,9 @@ done on every replica that is up.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from penstock.backends.base import Backend, Clock, deltas_of, monotonic
@@ -23,6 +25,10 @@ from penstock.routing.member import Member
 from penstock.routing.policies import Predicted
 from penstock.routing.policy import ReplicaPolicy
 
+EQUIP_S = 1.0
+"""How often to look for replicas that lack an adapter."""
+
+log = logging.getLogger("penstock.routing")
 T = TypeVar("T")
 
 
@@ -45,6 +51,9 @@ class ReplicaSet:
         self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock)
         self._started = False
         self._leaving: set[asyncio.Task[None]] = set()
+        self._loaded: dict[str, AdapterSpec] = {}
+        """Adapters that were loaded by hand: replicas that come later, or come back, get them too."""
+        self._equipper: asyncio.Task[None] | None = None
 
     @property
     def members(self) -> Sequence[Member]:
@@ -62,9 +71,10 @@ class ReplicaSet:
             self.dispatcher.watch()
 
     async def close(self) -> None:
-        for task in self._leaving:
+        tasks = [*self._leaving, *([self._equipper] if self._equipper is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.dispatcher.close()
         for member in self._members:
             await member.backend.close()
@@ -179,13 +189,41 @@ class ReplicaSet:
         return {name: status for adapters in reversed(told) for name, status in adapters.items()}
 
     async def load_adapter(self, spec: AdapterSpec) -> AdapterStatus:
-        return await self._everywhere(lambda backend: backend.load_adapter(spec))
+        status = await self._everywhere(lambda backend: backend.load_adapter(spec))
+        self._loaded[spec.name] = spec
+        if self._equipper is None:
+            self._equipper = asyncio.create_task(self._equip(), name=f"adapters of {self.name}")
+        return status
 
     async def unload_adapter(self, name: str) -> None:
+        self._loaded.pop(name, None)
         await self._everywhere(lambda backend: backend.unload_adapter(name), having=name)
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        if name in self._loaded:
+            self._loaded[name] = replace(self._loaded[name], pinned=pinned)
         return await self._everywhere(lambda backend: backend.pin_adapter(name, pinned), having=name)
+
+    async def _equip(self) -> None:
+        """Load what was loaded by hand on replicas that do not have it; once on each, whether it works or not."""
+        tried: set[tuple[str, str]] = set()
+        while True:
+            await asyncio.sleep(EQUIP_S)
+            for backend in self.replicas if len(self._members) > 1 else ():
+                info, known = backend.info, backend.adapters
+                if not backend.ready or info is None or known is None:
+                    continue
+                for name in self._loaded.keys() - known.keys():
+                    if (info.instance, name) not in tried:
+                        tried.add((info.instance, name))
+                        await self._equip_one(backend, self._loaded[name])
+
+    async def _equip_one(self, backend: Backend, spec: AdapterSpec) -> None:
+        try:
+            await backend.load_adapter(spec)
+        except ApiError as error:
+            about = {"model": self.name, "replica": backend.name, "adapter": spec.name, "why": error.message}
+            log.warning("adapter not loaded on a new replica", extra=about)
 
     async def _everywhere(self, act: Callable[[Backend], Awaitable[T]], *, having: str | None = None) -> T:
         """Do something on every replica that is up (and has an adapter); what the first one answers."""
@@ -194,8 +232,13 @@ class ReplicaSet:
             backends = [backend for backend in backends if having in (backend.adapters or ())] or backends[:1]
         if not backends:
             raise EngineUnavailable("No replica of this model is up; try again.")
-        results = await asyncio.gather(*(act(backend) for backend in backends))
-        return results[0]
+        results = await asyncio.gather(*(act(backend) for backend in backends), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        first = results[0]
+        assert not isinstance(first, BaseException)
+        return first
 
 
 async def _first(waits: list[Awaitable[EngineInfo]]) -> None:

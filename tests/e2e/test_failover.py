@@ -55,6 +55,7 @@ def replicated(model: Path, replicas: int, *settings: str) -> Iterator[Server]:
         *(str(model), "--set", f"models.0.replicas={replicas}", "--set", "models.0.name=tiny"),
         *("--set", "models.0.deterministic=true", "--set", "models.0.threads=1"),
         *("--set", "models.0.kv_memory=64MiB", "--set", "models.0.max_running=128", "--set", "encoders=[]"),
+        *("--set", "generation.time_limit_s=600"),
         *settings,
         defaults=False,
     )

@@ -70,11 +70,13 @@ def serving(text: TextModel) -> Serving:
         encoders: Encoders | None = None,
         backend: Backend | None = None,
         wrap: Callable[[App], Application] = lambda app: app,
+        more: Sequence[ServedModel] = (),
         others: Sequence[RemoteModel] = (),
         served: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> AsyncIterator[Running]:
-        """`served`: more about the model. `others`: models that other servers run."""
+        """`served`: more about the model. `more`: further models. `others`: those that other servers
+        run."""
         engine = engine or ScriptedEngine(text)
         port = free_port()
         options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
@@ -90,7 +92,7 @@ def serving(text: TextModel) -> Serving:
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        registry = Registry([model], others)
+        registry = Registry([model, *more], others)
         task = asyncio.create_task(serve(gateway, registry, stop, listening.set_result, encoders, wrap=wrap))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

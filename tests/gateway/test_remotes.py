@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.backends.inprocess import InProcessBackend
 from penstock.backends.openai import OpenAIServer, Upstream
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import GuardrailConfig
 from penstock.errors import ConfigError
 from penstock.routing.breaker import BreakerPolicy
+from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually, free_port
@@ -193,6 +195,18 @@ async def test_a_model_that_cannot_answer_is_stood_in_for(serving: Serving, text
         assert (
             await it.front.metric('penstock_fallbacks_total{model_name="tiny",to="far",code="engine_unavailable"}') == 3
         )
+
+
+async def test_a_smaller_model_comes_before_somebody_elses(serving: Serving, text: TextModel) -> None:
+    smaller = ServedModel("smaller", text, InProcessBackend(ScriptedEngine(text, "Small talk.")))
+    async with world(serving, served={"fallback": ("smaller", "far")}, more=[smaller]) as it:
+        registry = it.front.service.registry
+        answered = []
+        for _ in range(3):
+            reply = await it.front.chat()
+            answered.append((reply.headers["x-penstock-model"], reply.json()["choices"][0]["message"]["content"]))
+            await registry.route(("tiny", "smaller")[min(len(answered) - 1, 1)]).model.backend.close()
+        assert answered == [("tiny", "Hello, world!"), ("smaller", "Small talk."), ("far", "Hello, world!")]
 
 
 async def test_beyond_a_load_requests_overflow(serving: Serving, text: TextModel) -> None:

@@ -1,0 +1,89 @@
+"""A server of another make behind the gateway: llama.cpp's, with the real default model (R-RT-8).
+
+Needs an interpreter that can import `xllamacpp`: this one, or the one that PENSTOCK_PEER_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.routing.remotes import RemoteModel
+from tests.gateway.conftest import Serving, events, eventually
+
+SERVER = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_parallel, params.n_ctx, params.n_gpu_layers = 2, 4096, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+server = xllamacpp.Server(params)
+print("listening on", server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def url(default_model: Path) -> Iterator[str]:
+    """Where llama.cpp's server listens."""
+    python = os.environ.get("PENSTOCK_PEER_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
+        pytest.skip(f"{python} has no xllamacpp: `pip install xllamacpp`, or set PENSTOCK_PEER_PYTHON")
+    command = [python, "-c", SERVER, str(default_model)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = next((line for line in process.stdout if line.startswith("listening on ")), None)
+        assert said is not None, "llama.cpp did not start"
+        yield said.split()[-1] + "/v1"
+        process.kill()
+
+
+def remote(url: str) -> RemoteModel:
+    return RemoteModel("llama", [OpenAIServer("0", Upstream(url, "smollm2"))], output_price=1.0)
+
+
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "max_tokens": 24,
+}
+
+
+@pytest.mark.slow
+async def test_it_answers_streams_counts_and_stops_when_the_client_leaves(serving: Serving, url: str) -> None:
+    async with serving(others=[remote(url)], time_limit_s=None) as running, httpx.AsyncClient(timeout=60) as direct:
+        there = (await direct.post(f"{url}/chat/completions", json=ASKED)).json()
+        here = (await running.chat(model="llama", **ASKED)).json()
+        assert here["choices"][0]["message"]["content"].strip()
+        assert here["choices"][0]["message"]["content"] == there["choices"][0]["message"]["content"]
+        assert here["choices"][0]["finish_reason"] == there["choices"][0]["finish_reason"]
+        for part in ("prompt_tokens", "completion_tokens"):
+            assert here["usage"][part] == there["usage"][part]
+
+        streamed = await running.chat(model="llama", stream=True, **ASKED)
+        chunks = [json.loads(data) for data in events(streamed.text)[:-1]]
+        told = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+        assert told == here["choices"][0]["message"]["content"]
+
+        long = {**ASKED, "model": "llama", "max_tokens": 2000, "stream": True, "stop": None}
+        long["messages"] = [{"role": "user", "content": "Count from one to a thousand."}]
+        async with running.client.stream("POST", "/v1/chat/completions", json=long) as reply:
+            async for _ in reply.aiter_lines():
+                break
+        far = running.service.registry.remotes["llama"]
+        await eventually(lambda: far.in_flight == 0)
+
+        refused = await running.chat(model="llama", messages=[{"role": "user", "content": "word " * 9000}])
+        assert refused.status_code == 400, refused.text
+        assert far.members[0].breaker.state == "closed", "a request that is too long is nobody's failure"
