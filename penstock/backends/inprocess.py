@@ -11,34 +11,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
-from penstock.engine.request import EngineInfo, Load, Request, StepOutput
-from penstock.protocol.adapters import AdapterHost, operate
+from penstock.engine.request import Request, StepOutput
+from penstock.protocol.adapters import operate
 from penstock.protocol.errors import EngineLost, InvalidRequest
+from penstock.protocol.hosting import EngineLike
 from penstock.protocol.messages import AdapterOperation, Sleep, Wake
 from penstock.text.vocabulary import grammars_of
 
 log = logging.getLogger("penstock.backends.inprocess")
-
-
-class EngineLike(AdapterHost, Protocol):
-    """What this backend needs of an engine."""
-
-    info: EngineInfo
-
-    def submit(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def step(self) -> StepOutput | None: ...
-
-    def load_snapshot(self) -> Load: ...
-
-    @property
-    def has_work(self) -> bool: ...
 
 
 class InProcessBackend(EngineClient):

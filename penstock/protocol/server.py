@@ -11,16 +11,16 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
 
 import zmq
 
 from penstock.engine.adapters.spec import AdapterStatus
-from penstock.engine.encoder.request import EncodeOutput, EncodeRequest
-from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
+from penstock.engine.encoder.request import EncodeOutput
+from penstock.engine.request import Delta, EngineState, Load, Request, StepOutput
 from penstock.errors import ReplicaLost
-from penstock.protocol.adapters import AdapterHost, operate
+from penstock.protocol.adapters import operate
 from penstock.protocol.codec import ProtocolError, decode_to_engine
+from penstock.protocol.hosting import EncoderLike, EngineLike, Sleeper
 from penstock.protocol.messages import (
     ASLEEP,
     DRAINING,
@@ -67,44 +67,6 @@ SPIN_S = 0.0005
 """How long to poll without sleeping after work ended: a follow-up request often comes at once."""
 
 log = logging.getLogger("penstock.engine")
-
-
-class EngineLike(AdapterHost, Protocol):
-    """What the server needs of an engine."""
-
-    info: EngineInfo
-
-    def submit(self, request: Request) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def step(self) -> StepOutput | None: ...
-
-    def load_snapshot(self) -> Load: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-
-@runtime_checkable
-class EncoderLike(Protocol):
-    """What the server needs of an engine that encodes, besides that."""
-
-    def encode(self, request: EncodeRequest) -> None: ...
-
-
-class Sleeper(Protocol):
-    """Puts the engine to sleep and wakes it; see `penstock.engine.slumber`."""
-
-    def sleep(self, engine: Any) -> EngineLike:
-        """Give back the memory of an idle engine; what stands in for it until it wakes."""
-        ...
-
-    def collect(self) -> None:
-        """Called when nobody refers to the engine any more."""
-        ...
-
-    def wake(self, dormant: Any) -> EngineLike: ...
 
 
 class EngineServer:

@@ -11,8 +11,9 @@ import zmq
 
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.protocol.codec import decode_from_engine, encode
+from penstock.protocol.hosting import EngineLike
 from penstock.protocol.messages import FromEngine, Hello, Ready, Step, Submit, ToEngine
-from penstock.protocol.server import EngineLike, EngineServer
+from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import CurveClient, Listener
 
 

@@ -14,6 +14,7 @@ import pytest
 from penstock.backends.mailbox import Mailbox
 from penstock.backends.native import NativeBackend
 from penstock.engine.request import Delta, Request, SamplingParams
+from penstock.metering.counting import merged, usage_of
 from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, InvalidRequest, ServerError
 from penstock.routing.dispatch import Resilience
 from penstock.routing.replicas import ReplicaSet
@@ -237,3 +238,34 @@ async def test_leaving_early_leaves_nothing_behind() -> None:
         await eventually(lambda: not any(engine.running for engine in it.engines))
         await eventually(lambda: not any(member.legs for member in it.replicas.members))
         assert it.replicas.in_flight == 0
+
+
+async def test_what_an_aborted_request_produced_is_known_to_its_last_token() -> None:
+    async with world() as it:
+        mailbox = Mailbox()
+        for index in range(4):
+            it.replicas.submit(request(f"c{index}:0.0.0", 400), mailbox, index)
+        await eventually(lambda: len(mailbox.produced) == 4)
+        for index in range(4):
+            it.replicas.abort(f"c{index}:0.0.0")
+        await eventually(lambda: not any(it.replicas.holds(f"c{index}:0.0.0") for index in range(4)))
+        told = await it.replicas.produced([f"c{index}" for index in range(4)])
+        assert {entry.request_id: entry.tokens for entry in told} == {
+            f"c{index}:0.0.0": count for index, count in mailbox.produced.items()
+        }
+        assert {entry.finish_reason for entry in told} == {"abort"}
+
+
+async def test_a_request_that_went_on_elsewhere_is_counted_once() -> None:
+    async with world() as it:
+        mailbox = Mailbox()
+        it.replicas.submit(request("c:0.0.0", 60), mailbox)
+        await eventually(lambda: mailbox.produced.get(0, 0) > 5)
+        first = it.replicas.members[it.on("c:0.0.0")]
+        leg = first.legs["c:0.0.0"]
+        first.backend.abort("c:0.0.0")  # it is alive and remembers its part
+        leg.fail(EngineLost("as if it had made no progress"))
+        await eventually(lambda: mailbox.produced[0] == 60)
+        told = await it.replicas.produced(["c"])
+        assert len(told) == 2 and {entry.finish_reason for entry in told} == {"abort", "length"}
+        assert usage_of(merged(told)).completion == 60
