@@ -13,7 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.config.context import JudgeConfig
@@ -21,7 +21,8 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.producing import Generation
 from penstock.gateway.schemas import ChoiceFormat
-from penstock.protocol.errors import ApiError
+from penstock.protocol.errors import ApiError, ServerError
+from penstock.routing.registry import ServedModel
 from penstock.telemetry.context_metrics import ContextMetrics
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GRADES = ("1", "2", "3", "4", "5")
+YES, NO = "yes", "no"
+SAMPLES = 4
+"""How often a question is put to the judge, at temperature 1: the mean of many grades is then the probability that it
+says yes, which tells more of a small model than its likeliest word."""
 MOST_CHARACTERS = 6000
 """Of a question, an answer, or all sources: what a judge gets to read."""
 CHARACTERS_PER_TOKEN = 2.4
@@ -37,15 +41,9 @@ CHARACTERS_PER_TOKEN = 2.4
 PRIORITY = 3
 """After everything that anybody waits for, batches included."""
 _LIMIT_S = 60.0
-_TASK = "You grade answers strictly and reply with one number."
-_RELEVANCE = (
-    "Question:\n{question}\n\nAnswer:\n{answer}\n\nHow well does the answer address the question? "
-    "Reply with a number from 1 (not at all) to 5 (completely)."
-)
-_GROUNDEDNESS = (
-    "Sources:\n{sources}\n\nAnswer:\n{answer}\n\nHow much of what the answer says is supported by the sources? "
-    "Reply with a number from 1 (nothing) to 5 (everything)."
-)
+_TASK = "You check answers."
+_RELEVANCE = "Question: {question}\nAnswer: {answer}\n\nDoes the answer address the question? Reply yes or no."
+_GROUNDEDNESS = "Sources: {sources}\n\nAnswer: {answer}\n\nDo the sources support the answer? Reply yes or no."
 _serial = itertools.count()
 
 
@@ -131,7 +129,7 @@ class Judge:
             self._metrics.groundedness(sample.model, sample.route, grade)
 
     async def _grade(self, sample: Sample, form: str, **texts: str) -> float:
-        """From 0 to 1. The judge can reply with nothing but a grade."""
+        """How often the judge says yes, from 0 to 1; it can say nothing but yes or no."""
         service = self._service
         model = service.registry.route(self._config.model or sample.model).model
         info = await model.backend.wait_ready(service.settings.engine_wait_s)
@@ -139,24 +137,32 @@ class Judge:
         question = form.format(**{name: text[:most] for name, text in texts.items()})
         messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
         tokens = await service.encode_chat(model, messages)
-        grammar = await service.grammars.response_format(ChoiceFormat(list(GRADES)))
-        params = SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=model.text.eos_token_ids, grammar=grammar)
-        request = Request(
-            f"judge:{next(_serial)}",
-            tokens[: info.max_model_len - params.max_tokens],
-            params,
-            priority=PRIORITY,
-            cache_salt=sample.cache_salt,
-            timeout_s=_LIMIT_S,
-            adapter=model.adapter,
-        )
-        said: list[int] = []
-        async for delta in model.backend.generate(request):
-            said += delta.tokens
-        grade = model.text.decode(said).strip()
-        if grade not in GRADES:
-            raise ApiError(f"the judge said {grade[:16]!r}, which is no grade")
-        return GRADES.index(grade) / (len(GRADES) - 1)
+        grammar = await service.grammars.response_format(ChoiceFormat([YES, NO]))
+        params = SamplingParams(max_tokens=4, stop_token_ids=model.text.eos_token_ids, grammar=grammar)
+        requests = [
+            Request(
+                f"judge:{next(_serial)}",
+                tokens[: info.max_model_len - params.max_tokens],
+                replace(params, seed=random.getrandbits(63)),
+                priority=PRIORITY,
+                cache_salt=sample.cache_salt,
+                timeout_s=_LIMIT_S,
+                adapter=model.adapter,
+            )
+            for _ in range(SAMPLES)
+        ]
+        said = await asyncio.gather(*(_word(model, request) for request in requests))
+        return said.count(YES) / SAMPLES
+
+
+async def _word(model: ServedModel, request: Request) -> str:
+    said: list[int] = []
+    async for delta in model.backend.generate(request):
+        said += delta.tokens
+    word = model.text.decode(said).strip()
+    if word not in (YES, NO):
+        raise ServerError(f"The judge said {word[:16]!r}, which is neither yes nor no.")
+    return word
 
 
 def _sources(generation: Generation, answer: str) -> tuple[str, ...]:

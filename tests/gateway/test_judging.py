@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request
-from penstock.gateway.judging import PRIORITY, Judge
+from penstock.gateway.judging import PRIORITY, SAMPLES, Judge
 from penstock.knowledge.framing import Context, Source
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
@@ -20,7 +20,7 @@ LABELS = '{model_name="tiny",route="%s"}'
 class Grader:
     """Answers questions, and gives `grade` for whatever it is to grade."""
 
-    def __init__(self, text: TextModel, grade: str = "4") -> None:
+    def __init__(self, text: TextModel, grade: str = "yes") -> None:
         self.text = text
         self.grade = grade
         self.asked: list[str] = []
@@ -29,8 +29,8 @@ class Grader:
     def reply(self, request: Request) -> list[int]:
         words = self.text.decode(request.prompt, skip_special=False)
         said = "Paris [2]."
-        if "You grade answers" in words:
-            assert request.priority == PRIORITY and request.params.grammar
+        if "You check answers" in words:
+            assert request.priority == PRIORITY and request.params.grammar and request.params.temperature == 1
             self.asked.append(words)
             said = self.grade
         return [*self.text.encode(said), self.text.eos_token_ids[0]]
@@ -65,13 +65,13 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
         await until_judged(running, "alias", 1)
         assert all(timeline.texts is None for timeline in running.service.watch.recent._kept), "nothing is recorded"
         assert "What is the capital of France?" in grader.asked[0] and "Paris [2]." in grader.asked[0]
-        assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 1.5
+        assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "alias") == 1
 
 
 async def test_groundedness_is_graded_against_the_sources(serving: Serving, text: TextModel) -> None:
-    grader = Grader(text, "1")
+    grader = Grader(text, "no")
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
         judge = running.service.judge
         assert judge is not None
@@ -85,8 +85,8 @@ async def test_groundedness_is_graded_against_the_sources(serving: Serving, text
         judge.add = with_sources  # type: ignore[method-assign, assignment]
         await running.chat()
         await until_judged(running, "direct", 1)
-        assert "[2] Paris is in France." in grader.asked[1]
-        assert "Rome" not in grader.asked[1], "only what the answer cites"
+        assert "[2] Paris is in France." in grader.asked[-1]
+        assert "Rome" not in grader.asked[-1], "only what the answer cites"
         assert await running.metric("penstock_answer_groundedness_sum" + LABELS % "direct") == 0
         assert await running.metric("penstock_answer_groundedness_count" + LABELS % "direct") == 1
 
@@ -105,14 +105,14 @@ async def test_clients_do_not_wait_for_it_and_what_is_too_much_is_dropped(servin
 
 
 async def test_a_judge_that_fails_hurts_nobody(serving: Serving, text: TextModel) -> None:
-    grader = Grader(text, "good")
+    grader = Grader(text, "maybe")
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
         await running.chat()
         for _ in range(500):
             if await judged(running, "direct", "failed"):
                 break
             await asyncio.sleep(0.01)
-        grader.grade = "5"
+        grader.grade = "no"
         await running.chat()
         await until_judged(running, "direct", 1)
 
@@ -126,7 +126,7 @@ async def test_the_rate_says_how_many(serving: Serving, text: TextModel) -> None
         for _ in range(4):
             await running.chat()
         await until_judged(running, "direct", 2)
-        assert len(grader.asked) == 2
+        assert len(grader.asked) == 2 * SAMPLES
     async with serving(Grader(text).engine) as running:
         assert running.service.judge is None
         await running.chat()
