@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from tests.protocol.client import serving as serving_engine
 from tests.scripted import ScriptedEngine, make_text
 
 WORKERS = 2
+SSL = ssl.create_default_context()
+"""Not used, and costly to make for every client."""
 CONFIG = """
 server: {{host: 127.0.0.1, port: {port}, workers: {workers}, drain_s: 10}}
 store: {{url: "sqlite:///{folder}/store.db"}}
@@ -36,7 +39,7 @@ auth: {{default_tier: plain, fresh_s: 60}}
 tiers:
   - name: plain
   - {{name: ten, requests_per_minute: 10}}
-  - {{name: two, concurrent_requests: 2}}
+  - {{name: six, concurrent_requests: 6}}
 request_log: {{url: "off"}}
 """
 
@@ -55,27 +58,29 @@ class Workers:
 
     def metric(self, name: str) -> float:
         """As a scraper sees it, on a connection of its own: whichever worker takes it."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.admin).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.admin, verify=SSL).text
         rows = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
         return sum(map(float, rows))
 
     def key(self, tier: str) -> dict[str, str]:
         tenant = f"{tier}-{time.monotonic_ns()}"
-        made = httpx.post(f"{self.url}/v1/admin/tenants", json={"id": tenant, "tier": tier}, headers=self.admin)
+        made = httpx.post(
+            f"{self.url}/v1/admin/tenants", json={"id": tenant, "tier": tier}, headers=self.admin, verify=SSL
+        )
         assert made.status_code == 200, made.text
-        reply = httpx.post(f"{self.url}/v1/admin/keys", json={"tenant": tenant}, headers=self.admin)
+        reply = httpx.post(f"{self.url}/v1/admin/keys", json={"tenant": tenant}, headers=self.admin, verify=SSL)
         return {"authorization": f"Bearer {reply.json()['key']}", "x-key-id": reply.json()["id"]}
 
     async def ask(self, headers: dict[str, str], path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """On a connection of its own, so that the kernel chooses the worker anew."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=30, headers=headers) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=30, headers=headers, verify=SSL) as client:
             return await client.post(path, json={"model": "tiny", "prompt": "hi", "max_tokens": 3, **body})
 
     async def stream(self, headers: dict[str, str], tokens: int, started: asyncio.Event) -> str:
         """The end of a stream: its last line, or what broke it."""
         last = ""
         try:
-            async with httpx.AsyncClient(base_url=self.url, timeout=30, headers=headers) as client:
+            async with httpx.AsyncClient(base_url=self.url, timeout=30, headers=headers, verify=SSL) as client:
                 body = {"model": "tiny", "prompt": "hi", "max_tokens": tokens, "stream": True}
                 async with client.stream("POST", "/v1/completions", json=body) as reply:
                     async for line in reply.aiter_lines():
@@ -171,9 +176,9 @@ async def test_openmetrics_of_several_workers_is_well_formed(workers: Workers) -
 
 async def test_a_limit_of_ten_is_ten_over_all_workers(workers: Workers) -> None:
     key = await asyncio.to_thread(workers.key, "ten")
-    replies = await asyncio.gather(*(workers.ask(key) for _ in range(40)))
+    replies = await asyncio.gather(*(workers.ask(key) for _ in range(24)))
     statuses = [reply.status_code for reply in replies]
-    assert statuses.count(200) == 10 and statuses.count(429) == 30, statuses
+    assert statuses.count(200) == 10 and statuses.count(429) == 14, statuses
     left = sorted(int(r.headers["x-ratelimit-remaining-requests"]) for r in replies if r.status_code == 200)
     assert left == list(range(10))
 
@@ -195,34 +200,35 @@ async def test_a_stored_response_is_continued_by_any_worker(workers: Workers) ->
 
 
 async def _respond(workers: Workers, **body: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=workers.url, headers=workers.admin) as client:
+    async with httpx.AsyncClient(base_url=workers.url, headers=workers.admin, verify=SSL) as client:
         return await client.post("/v1/responses", json={"model": "tiny", "max_output_tokens": 2, **body})
 
 
 async def test_a_killed_worker_loses_its_own_streams_and_comes_back(workers: Workers) -> None:
     name = "vllm:request_success_total"
-    key = await asyncio.to_thread(workers.key, "two")
+    key = await asyncio.to_thread(workers.key, "six")
     before = set(workers.pids)
-    held = await workers.streams(2, 3000, key)  # all that the tier allows
-    others = await workers.streams(14, 120, workers.admin)
+    held = await workers.streams(6, 3000, key)  # all that the tier allows
+    others = await workers.streams(10, 120, workers.admin)
     assert (await workers.ask(key)).status_code == 429
     counted = await asyncio.to_thread(workers.metric, name)
     victim = workers.pids[0]
     os.kill(victim, signal.SIGKILL)
     ends = [await task for task in others]
     assert set(ends) <= {"data: [DONE]", "broken"}
-    assert "data: [DONE]" in ends and "broken" in ends, "with 14 connections both workers had some"
+    assert "data: [DONE]" in ends and "broken" in ends, "with 10 connections both workers had some"
     assert await asyncio.to_thread(workers.metric, name) >= counted
+    # What the dead worker's requests held is free again, at once, and no more than that.
+    free = sum(task.done() for task in held)
+    again = await workers.streams(free + 1, 30, key)
+    assert [await task == "data: [DONE]" for task in again].count(True) == free
     await _eventually(lambda: len(set(workers.pids)) == WORKERS and victim not in workers.pids)
     assert len(set(workers.pids) & before) == WORKERS - 1, "the others were not touched"
     await _eventually(lambda: workers.metric("penstock_gateway_workers") == WORKERS)
-    # What the dead worker's requests held is free again.
-    os.kill(next(iter(set(workers.pids) & before)), signal.SIGKILL)
-    assert {await task for task in held} == {"broken"}
-    await _eventually(lambda: workers.metric("penstock_gateway_workers") == WORKERS)
     assert await asyncio.to_thread(workers.metric, name) >= counted
-    again = await asyncio.gather(*(workers.ask(key) for _ in range(2)))
-    assert [reply.status_code for reply in again] == [200, 200]
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
 
 
 async def test_told_to_stop_all_workers_let_their_streams_finish(workers: Workers) -> None:
