@@ -19,15 +19,17 @@ from tests.scripted import ScriptedEngine
 pytest.importorskip("schemathesis", reason="pip install schemathesis to fuzz the API")
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+LOCKS_OUT = ("change_tenant", "revoke_key")
+"""A fuzzer that has seen its own tenant in a list disables it sooner or later, and then sees nothing but 401."""
 ROOT = Path(__file__).resolve().parents[2]
 NOT_FOR_STRANGERS = "/(drain|restart|sleep|wake|scale)$"
 """What stops the server on purpose is no failure of it."""
 
 
-async def fuzz(serving: Serving, text: TextModel, folder: Path, *options: str) -> str:
+async def fuzz(serving: Serving, text: TextModel, folder: Path, *options: str, store: str = "store") -> str:
     """What the fuzzer says; it is a process of its own."""
     settings = {
-        "store_url": f"sqlite:///{folder / 'store.db'}",
+        "store_url": f"sqlite:///{folder / store}.db",
         "default_tier": "standard",
         "tiers": DEFAULT_TIERS,
         "time_limit_s": 2.0,
@@ -53,10 +55,14 @@ async def fuzz(serving: Serving, text: TextModel, folder: Path, *options: str) -
 
 
 async def test_a_short_fuzz_finds_no_failure(serving: Serving, text: TextModel, tmp_path: Path) -> None:
-    await fuzz(serving, text, tmp_path, "--phases", "fuzzing", "--max-examples", "2")
+    without = (f"--exclude-operation-id={name}" for name in LOCKS_OUT)
+    await fuzz(serving, text, tmp_path, "--phases", "fuzzing", "--max-examples", "1", *without)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_a_long_fuzz_finds_no_failure(serving: Serving, text: TextModel, tmp_path: Path) -> None:
-    await fuzz(serving, text, tmp_path, "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "200")
+    phases = ("--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "100")
+    await fuzz(serving, text, tmp_path, *phases, *(f"--exclude-operation-id={name}" for name in LOCKS_OUT))
+    only = (f"--include-operation-id={name}" for name in LOCKS_OUT)
+    await fuzz(serving, text, tmp_path, *phases, *only, store="again")
