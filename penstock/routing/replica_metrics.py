@@ -1,4 +1,5 @@
-"""Figures of models with several replicas: requests that moved, breakers, the retry budget."""
+"""Figures of models with several replicas, and of those that other servers run: requests that moved, breakers, the
+retry budget, who is up."""
 
 from __future__ import annotations
 
@@ -39,16 +40,36 @@ def add_replica_metrics(registry: Registry, models: Models) -> None:
 
     for name, help, value in _COUNTS:
         add(name, help, value)
+
+    def breakers() -> Iterator[tuple[tuple[str, str], float]]:
+        for model, found in sets():
+            for member in found.members:
+                yield (model, member.name), _BREAKER[member.breaker.state]
+        for remote in models.remotes.values():
+            for other in remote.members:
+                yield (remote.name, other.server.name), _BREAKER[other.breaker.state]
+
     registry.sampled(
         "gauge",
         "penstock_replica_breaker",
-        "Circuit breaker of a replica: 0 closed, 1 half open, 2 open.",
+        "Circuit breaker of a replica or remote server: 0 closed, 1 half open, 2 open.",
         ("model_name", "engine"),
-        lambda: [
-            ((model, member.name), _BREAKER[member.breaker.state])
-            for model, found in sets()
-            for member in found.members
-        ],
+        lambda: list(breakers()),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_up",
+        "1 while a remote server answers.",
+        ("model_name", "engine"),
+        lambda: [((r.name, m.server.name), float(m.reachable)) for r in models.remotes.values() for m in r.members],
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_requests_in_flight",
+        "Requests that a remote server works on.",
+        ("model_name", "engine"),
+        lambda: [((r.name, m.server.name), m.server.in_flight) for r in models.remotes.values() for m in r.members],
+        merge="sum",
     )
     registry.sampled(
         "gauge",

@@ -158,6 +158,9 @@ async def test_a_server_that_is_away_is_a_503_and_another_one_is_tried_first(ser
             assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "engine_unavailable"
             assert int(refusal.headers["retry-after"]) >= 1
         assert alone.members[0].breaker.state == "open", "nobody waits for it in vain any more"
+        assert await front.metric('penstock_replica_breaker{model_name="far",engine="0"}') == 2
+        servers = {entry["id"]: entry for entry in (await front.client.get("/v1/admin/replicas")).json()["data"]}
+        assert servers["far/0"]["breaker"] == "open" and servers["pair/1"]["ready"]
         for _ in range(3):
             assert (await front.chat(model="pair")).json()["choices"][0]["message"]["content"] == "Hello, world!"
 

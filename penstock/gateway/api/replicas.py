@@ -17,6 +17,7 @@ from penstock.gateway.service import Service
 from penstock.protocol.control import Drain, Operation, Restart, Scale, Stop
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
 
 
@@ -46,6 +47,7 @@ _drain = msgspec.json.Decoder(DrainRequest)
 
 async def list_replicas(service: Service, exchange: Exchange) -> None:
     found = [entry for model in service.registry for entry in describe(model)]
+    found += [entry for remote in service.registry.remotes.values() for entry in describe_remote(remote)]
     await exchange.reply_json({"object": "list", "data": found})
 
 
@@ -116,6 +118,29 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
             "device": replica.info.device if replica.info is not None else None,
         }
         for replica in backend.replicas
+    ]
+
+
+def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
+    """The servers that run a model elsewhere."""
+    return [
+        {
+            "id": f"{model.name}/{member.server.name}",
+            "object": "replica",
+            "model": model.name,
+            "replica": member.server.name,
+            "ready": member.reachable,
+            "state": "awake" if member.reachable else "away",
+            "leaving": False,
+            "breaker": member.breaker.state,
+            "in_flight": member.server.in_flight,
+            "running": member.server.in_flight,
+            "waiting": 0,
+            "stalled_s": 0.0,
+            "instance": None,
+            "device": member.server.upstream.url,
+        }
+        for member in model.members
     ]
 
 
