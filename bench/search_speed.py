@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.knowledge.chunks.base import EmbeddedChunk
-from penstock.knowledge.late import pack
+from penstock.knowledge.late import joined
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.model import Chunk, Collection
@@ -60,10 +60,11 @@ class Maker:
     def _chunk(self, number: int, ordinal: int) -> EmbeddedChunk:
         text = " ".join(self._random.choices(self._sentences, k=5))
         centre = self._centres[self._random.randrange(len(self._centres))]
-        rows = centre + self._numbers.standard_normal((TOKENS + 1, len(centre))).astype(np.float32)
-        vector = rows[0] / np.linalg.norm(rows[0])
+        vector = centre + self._numbers.standard_normal(len(centre)).astype(np.float32)
+        vector /= np.linalg.norm(vector)
+        signs = self._numbers.integers(0, 256, (TOKENS, len(centre) // 8), np.uint8)
         chunk = Chunk(ordinal, f"Document {number} > Part {ordinal}", text, 0, len(text), None, TOKENS)
-        return EmbeddedChunk(chunk, vector, pack(["w"] * TOKENS, rows[1:], vector))
+        return EmbeddedChunk(chunk, vector, joined(vector, signs))
 
 
 async def fill(library: Library, chunks: int, console: Console) -> Collection:

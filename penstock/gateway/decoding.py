@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -35,13 +35,19 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") ->
 
 def decode_query(kind: type[T], scope: MutableMapping[str, Any]) -> T:
     """What stands behind the question mark, as the struct that documents it; of a name given twice the last counts."""
-    found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
     try:
-        return msgspec.convert({name: values[-1] for name, values in found.items()}, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), "") from None
+        found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
     except ValueError as error:  # more parameters than anybody means
         raise InvalidRequest(f"The query cannot be read: {error}.") from None
+    return convert_query(kind, {name: values[-1] for name, values in found.items()})
+
+
+def convert_query(kind: type[T], found: Mapping[str, str]) -> T:
+    """Named texts, from a query or a form, as the struct that documents them."""
+    try:
+        return msgspec.convert(found, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), "") from None
 
 
 def _explain(message: str, inside: str) -> InvalidRequest:

@@ -59,8 +59,7 @@ class LibraryDesk:
     async def library(self) -> Library:
         if self._url is None:
             raise NotFound("This server keeps no collections.")
-        if self._encoder() is None:
-            raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
+        self.encoder()
         try:
             return self._library or await self._open(self._url)
         except DatabaseError as error:
@@ -87,6 +86,13 @@ class LibraryDesk:
         )
         reranker = CrossEncoder(self._encoders.find(config.reranker)) if config.reranker else None
         return await Library.open(url, EncoderEmbedder(encoder), reranker=reranker, limits=limits, meter=self.metrics)
+
+    def encoder(self) -> Encoder:
+        """What questions are embedded with."""
+        found = self._encoder()
+        if found is None:
+            raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
+        return found
 
     def _encoder(self) -> Encoder | None:
         return self._encoders.find(self.config.encoder) if self.config.encoder else self._encoders.default

@@ -119,15 +119,13 @@ class Ingestor:
             async with self._stores.use(claim.collection) as store:
                 await store.replace(document.id, embedded)
                 tokens = sum(chunk.tokens for chunk in chunks)
-                if not await self._queue.finish(document, chunks=len(chunks), tokens=tokens) and not (
-                    await self._queue.exists(document)
-                ):
-                    await store.replace(document.id, [])  # it was deleted meanwhile
+                kept = await self._queue.finish(document, chunks=len(chunks), tokens=tokens)
+            if not kept:
+                await self._forget(claim)
             self._told("ready", len(chunks), tokens, began)
         except KnowledgeError as error:
             await self._queue.fail(document, str(error))
-            async with self._stores.use(claim.collection) as store:
-                await store.replace(document.id, [])  # what an earlier version said is not true any more
+            await self._forget(claim, failed=True)
             self._told("failed", 0, 0, began)
         except asyncio.CancelledError:
             await asyncio.shield(self._queue.release(document))
@@ -139,6 +137,14 @@ class Ingestor:
             log.warning("%s could not be embedded: %s", document.id, error)
             await self._queue.release(document)
             await asyncio.sleep(PAUSE_S)
+
+    async def _forget(self, claim: Claim, *, failed: bool = False) -> None:
+        """Remove the chunks of a document that was deleted while it was read, or that can no longer be read."""
+        if not await self._queue.collection_exists(claim.collection):
+            await self._stores.drop(claim.collection)
+        elif failed or not await self._queue.exists(claim.document):
+            async with self._stores.use(claim.collection) as store:
+                await store.replace(claim.document.id, [])
 
     async def _chunks(self, claim: Claim) -> list[Chunk]:
         document, collection = claim.document, claim.collection

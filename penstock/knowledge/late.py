@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 
@@ -32,8 +33,12 @@ def pack(tokens: Sequence[str], by_token: Vectors, vector: Vectors) -> bytes:
     """The vector of a chunk, and the signs of those of its tokens; punctuation is left out."""
     telling = [any(map(str.isalnum, token)) for token in tokens[: len(by_token)]]
     rows = by_token[: len(telling)][np.array(telling, bool)]
-    signs = np.packbits(rows >= 0, axis=1)
-    return _HEADER.pack(len(rows), len(vector)) + vector.astype(np.float16).tobytes() + signs.tobytes()
+    return joined(vector, np.packbits(rows >= 0, axis=1))
+
+
+def joined(vector: Vectors, signs: NDArray[np.uint8]) -> bytes:
+    """The bytes that are stored: of the chunk's vector, and of its tokens' signs, a row each."""
+    return _HEADER.pack(len(signs), len(vector)) + vector.astype(np.float16).tobytes() + signs.tobytes()
 
 
 def unpack(data: bytes) -> tuple[Vectors, Vectors]:

@@ -134,3 +134,6 @@ class ReadingQueue:
                 "SELECT 1 FROM documents WHERE collection = ? AND id = ?", document.collection, document.id
             )
         )
+
+    async def collection_exists(self, collection: Collection) -> bool:
+        return bool(await self._database.fetch("SELECT 1 FROM collections WHERE id = ?", collection.id))

@@ -17,11 +17,12 @@ import pytest
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.config.knowledge import KnowledgeConfig
-from penstock.config.schema import EncoderConfig
+from penstock.config.schema import EncoderConfig, TierConfig
 from penstock.routing.encoders import Encoders
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events
 from tests.gateway.test_identity import make_key
+from tests.gateway.test_quotas import sign_in
 from tests.knowledge.files import make_pdf
 from tests.scripted import ScriptedEngine
 
@@ -114,15 +115,22 @@ async def test_documents_come_in_are_listed_updated_and_deleted(
         await add(running, id, make_pdf(["A page.", "The boiler needs water."]), "application/pdf", "boiler.pdf")
         reply = await client.post(documents, json={"name": "note", "text": "Cats sleep.", "metadata": {"by": "ann"}})
         assert reply.json()["metadata"] == {"by": "ann"}
+        form = {"file": ("bikes.txt", b"Bikes are red.")}
+        sent = (await client.put(f"{documents}/bikes", files=form, data={"url": "https://example.com/bikes"})).json()
+        assert (sent["name"], sent["media_type"], sent["url"]) == (
+            "bikes.txt",
+            "text/plain",
+            "https://example.com/bikes",
+        )
         same = await add(running, "handbook", HANDBOOK.encode(), "text/markdown", "copy.md")
         assert same["id"] == first["id"] and same["unchanged"]
         found = await ready(running, id)
-        assert found["documents"]["ready"] == found["documents"]["total"] == 4 and found["chunks"] == 7
+        assert found["documents"]["ready"] == found["documents"]["total"] == 5 and found["chunks"] == 8
         assert (found["embedding_model"], found["dimensions"]) == ("minilm", 384)
 
         page = (await client.get(documents, params={"limit": 3})).json()
         rest = (await client.get(documents, params={"after": page["last_id"]})).json()
-        assert page["has_more"] and not rest["has_more"] and len(page["data"]) + len(rest["data"]) == 4
+        assert page["has_more"] and not rest["has_more"] and len(page["data"]) + len(rest["data"]) == 5
         assert not (await client.get(documents, params={"status": "failed"})).json()["data"]
         one = (await client.get(f"{documents}/{first['id']}")).json()
         assert one["chunks"] == one["chunks_done"] == 3 and one["tokens"] > 30
@@ -143,7 +151,7 @@ async def test_documents_come_in_are_listed_updated_and_deleted(
         assert [one["name"] for one in (await client.get("/v1/collections")).json()["data"]] == ["handbook"]
         assert (await client.delete("/v1/collections/handbook")).json()["deleted"]
         assert error(await client.get(f"/v1/collections/{id}")) == (404, "collection_not_found", None)
-        assert await running.metric('penstock_knowledge_documents_total{status="ready"}') == 6
+        assert await running.metric('penstock_knowledge_documents_total{status="ready"}') == 7
         assert await running.metric('penstock_retrieval_seconds_count{step="total"}') == 2
 
 
@@ -365,6 +373,9 @@ async def test_bad_requests_are_told_what_is_wrong(serving: Serving, encoder_end
         assert error(await client.post("/v1/collections", json={"name": "third"}))[:2] == (429, "too_many")
         assert error(await client.post(documents, content=b"x", headers={"content-type": "image/png"}))[0] == 415
         assert error(await client.post(documents, content=b"x"))[0] == 415
+        assert error(await client.post(documents, files={"paper": b"x"}))[2] == "file"
+        assert error(await client.post(documents, files={"file": ("x.exe", b"x")}))[0] == 415
+        assert error(await client.post(documents, files={"file": ("x.txt", b"x")}, data={"nam": "y"}))[2] == "nam"
         assert error(await client.post(documents, json={"name": "n", "text": "t", "media_type": "a/b"}))[0] == 415
         assert error(await client.post(documents, content=b" ", headers=text))[0] == 400
         assert error(await client.post(documents, content=b"x" * 3000, headers=text))[0] == 413
@@ -439,6 +450,19 @@ async def test_tenants_never_meet(serving: Serving, encoder_endpoint: str, tmp_p
         assert (await client.get(f"/v1/collections/{id}")).json() == before
         client.headers["authorization"] = "Bearer psk_wrong"
         assert (await client.get("/v1/collections")).status_code == 401
+
+
+async def test_searches_are_limited_and_paid_for(serving: Serving, encoder_endpoint: str, tmp_path: Path) -> None:
+    tier = TierConfig(name="free", requests_per_minute=2)
+    async with library(serving, encoder_endpoint, tmp_path, tiers=(tier,), default_tier="free") as running:
+        await sign_in(running)
+        id = await filled(running)
+        for _ in range(2):
+            await search(running, id, "when does the office open")
+        refused = await running.client.post(f"/v1/collections/{id}/search", json={"query": "office"})
+        assert error(refused)[:2] == (429, "rate_limit_exceeded")
+        (used,) = (await running.client.get("/v1/usage")).json()["data"]
+        assert (used["model"], used["requests"], used["prompt_tokens"]) == ("minilm", 2, 14)
 
 
 async def test_without_an_encoder_or_a_store_there_are_no_collections(serving: Serving, tmp_path: Path) -> None:

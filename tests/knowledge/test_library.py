@@ -13,6 +13,7 @@ import pytest
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.model import Collection, CollectionExists, Document, KnowledgeError, TooMany
+from penstock.knowledge.queue import LEASE_S, ReadingQueue
 from penstock.protocol.errors import EngineUnavailable
 from tests.knowledge.embedding import HashingEmbedder
 from tests.knowledge.files import make_pdf
@@ -142,6 +143,66 @@ async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_a_claim_ends_with_its_lease(tmp_path: Path) -> None:
+    """A gateway that was killed does not keep its documents: another takes them when it has said nothing for long."""
+    now = [1000.0]
+    async with opened(tmp_path, limits=LibraryLimits(readers=0)) as library:
+        col = await library.create_collection("acme", "handbook")
+        document = await put(library, col, "Pumps need oil.")
+        one, other = (ReadingQueue(library._database, lambda: now[0]) for _ in range(2))
+        claim = await one.claim("acme")
+        assert claim is not None and claim.body == b"Pumps need oil."
+        assert await other.claim("acme") is None and await other.waiting_tenants() == []
+        now[0] += LEASE_S / 2
+        assert await one.progress(claim.document, chunks=2, done=1)
+        now[0] += LEASE_S - 1
+        assert await other.claim("acme") is None, "progress renews it"
+        now[0] += 2
+        again = await other.claim("acme")
+        assert again is not None and again.attempts == 2
+        updated = await put(library, col, "Pumps need water.", id=document.id)
+        assert not await other.finish(again.document, chunks=1, tokens=1), "it was replaced meanwhile"
+        assert updated.version == 2 and (await other.claim("acme")).body == b"Pumps need water."  # type: ignore[union-attr]
+
+
+async def test_two_gateways_share_a_library(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        col = await one.create_collection("acme", "handbook")
+        assert await texts(other, col, "pumps") == []
+        for n in range(12):
+            await put(one if n % 2 else other, col, f"Pumps of kind{n} need oil.", id=f"d{n}")
+        assert await settled(one, col) == {"ready": 12}
+        for library in (one, other):
+            assert (await texts(library, col, "kind7", keep=1)) == ["Pumps of kind7 need oil."]
+        gone = await one.catalogue.document(col.id, "d7")
+        assert gone is not None
+        await one.remove_document(col, gone)
+        assert "Pumps of kind7 need oil." not in await texts(other, col, "kind7 pumps", keep=20)
+        await one.remove_collection(col)
+        assert await other.catalogue.collection("acme", "handbook") is None
+
+
+async def test_a_collection_deleted_while_it_is_read_leaves_no_file(tmp_path: Path) -> None:
+    started, go = asyncio.Event(), asyncio.Event()
+
+    class Gated(HashingEmbedder):
+        async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
+            started.set()
+            await go.wait()
+            return await super().embed(texts)
+
+    async with opened(tmp_path, Gated(), LibraryLimits(readers=1)) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "Doomed words.")
+        await started.wait()
+        await library.remove_collection(col)
+        go.set()
+        other = await library.create_collection("acme", "next")
+        await put(library, other, "Next words.")
+        assert await settled(library, other) == {"ready": 1}
+        assert not await asyncio.to_thread(lambda: list((tmp_path / "k").glob(f"{col.id}*")))
 
 
 async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:

@@ -6,13 +6,19 @@ else is answered exactly as one that does not exist.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.decoding import decode, decode_query
+from penstock.gateway.api.files import FORM_ROOM
+from penstock.gateway.api.pages import listed
+from penstock.gateway.batches.multipart import read_form
+from penstock.gateway.decoding import convert_query, decode, decode_query
+from penstock.gateway.encoding import metered
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.rag import SearchRequest
 from penstock.gateway.retrieving import find_collection, guard, passage_body, position_body, search
@@ -27,10 +33,11 @@ from penstock.knowledge.model import (
     TooMany,
 )
 from penstock.knowledge.reading import MEDIA_TYPES, media_type_of
-from penstock.protocol.errors import InvalidRequest, NotFound, RateLimitExceeded, UnsupportedMediaType
+from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimitExceeded, UnsupportedMediaType
 
 PREFIX = "/v1/collections/"
 PAGE = 100
+FORM = "multipart/form-data"
 DocumentName = Annotated[str, Meta(min_length=1, max_length=512)]
 Link = Annotated[str, Meta(max_length=2048)]
 
@@ -60,6 +67,18 @@ class FileQuery(Struct, forbid_unknown_fields=True):
 
     name: DocumentName = "document"
     url: Link = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A document as it arrived."""
+
+    body: bytes
+    name: str
+    charset: str
+    media_type: str
+    url: str
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 class PageQuery(Struct, forbid_unknown_fields=True):
@@ -107,7 +126,7 @@ async def list_collections(service: Service, exchange: Exchange) -> None:
     if after and (known := await guard(catalogue.collection(tenant, after))) is not None:
         after = known.name
     found = await guard(catalogue.collections(tenant, limit=limit + 1, after=after))
-    await exchange.reply_json(_page([_collection(one) for one in found], limit))
+    await exchange.reply_json(listed([_collection(one) for one in found], limit))
 
 
 async def get_collection(service: Service, exchange: Exchange) -> None:
@@ -133,7 +152,10 @@ async def delete_collection(service: Service, exchange: Exchange) -> None:
 async def search_collection(service: Service, exchange: Exchange) -> None:
     request = decode(_search_request, await exchange.body(service.settings.body_limit))
     collection, _ = await _named(service, exchange)
-    found = await search(service.knowledge, collection, request.query, request)
+    encoder = service.knowledge.encoder()
+    tokens = sum(map(len, await encoder.tokenize([request.query])))
+    work = search(service.knowledge, collection, request.query, request)
+    found = await metered(service, exchange, encoder, 1, tokens, work)
     await exchange.reply_json(
         {
             "object": "list",
@@ -163,7 +185,7 @@ async def list_documents(service: Service, exchange: Exchange) -> None:
     found = await guard(
         catalogue.documents(collection.id, limit=asked.limit + 1, after=storable(asked.after), status=asked.status)
     )
-    await exchange.reply_json(_page([_document(one) for one in found], asked.limit))
+    await exchange.reply_json(listed([_document(one) for one in found], asked.limit))
 
 
 async def get_document(service: Service, exchange: Exchange) -> None:
@@ -180,7 +202,7 @@ async def delete_document(service: Service, exchange: Exchange) -> None:
 async def list_chunks(service: Service, exchange: Exchange) -> None:
     collection, document = await _named_document(service, exchange)
     found = await guard((await service.knowledge.library()).chunks(collection, document))
-    await exchange.reply_json({"object": "list", "data": [_chunk(one, document) for one in found], "has_more": False})
+    await exchange.reply_json(listed([_chunk(one, document) for one in found], len(found)))
 
 
 async def get_chunk(service: Service, exchange: Exchange) -> None:
@@ -192,39 +214,57 @@ async def get_chunk(service: Service, exchange: Exchange) -> None:
 
 
 async def _put(service: Service, exchange: Exchange, collection: Collection, id: str | None) -> None:
+    async with service.uploads:
+        sent = await _sent(service, exchange)
+        library = await service.knowledge.library()
+        document, queued = await _guard(
+            library.put_document(
+                collection,
+                sent.body,
+                name=storable(sent.name),
+                media_type=sent.media_type,
+                charset=sent.charset,
+                id=id,
+                url=storable(sent.url),
+                metadata=sent.metadata,
+            )
+        )
+    await exchange.reply_json({**_document(document), "unchanged": not queued})
+
+
+async def _sent(service: Service, exchange: Exchange) -> _Sent:
+    """A document in whichever of the three forms it came: JSON, a form with a file, or the file itself."""
     said = (exchange.header(b"content-type") or b"").decode("latin-1")
-    body = await exchange.body(service.knowledge.config.document_limit)
-    if said.partition(";")[0].strip().lower() == "application/json":
+    kind, limit = said.partition(";")[0].strip().lower(), service.knowledge.config.document_limit
+    body = await exchange.body(limit + (FORM_ROOM if kind == FORM else 0))
+    if kind == "application/json":
         request = decode(_document_request, body)
-        name, url, kind, charset = request.name, request.url, request.media_type, ""
-        metadata = request.metadata or {}
-        body = request.text.encode("utf-8", "replace")
-        media_type = kind if kind in MEDIA_TYPES else None
+        media_type = request.media_type if request.media_type in MEDIA_TYPES else None
+        body, said = request.text.encode("utf-8", "replace"), request.media_type
+        sent = _Sent(body, request.name, "", media_type or "", request.url, request.metadata or {})
+    elif kind == FORM:
+        form = await asyncio.to_thread(read_form, said.encode("latin-1"), body)
+        fields = {name: field.content.decode("utf-8", "replace") for name, field in form.items() if name != "file"}
+        if "file" not in form:
+            raise InvalidRequest("Missing required parameter: `file`.", param="file", code="missing_parameter")
+        file = form["file"]
+        named = convert_query(FileQuery, {"name": file.filename or "document", **fields})
+        said, media_type = file.filename, media_type_of("", named.name) or media_type_of("", file.filename)
+        sent = _Sent(file.content, named.name, "", media_type or "", named.url)
     else:
         named = decode_query(FileQuery, exchange.scope)
-        name, url, kind, charset, metadata = named.name, named.url, said, _charset(said), {}
-        media_type = media_type_of(said, name)
-    if media_type is None:
+        media_type = media_type_of(said, named.name)
+        sent = _Sent(body, named.name, _charset(said), media_type or "", named.url)
+    if not sent.media_type:
         raise UnsupportedMediaType(
-            f"Documents are {', '.join(MEDIA_TYPES)}, not `{kind[:128] or 'unknown'}`; say which in `content-type`.",
+            f"Documents are {', '.join(MEDIA_TYPES)}, not `{said[:128] or 'unknown'}`; say which in `content-type`.",
             param="media_type",
         )
-    if not body.strip():
+    if not sent.body.strip():
         raise InvalidRequest("The document is empty.", param="text")
-    library = await service.knowledge.library()
-    document, queued = await _guard(
-        library.put_document(
-            collection,
-            body,
-            name=storable(name),
-            media_type=media_type,
-            charset=charset,
-            id=id,
-            url=storable(url),
-            metadata=metadata,
-        )
-    )
-    await exchange.reply_json({**_document(document), "unchanged": not queued})
+    if len(sent.body) > limit:
+        raise PayloadTooLarge(limit=limit, size=len(sent.body))
+    return sent
 
 
 async def _guard(work: Any) -> Any:
@@ -265,12 +305,6 @@ def _charset(content_type: str) -> str:
         if name.strip().lower() == "charset":
             return value.strip().strip('"')[:32]
     return ""
-
-
-def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    shown = found[:limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, **ends, "has_more": len(found) > limit}
 
 
 def _collection(collection: Collection) -> dict[str, Any]:

@@ -20,7 +20,12 @@ class Shown(Protocol):
 
 def page(found: Sequence[Shown], limit: int) -> dict[str, Any]:
     """A list as the wire has it, from one entry more than was asked for."""
-    entries = [entry.shown() for entry in found[:limit]]
+    return listed([entry.shown() for entry in found], limit)
+
+
+def listed(found: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """The same from entries that are written out already."""
+    entries = found[:limit]
     return {
         "object": "list",
         "data": entries,
