@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,11 @@ EVERY = f"{int(SCRAPE_S * 1000)}ms"
 
 need_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None, reason=INSTALL
+)
+
+has_alertmanager = shutil.which("prometheus-alertmanager") is not None or shutil.which("alertmanager") is not None
+need_alertmanager = pytest.mark.skipif(
+    not has_alertmanager, reason="no alertmanager here: apt-get install prometheus-alertmanager"
 )
 
 
@@ -66,8 +74,52 @@ class Prometheus:
         return found
 
 
+@contextmanager
+def alerting(folder: Path) -> Iterator[tuple[int, dict[str, set[str]]]]:
+    """A real Alertmanager with the shipped routes: its port, and the alerts that reached each receiver."""
+    heard: dict[str, set[str]] = {"page": set(), "chat": set()}
+
+    class Webhook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            heard[self.path.strip("/")] |= {alert["labels"]["alertname"] for alert in body["alerts"]}
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    config = (RULES.parent / "alertmanager.yml").read_text().replace(":9099/", f":{server.server_address[1]}/")
+    config = config.replace("group_wait: 30s", "group_wait: 0s").replace("group_interval: 5m", "group_interval: 1s")
+    (folder / "alertmanager.yml").write_text(config)
+    port = free_port()
+    command = [
+        "prometheus-alertmanager" if shutil.which("prometheus-alertmanager") else "alertmanager",
+        f"--config.file={folder / 'alertmanager.yml'}",
+        f"--storage.path={folder / 'alerts'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=",
+        "--log.level=warn",
+    ]
+    with (folder / "alertmanager.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield port, heard
+    finally:
+        process.terminate()
+        process.wait(10)
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @asynccontextmanager
-async def scraping(gateway_port: int, folder: Path, rules: str = "") -> AsyncIterator[Prometheus]:
+async def scraping(
+    gateway_port: int, folder: Path, rules: str = "", alertmanager: int | None = None
+) -> AsyncIterator[Prometheus]:
     config: dict[str, Any] = {
         "global": {"scrape_interval": EVERY, "scrape_timeout": EVERY, "evaluation_interval": EVERY},
         "scrape_configs": [{"job_name": "penstock", "static_configs": [{"targets": [f"127.0.0.1:{gateway_port}"]}]}],
@@ -75,6 +127,9 @@ async def scraping(gateway_port: int, folder: Path, rules: str = "") -> AsyncIte
     if rules:
         (folder / "rules.yml").write_text(rules)
         config["rule_files"] = ["rules.yml"]
+    if alertmanager is not None:
+        targets = [{"targets": [f"127.0.0.1:{alertmanager}"]}]
+        config["alerting"] = {"alertmanagers": [{"static_configs": targets}]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = free_port()
     command = [

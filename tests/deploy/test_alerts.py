@@ -16,7 +16,16 @@ from penstock.engine.request import Delta, DeviceLoad, Load, Request
 from penstock.metering.request_log import Entry, Sink, SinkError
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
-from tests.deploy.prometheus import ROOT, RULES, Prometheus, in_fast_motion, need_prometheus, scraping
+from tests.deploy.prometheus import (
+    ROOT,
+    RULES,
+    Prometheus,
+    alerting,
+    in_fast_motion,
+    need_alertmanager,
+    need_prometheus,
+    scraping,
+)
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
 
@@ -109,6 +118,7 @@ class Flaky(Sink):
 
 
 @need_prometheus
+@need_alertmanager
 @pytest.mark.slow
 async def test_each_alert_fires_under_a_load_that_deserves_it_and_clears_afterwards(
     serving: Serving, text: TextModel, tmp_path: Path
@@ -121,17 +131,23 @@ async def test_each_alert_fires_under_a_load_that_deserves_it_and_clears_afterwa
         gateway.service.request_log.sink = sink
         loads = [asyncio.create_task(_ask_for_ever(gateway)) for _ in range(8)]
         try:
-            async with scraping(gateway.port, tmp_path, in_fast_motion(RULES.read_text())) as prometheus:
-                await prometheus.until("penstock:generation_tokens:rate5m > 0")
-                await asyncio.sleep(12)  # an hour, as these rules see it
-                assert not await prometheus.firing(), "all is well"
+            rules = in_fast_motion(RULES.read_text())
+            with alerting(tmp_path) as (port, heard):
+                async with scraping(gateway.port, tmp_path, rules, port) as prometheus:
+                    await prometheus.until("penstock:generation_tokens:rate5m > 0")
+                    await asyncio.sleep(12)  # an hour, as these rules see it
+                    assert not await prometheus.firing(), "all is well"
 
-                engine.troubled = True
-                trouble = asyncio.create_task(_stutter(gateway, engine))
-                await _until(prometheus, lambda seen, now: seen == set(ALERTS), within=90)
-                engine.troubled = False
-                await trouble
-                await _until(prometheus, lambda seen, now: not now, within=60)
+                    engine.troubled = True
+                    trouble = asyncio.create_task(_stutter(gateway, engine))
+                    await _until(prometheus, lambda seen, now: seen == set(ALERTS), within=90)
+                    engine.troubled = False
+                    await trouble
+                    await _until(prometheus, lambda seen, now: not now, within=60)
+                for severity, receiver in (("page", "page"), ("warning", "chat")):
+                    expected = {name for name, rule in ALERTS.items() if rule["labels"]["severity"] == severity}
+                    # What is inhibited by something worse may have been heard before that fired, or not at all.
+                    assert expected - {"PenstockFirstTokenSlow"} <= heard[receiver] <= expected
         finally:
             for load in loads:
                 load.cancel()
