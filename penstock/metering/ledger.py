@@ -41,6 +41,8 @@ _VERSIONS = (
     ),
 )
 
+_FORGOTTEN_S = 86_400.0
+
 Dimension = Literal["tenant", "user", "feature", "model", "adapter", "tier", "key", "day", "hour"]
 _COLUMNS: dict[Dimension, str] = {
     "tenant": "tenant",
@@ -177,12 +179,13 @@ class Ledger:
         return await self._database.transact(statements, durable=self._durable)
 
     async def beat(self, gateway: str, now: float) -> None:
-        """A gateway is alive, and so are the charges it has open."""
-        await self._database.execute(
+        """A gateway is alive, and so are the charges it has open. Those that died long ago are forgotten."""
+        alive = (
             "INSERT INTO ledger_gateways (id, seen_at) VALUES (?, ?) "
-            "ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at",
-            gateway, now,
-        )  # fmt: skip
+            "ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at"
+        )
+        old = "DELETE FROM ledger_gateways WHERE seen_at < ?"
+        await self._database.transact([(alive, (gateway, now)), (old, (now - _FORGOTTEN_S,))])
 
     async def leave(self, gateway: str) -> None:
         """A gateway ends; what it may have left open is anybody's."""

@@ -178,6 +178,29 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has(serving: Serving, tmp
             await client.batches.cancel(made.id)
 
 
+async def test_a_batch_that_nobody_has_begun_can_be_cancelled_or_expire(serving: Serving, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    ids = []
+    content = jsonl(request("a")) + b"{nonsense\n"
+    idle = settings(url, batches=BatchesConfig(lines_at_once=0))
+    async with serving(**idle) as running, client_of(running) as client:
+        for _ in range(2):
+            file = await client.files.create(file=("x", content), purpose="batch")
+            made = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            ids.append(made.id)
+        assert (await client.batches.cancel(ids[0])).status == "cancelling"
+        assert running.service.database is not None
+        good = await client.files.create(file=("x", jsonl(request("a"))), purpose="batch")
+        await running.service.database.execute(
+            "UPDATE batches SET expires_at = 5, input_file_id = ? WHERE id = ?", good.id, ids[1]
+        )
+    async with serving(**settings(url)) as running, client_of(running) as client:
+        assert [(await over(client, id)).status for id in ids] == ["cancelled", "expired"]
+        assert running.engine.seen == []
+
+
 async def test_what_is_not_answered_in_time_has_expired(serving: Serving, tmp_path: Path, text: Any) -> None:
     engine = ScriptedEngine(text)
     engine.hold = True
@@ -232,12 +255,12 @@ async def test_a_batch_goes_on_where_a_gateway_stopped_and_no_line_is_answered_o
 async def test_a_line_that_finds_no_room_waits(serving: Serving, tmp_path: Path) -> None:
     options = settings(f"sqlite:///{tmp_path / 'x.db'}", limits=(LimitConfig(per="tenant", concurrent_requests=1),))
     async with serving(**options) as running, client_of(running) as client:
-        file = await client.files.create(file=("x", jsonl(*(request(str(n)) for n in range(4)))), purpose="batch")
+        file = await client.files.create(file=("x", jsonl(*(request(str(n)) for n in range(2)))), purpose="batch")
         made = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         batch = await over(client, made.id)
-        assert batch.request_counts.completed == 4 and batch.error_file_id is None
+        assert batch.request_counts.completed == 2 and batch.error_file_id is None
 
 
 async def test_tenants_do_not_see_each_other_s_files_and_batches(serving: Serving, tmp_path: Path) -> None:

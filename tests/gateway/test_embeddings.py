@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,3 +164,26 @@ async def test_a_vector_on_the_wire_is_little_endian_float32(
         written = (await running.client.post("/v1/embeddings", json=body)).json()["data"][0]["embedding"]
         vector = np.frombuffer(base64.b64decode(written), "<f4")
         assert vector.shape == (384,) and abs(np.linalg.norm(vector) - 1) < 1e-5
+
+
+async def test_a_batch_of_embeddings_is_answered_and_paid_for_at_half_the_price(
+    serving: Serving, encoders: Callable[..., Encoders], tmp_path: Path
+) -> None:
+    prices = (PriceConfig(model="minilm", input_price=1.0),)
+    body = {"model": "minilm", "input": TEXTS}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": body}
+    async with serving(encoders=encoders(), store_url=f"sqlite:///{tmp_path / 'x.db'}", prices=prices) as running:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
+        file = await client.files.create(file=("x", json.dumps(line).encode()), purpose="batch")
+        made = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        for _ in range(500):
+            batch = await client.batches.retrieve(made.id)
+            if batch.status == "completed":
+                break
+            await asyncio.sleep(0.02)
+        assert batch.output_file_id is not None, batch
+        answer = json.loads((await client.files.content(batch.output_file_id)).text)["response"]["body"]
+        assert len(answer["data"]) == 3
+        (used,) = (await running.client.get("/v1/usage")).json()["data"]
+        assert (used["requests"], used["prompt_tokens"], float(used["cost"])) == (1, 20, 20 * 0.5 / 1e6)
+        await client.close()

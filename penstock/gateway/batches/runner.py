@@ -156,7 +156,7 @@ class BatchRunner:
                     return
                 if status == "cancelling":
                     stop.set("cancelled")
-                elif status == "in_progress" and self._batches.clock() >= (batch.expires_at or float("inf")):
+                elif status == "in_progress" and self._over(batch):
                     stop.set("expired")
             await work
         except DatabaseError as error:
@@ -171,9 +171,14 @@ class BatchRunner:
             with suppress(DatabaseError):
                 await self._batches.release(batch.id, self._name)
 
+    def _over(self, batch: Batch) -> bool:
+        return batch.expires_at is not None and self._batches.clock() >= batch.expires_at
+
     async def _work(self, batch: Batch, stop: _Stop) -> None:
         if batch.status == "cancelling":
             stop.set("cancelled")
+        elif batch.status != "finalizing" and self._over(batch):
+            stop.set("expired")
         if batch.status == "validating" and not await self._validate(batch):
             return
         if batch.status != "finalizing":
