@@ -17,7 +17,9 @@ from penstock.caching.lexicon import (
 )
 
 _FRAMES = tuple((re.compile(pattern), plain) for pattern, plain in FRAMES)
-_QUOTED = re.compile(r"`[^`]+`|\"[^\"]+\"|“[^”]+”|https?://\S+|[\w.+-]+@[\w-]+\.[\w.]+|(?<!\w)[~/][\w./-]{2,}")
+_QUOTED = re.compile(
+    r"`[^`]+`|\"[^\"]+\"|“[^”]+”|https?://\S+|(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,64}\.[\w.]{1,64}|(?<!\w)[~/][\w./-]{2,}"
+)
 _TOKEN = re.compile(r"0x[0-9a-f]+|#?\d[\d,]*(?:\.\d+)*(?:st|nd|rd|th|%)?|[^\W\d_][\w+#-]*|[€$£¥%]", re.IGNORECASE)
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
 _SIGNS = {"%": "percent", "€": "euro", "$": "dollar", "£": "sterling", "¥": "yen"}

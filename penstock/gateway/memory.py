@@ -13,6 +13,8 @@ import msgspec
 
 from penstock.engine.request import Delta
 
+LONGEST_QUESTION = 1000
+"""Characters: about what an encoder reads, and what can be taken apart in no time."""
 EVENT_TOKENS = 32
 """Tokens per event when a kept answer is streamed."""
 

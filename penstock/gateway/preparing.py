@@ -14,7 +14,7 @@ from penstock.engine.request import EngineInfo
 from penstock.gateway.conversing import OpenTurn, known_calls
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import EngineGeneration, Prompt
-from penstock.gateway.memory import Question
+from penstock.gateway.memory import LONGEST_QUESTION, Question
 from penstock.gateway.messages import template_messages
 from penstock.gateway.producing import Generation
 from penstock.gateway.relaying import relay
@@ -164,7 +164,7 @@ def _comparable(service: Service, request: ChatRequest, messages: list[dict[str,
     if service.recall is None or service.settings.cache.semantic == "off":
         return None
     *before, last = messages
-    if last["role"] != "user" or not last["content"]:
+    if last["role"] != "user" or not 0 < len(last["content"]) <= LONGEST_QUESTION:
         return None
     # Who asks, and how the answer is delivered, does not decide what it says.
     rest = msgspec.structs.replace(

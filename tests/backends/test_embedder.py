@@ -40,7 +40,7 @@ def test_texts_that_mean_the_same_are_near_and_the_tokens_are_counted(encoder_en
 def test_more_texts_than_one_request_holds_come_back_in_order(encoder_endpoint: str) -> None:
     async def work() -> None:
         encoder = embedder(encoder_endpoint)
-        texts = [f"{'very ' * (i % 7)}number {i}" for i in range(300)]
+        texts = [f"{'very ' * (i % 3)}{i}" for i in range(300)]
         found = await encoder.embed(texts, priority=1)
         alone = await encoder.embed([texts[0], texts[255], texts[256], texts[299]])
         assert np.allclose(found.vectors[[0, 255, 256, 299]], alone.vectors, atol=1e-5)

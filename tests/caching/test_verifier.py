@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from bench.semantic_cache import Decider, load_pairs
+from bench.semantic_cache import Decider, Prepared, load_pairs
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.caching.reading import read
@@ -63,9 +65,16 @@ def test_words_without_an_entry_are_judged_by_their_vectors() -> None:
     assert settle(Leftover(("ethanol",), ("methanol",)), [[0.99]]) == "wording"
 
 
-@pytest.mark.parametrize("text", ["", "???", "`", "'s 's n't", "数字は 42 ですか", "a" * 10_000, "% $ #"])
+@pytest.mark.parametrize("text", ["", "???", "`", "'s 's n't", "数字は 42 ですか", "a" * 1000, "% $ #"])
 def test_any_text_can_be_read(text: str) -> None:
     assert compare(read(text), read(text)) is None
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "a.b+c-" * 20_000, "@" * 100_000, "how many " * 1000, "'" * 100_000])
+def test_long_texts_are_read_in_linear_time(text: str) -> None:
+    begin = time.process_time()
+    read(text)
+    assert time.process_time() - begin < 5  # minutes, if anything were quadratic
 
 
 async def test_the_adversarial_set_on_its_held_out_part(encoder_endpoint: str) -> None:
@@ -74,7 +83,7 @@ async def test_the_adversarial_set_on_its_held_out_part(encoder_endpoint: str) -
     paraphrases = [pair for pair in pairs if pair.kind == "paraphrase"]
     assert len(load_pairs()) > 350 and len(adversarial) > 100 and len(paraphrases) > 60
     embedder = Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint))
-    decider = Decider(embedder, 0.8)
+    decider = Decider(await Prepared.of(embedder, pairs), 0.8)
     false_hits = [pair for pair in adversarial if await decider.same(pair.first, pair.second)]
     hits = [pair for pair in paraphrases if await decider.same(pair.first, pair.second)]
     await embedder.close()
