@@ -23,6 +23,7 @@ from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
 from penstock.cli.replicas import drain, replicas, restart, scale
 from penstock.cli.requests import requests
+from penstock.cli.route import route
 from penstock.cli.serve import serve
 from penstock.cli.soak import soak
 from penstock.cli.speculation import speculation
@@ -96,6 +97,7 @@ bench.command(help=speculation.__doc__)(speculation)
 bench.command(help=soak.__doc__)(soak)
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
+app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
 app.add_typer(keys)
 app.add_typer(tenants)

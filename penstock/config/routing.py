@@ -56,3 +56,23 @@ class AdmissionConfig:
         10.0, doc="Requests waiting per replica above which best-effort tiers get models[N].downgrade_to.", least=0
     )
     url: str = setting("", doc="redis://HOST:PORT, when several gateways share one queue; this process when empty.")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConfig:
+    """A name that clients use instead of a model's: a small or a large model answers, by what is asked."""
+
+    name: str = setting("auto", doc="What clients say as `model`.")
+    small: str = setting("", doc="The model for what is easy.")
+    large: str = setting("", doc="The model for code, mathematics, reasoning and long work.")
+    default: Literal["small", "large"] = setting("small", doc="Which one answers what shows too little to tell.")
+    threshold: float = setting(0.6, doc="Score, from 0 to 1, above which the large model answers.", least=0, most=1)
+    long_words: int = setting(800, doc="Users' words in a conversation above which the large one answers.", least=1)
+    small_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the small model.", example="[free]")
+    large_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the large model.", example="[enterprise]")
+    share: float = setting(
+        1.0, doc="Part of the users (or requests) decided on; the others, a control group, get the default.", least=0,
+        most=1,
+    )  # fmt: skip
+    classifier: str = setting("", doc="File made by `penstock route train`, for a second opinion.")
+    enabled: bool = setting(True, doc="Off: everything gets the default.")

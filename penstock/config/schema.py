@@ -17,7 +17,7 @@ from penstock.config.encoding import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
-from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
 
@@ -443,6 +443,7 @@ class Config:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    routes: tuple[RouteConfig, ...] = ()
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
     prices: tuple[PriceConfig, ...] = ()

@@ -93,6 +93,7 @@ from penstock.gateway.api.replicas import (
 from penstock.gateway.api.requests import RequestsQuery, list_requests
 from penstock.gateway.api.rerank import rerank
 from penstock.gateway.api.responses import create_response, delete_response, get_response
+from penstock.gateway.api.routes import RouteSwitch, list_routes, switch_route
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.api.tools import list_tool_servers, list_tools, register_tool_server, remove_tool_server
@@ -307,6 +308,16 @@ ENDPOINTS = (
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),
     Endpoint("POST", "/v1/admin/models/{model:path}/wake", wake_model, "Load it again.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/routes", list_routes, "What each route does.", "Admin", scope="admin"),
+    Endpoint(
+        "PATCH",
+        "/v1/admin/routes/{route}",
+        switch_route,
+        "Turn a route off or on, or change its share.",
+        "Admin",
+        RouteSwitch,
+        scope="admin",
+    ),
     Endpoint("GET", "/v1/admin/replicas", list_replicas, "The engines behind every model.", "Admin", scope="admin"),
     Endpoint(
         "POST",

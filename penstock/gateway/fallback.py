@@ -11,23 +11,42 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.messages import template_messages
+from penstock.gateway.schemas import ChatMessage
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError, EngineUnavailable, InvalidRequest, Overloaded, ServerError
 
 log = logging.getLogger("penstock.gateway")
 
+
+def said_by_users(messages: list[ChatMessage]) -> list[str]:
+    return [
+        message["content"]
+        for message in template_messages(messages)
+        if message["role"] == "user" and message["content"]
+    ]
+
+
 Attempt = Callable[[str], Awaitable[None]]
 """Answers the request with the model of this name."""
 
 
-async def answered(service: Service, exchange: Exchange, model: str, attempt: Attempt) -> None:
-    """Answer with `model`, or with who stands in for it."""
+async def answered(
+    service: Service,
+    exchange: Exchange,
+    model: str,
+    attempt: Attempt,
+    said: Callable[[], list[ChatMessage]],
+    wanted_tokens: int | None = None,
+) -> None:
+    """Answer with `model`, or with who stands in for it. `said` and `wanted_tokens` decide where `model` is a route."""
+    model, chosen = await service.routes.choose(model, exchange, lambda: said_by_users(said()), wanted_tokens)
     chain = service.registry.chain(model, service.admissions.waiting)
     headers = len(exchange.extra_headers)
     first: ApiError | None = None
     for place, (name, why) in enumerate(chain):
         last = place == len(chain) - 1
-        exchange.because, exchange.others_can = why, not last
+        exchange.because, exchange.others_can = why or chosen, not last
         try:
             await attempt(name)
             return

@@ -32,6 +32,7 @@ from penstock.gateway.readiness import Readiness
 from penstock.gateway.recall import Recall, open_store
 from penstock.gateway.requests import open_request_log
 from penstock.gateway.responses.store import ResponseStore
+from penstock.gateway.selecting import Routes
 from penstock.gateway.settings import GatewaySettings
 from penstock.gateway.structure import GrammarDesk
 from penstock.gateway.watching import Watch
@@ -53,6 +54,7 @@ from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
+from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
 from penstock.text import ChatTemplateError
 from penstock.tools.running import ToolRegistry
@@ -124,6 +126,7 @@ class Service:
             _counters(settings.counters, self.desk), settings.tiers, settings.limits, settings.price_book()
         )
         self.admissions = Admissions(settings, registry, self.metrics)
+        self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
         self._background: set[asyncio.Task[None]] = set()
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
@@ -159,6 +162,7 @@ class Service:
                 dead_after_s=self.settings.gateway_timeout_s,
             )
             await self.accounts.start()
+        await self.routes.start(self.database)
         self.sessions = open_sessions(self.settings.conversations, self.database)
         if self.sessions is not None:
             await self.sessions.start()

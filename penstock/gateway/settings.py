@@ -11,7 +11,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoding import EncoderConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
-from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
@@ -113,6 +113,7 @@ class GatewaySettings:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
+    routes: tuple[RouteConfig, ...] = ()
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
     remotes: tuple[RemoteConfig, ...] = ()
@@ -219,6 +220,7 @@ class GatewaySettings:
             limits=config.limits,
             counters=config.counters,
             routing=config.routing,
+            routes=config.routes,
             resilience=config.resilience,
             admission=config.admission,
             remotes=config.remotes,

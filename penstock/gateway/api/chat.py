@@ -47,7 +47,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             renderer = ChatRenderer(asked, generation, recorder)
             await answer(service, exchange, generation, renderer, stream=bool(asked.stream))
 
-        await answered(service, exchange, request.model, attempt)
+        await answered(service, exchange, request.model, attempt, lambda: request.messages, limit.max_tokens)
 
 
 def _check(request: ChatRequest) -> None:

@@ -47,7 +47,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
     limit = limits(asked or 1, service.settings, default=None, param="max_tokens")
     stops = stop_strings(request)
     priority = service.admissions.priority(exchange, request.service_tier)
-    model, info = await open_route(service, exchange, request.model, limit)
+    texts = [prompt for prompt in given_prompts if isinstance(prompt, str)]
+    name, exchange.because = await service.routes.choose(request.model, exchange, lambda: texts, limit.max_tokens)
+    model, info = await open_route(service, exchange, name, limit)
     grammar = await service.grammars.response_format(request.response_format)
     params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
     if request.echo and request.logprobs is not None:

@@ -34,7 +34,7 @@ async def create_message(service: Service, exchange: Exchange) -> None:
         renderer = MessageRenderer(generation, exchange.request_id)
         await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
-    await answered(service, exchange, request.model, attempt)
+    await answered(service, exchange, request.model, attempt, lambda: chat_request(request).messages, limit.max_tokens)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -10,6 +10,7 @@ from penstock.gateway.service import Service
 from penstock.identity import Caller
 from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
+from penstock.routing.selection.selector import Rules
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
@@ -17,6 +18,7 @@ async def list_models(service: Service, exchange: Exchange) -> None:
     data = [describe(service, exchange.caller, model) for model in (*service.registry, *adapted)]
     data += [describe_remote(service, exchange.caller, remote) for remote in service.registry.remotes.values()]
     data += [describe_encoder(service, exchange.caller, embedder) for embedder in service.encoders]
+    data += [describe_route(service, rules) for rules in service.routes.rules.values()]
     await exchange.reply_json({"object": "list", "data": data})
 
 
@@ -28,6 +30,9 @@ async def get_model(service: Service, exchange: Exchange) -> None:
     remote = service.registry.remote(name)
     if remote is not None:
         await exchange.reply_json(describe_remote(service, exchange.caller, remote))
+        return
+    if name in service.routes.rules:
+        await exchange.reply_json(describe_route(service, service.routes.rules[name]))
         return
     await exchange.reply_json(describe(service, exchange.caller, service.registry.route(name).model))
 
@@ -110,4 +115,25 @@ def describe_encoder(service: Service, caller: Caller, embedder: Embedder) -> di
         "state": "awake" if embedder.up else "started when asked for",
         "capabilities": {"embeddings": scores is not True, "rerank": True},
         "pricing": {"input_per_million": config.input_price},
+    }
+
+
+def describe_route(service: Service, rules: Rules) -> dict[str, Any]:
+    """A name that stands for one of two models."""
+    here = [
+        service.registry.route(name).model
+        for name in (rules.small, rules.large)
+        if service.registry.remote(name) is None
+    ]
+    windows = [model.context_window for model in here if model.context_window is not None]
+    return {
+        "id": rules.name,
+        "object": "model",
+        "created": here[0].created if here else 0,
+        "owned_by": "penstock",
+        "routes_to": [rules.small, rules.large],
+        "context_window": min(windows, default=None),
+        "ready": all(model.backend.ready for model in here),
+        "state": "on" if rules.enabled else "off",
+        "capabilities": {"chat": all(model.text.has_chat_template for model in here), "completions": bool(here)},
     }

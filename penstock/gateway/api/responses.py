@@ -63,7 +63,9 @@ async def create_response(service: Service, exchange: Exchange) -> None:
             renderer = ResponseRenderer(request, generation, keep, recorder)
             await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
-        await answered(service, exchange, request.model, attempt)
+        await answered(
+            service, exchange, request.model, attempt, lambda: chat_request(request, said).messages, limit.max_tokens
+        )
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:

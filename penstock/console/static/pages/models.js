@@ -26,7 +26,8 @@ export default {
             <span v-if="model.dimensions">{{ model.dimensions }} dimensions</span>
             <span v-if="model.aliases?.length">also called {{ model.aliases.join(', ') }}</span>
             <span v-if="model.parent">adapter of {{ model.parent }}</span>
-            <span>\${{ model.pricing.input_per_million }} in, \${{ model.pricing.output_per_million ?? 0 }} out per million tokens</span>
+            <span v-if="model.routes_to">stands for {{ model.routes_to.join(' or ') }}</span>
+            <span v-if="model.pricing">{{ priced(model.pricing) }}</span>
           </div>
           <div v-if="replicas[model.id]" class="row items-center q-gutter-sm q-mt-sm">
             <span>{{ replicas[model.id].length }} {{ replicas[model.id].length === 1 ? 'replica' : 'replicas' }}</span>
@@ -47,6 +48,7 @@ export default {
   },
   methods: {
     number,
+    priced: (price) => `${price.input_per_million} $ in, ${price.output_per_million ?? 0} $ out per million tokens`,
     async read() {
       try {
         const [models, replicas] = await Promise.all([get("/v1/models"), get("/v1/admin/replicas")]);

@@ -1,0 +1,44 @@
+"""How well a route decides on labelled prompts, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.routing.selection.prompts import Prompt
+from penstock.routing.selection.selector import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    prompts: int
+    right: int
+    too_small: int
+    """Sent to the small model although they need the large one: answers suffer."""
+    too_large: int
+    """The other way round: money is wasted."""
+    sent_to_large: int
+    wrong: list[tuple[Prompt, Selection]]
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.prompts
+
+    def saved(self, price_ratio: float) -> float:
+        """Part of the money saved against sending everything to the large model, which costs `price_ratio` times the
+        small one's price, when all prompts cost as many tokens."""
+        spent = self.sent_to_large * price_ratio + (self.prompts - self.sent_to_large)
+        return 1 - spent / (self.prompts * price_ratio)
+
+
+def evaluate(prompts: Sequence[Prompt], decide: Callable[[str], Selection]) -> Evaluation:
+    decided = [(prompt, decide(prompt.text)) for prompt in prompts]
+    wrong = [(prompt, selection) for prompt, selection in decided if selection.size != prompt.size]
+    return Evaluation(
+        len(prompts),
+        len(prompts) - len(wrong),
+        sum(prompt.size == "large" for prompt, _ in wrong),
+        sum(prompt.size == "small" for prompt, _ in wrong),
+        sum(selection.size == "large" for _, selection in decided),
+        wrong,
+    )
