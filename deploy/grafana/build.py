@@ -58,6 +58,14 @@ def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def lines(items: list[Panel]) -> list[list[Panel]]:
+    """The panels of a row, line by line: single numbers fit side by side, charts need room."""
+    most = 8 if all(item.kind == "stat" for item in items) else 4
+    count = -(-len(items) // most)
+    each = -(-len(items) // count)
+    return [items[start : start + each] for start in range(0, len(items), each)]
+
+
 def dashboard(board: Board) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
@@ -67,10 +75,11 @@ def dashboard(board: Board) -> dict[str, Any]:
              "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}}
         )  # fmt: skip
         y += 1
-        width = WIDTH // len(items)
-        for i, item in enumerate(items):
-            panels.append(panel(item, len(panels) + 1, {"x": i * width, "y": y, "w": width, "h": height}))
-        y += height
+        for line in lines(items):
+            width = WIDTH // len(line)
+            for i, item in enumerate(line):
+                panels.append(panel(item, len(panels) + 1, {"x": i * width, "y": y, "w": width, "h": height}))
+            y += height
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
     variables = [
         {

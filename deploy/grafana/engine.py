@@ -232,9 +232,15 @@ ENGINE = Board(
                     },
                 ),
                 Panel(
-                    "Gateway",
-                    "CPU seconds per second, and memory, of the gateway processes.",
-                    {"cpu": f"rate(process_cpu_seconds_total[{RATE}])", "memory": "process_resident_memory_bytes"},
+                    "Gateway CPU",
+                    "Cores that the gateway processes use: near one per worker, it is the gateway that is slow.",
+                    {"cores": f"rate(process_cpu_seconds_total[{RATE}])"},
+                ),
+                Panel(
+                    "Gateway memory",
+                    "Of the gateway processes together.",
+                    {"resident": "process_resident_memory_bytes"},
+                    "bytes",
                 ),
             ],
         ),

@@ -19,6 +19,7 @@ T = TypeVar("T")
 def find_encoder(service: Service, exchange: Exchange, name: str) -> Embedder:
     embedder = service.encoders.find(name)
     exchange.record.model_version = embedder.name
+    exchange.timeline.asked_model = name[:256]
     why = b"direct" if name == embedder.name else b"alias"
     exchange.extra_headers += [
         (b"x-penstock-model", embedder.name.encode("latin-1", "replace")),
@@ -33,6 +34,7 @@ async def metered(
     """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
     counted = FixedWork(ModelName(embedder.name), tokens, id=exchange.new_answer_id())
     begin = time.monotonic()
+    exchange.timeline.follow("prepare")
     try:
         reservation = await service.quotas.reserve(exchange, counted)
     except BaseException:
@@ -64,6 +66,7 @@ async def metered(
             await account.settle("stop")
         return result
     finally:
+        exchange.timeline.note("encode", begin)
         if account is not None:
             account.settle(exchange.record.finish_reason or "error")
         if reservation is not None:

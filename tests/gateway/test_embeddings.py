@@ -58,6 +58,9 @@ async def test_the_openai_sdk_gets_vectors_in_every_form(serving: Serving, encod
             assert np.allclose(found.data[0].embedding, rows[0], atol=1e-5)
             assert found.usage.prompt_tokens == 9
         await client.close()
+        latest = (await running.client.get("/v1/traces?limit=1")).json()["data"][0]
+        assert latest["route"] == "/v1/embeddings"
+        assert [phase["name"] for phase in latest["phases"]] == ["authenticate", "receive", "prepare", "encode"]
 
 
 async def test_what_cannot_be_embedded_is_refused(serving: Serving, encoders: Callable[..., Encoders]) -> None:
