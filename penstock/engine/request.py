@@ -81,6 +81,8 @@ class Request:
     produced: list[int] = field(default_factory=list)
     """Tokens that another engine has generated for this request already. Generation goes on behind them: limits,
     penalties and the grammar count them as output, and they are not delivered again."""
+    affinity: str = ""
+    """Requests with the same word here had better run on the same engine; for routers, engines ignore it."""
 
 
 @dataclass(frozen=True, slots=True)

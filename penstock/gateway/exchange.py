@@ -178,6 +178,10 @@ class Exchange:
         given = self.header(b"content-length")
         return int(given) if given is not None and given.isdigit() else None
 
+    def affinity(self, asked: str | None) -> str:
+        """What keeps requests together on one replica: what the request says, or its session."""
+        return asked or (self.header(b"x-session-id") or b"").decode("latin-1")
+
     def name_replica(self, name: str) -> None:
         """The reply will say where the request ran."""
         self.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))

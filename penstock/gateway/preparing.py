@@ -129,6 +129,7 @@ async def _prepare(
         metrics=service.metrics,
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
+        affinity=exchange.affinity(request.prompt_cache_key),
         stops=stops,
         priority=priority,
         speculation=request.speculation is not False,

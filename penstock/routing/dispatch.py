@@ -176,6 +176,7 @@ class Dispatcher:
             info.block_size if info is not None else 16,
             expected_output=expected,
             wants_blocks=self._policy.wants_blocks,
+            session=request.affinity,
             tenant=request.cache_salt,
         )
         return self._policy.choose(wanted, [member.view(now) for member in able])

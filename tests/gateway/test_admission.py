@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from penstock.gateway.main import serve
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually, free_port
 from tests.scripted import ScriptedEngine
@@ -161,46 +164,91 @@ async def test_what_clients_may_say_about_waiting(serving: Serving, text: TextMo
         await first
 
 
-async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text: TextModel) -> None:
-    large, small = held(text), ScriptedEngine(text, "small says hi", max_model_len=128)
-    models = (ModelSettings("large", "", downgrade_to="small"), ModelSettings("small", ""))
-    settings = GatewaySettings(
-        models=models,
-        port=free_port(),
-        drain_s=0.2,
-        default_tier="free",
-        tiers=(TierConfig(name="free", best_effort=True),),
-        admission=one_at_a_time(downgrade_depth=2),
-    )
-    registry = Registry(
-        ServedModel(name, text, InProcessBackend(e)) for name, e in (("large", large), ("small", small))
-    )
+@asynccontextmanager
+async def gateway(registry: Registry, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+    options = GatewaySettings(port=free_port(), drain_s=0.2, **settings)
     stop = asyncio.Event()
     listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(settings, registry, stop, listening.set_result))
-    await listening
+    task = asyncio.create_task(serve(options, registry, stop, listening.set_result))
+    await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}", timeout=30) as client:
-            body = {"model": "large", "prompt": "x", "max_tokens": 20}
-
-            def ask(**more: Any) -> asyncio.Task[httpx.Response]:
-                return asyncio.create_task(client.post("/v1/completions", json={**body, **more}))
-
-            admission = listening.result().admissions._admission
-            assert admission is not None
-            queue = admission._desks["large"].queue
-            waiting = [ask() for _ in range(4)]
-            await eventually(lambda: queue.standing("", 0).depth == 3)
-            reply = await ask()
-            assert reply.headers["x-penstock-model"] == "small" and reply.headers["x-penstock-route"] == "downgrade"
-            assert reply.json()["model"] == "small" and reply.json()["choices"][0]["text"] == "small says hi"
-            too_long = ask(prompt="x" * 200)  # would not fit the smaller one for sure, so it waits
-            await eventually(lambda: queue.standing("", 0).depth == 4)
-            large.hold = False
-            replies = await asyncio.gather(*waiting, too_long)
-            assert {r.headers["x-penstock-model"] for r in replies} == {"large"}
-            metrics = (await client.get("/metrics")).text
-            assert 'penstock_downgrades_total{model_name="large"} 1' in metrics
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}", timeout=30) as client:
+            yield client, listening.result()
     finally:
         stop.set()
         await task
+
+
+async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text: TextModel) -> None:
+    large, small = held(text), ScriptedEngine(text, "small says hi", max_model_len=128)
+    engines = (("large", large), ("small", small))
+    registry = Registry(ServedModel(name, text, InProcessBackend(engine)) for name, engine in engines)
+    async with gateway(
+        registry,
+        models=(ModelSettings("large", "", downgrade_to="small"), ModelSettings("small", "")),
+        default_tier="free",
+        tiers=(TierConfig(name="free", best_effort=True),),
+        admission=one_at_a_time(downgrade_depth=2),
+    ) as (client, service):
+        body = {"model": "large", "prompt": "x", "max_tokens": 20}
+
+        def ask(**more: Any) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/v1/completions", json={**body, **more}))
+
+        assert service.admissions._admission is not None
+        queue = service.admissions._admission._desks["large"].queue
+        waiting = [ask() for _ in range(4)]
+        await eventually(lambda: queue.standing("", 0).depth == 3)
+        reply = await ask()
+        assert reply.headers["x-penstock-model"] == "small" and reply.headers["x-penstock-route"] == "downgrade"
+        assert reply.json()["model"] == "small" and reply.json()["choices"][0]["text"] == "small says hi"
+        too_long = ask(prompt="x" * 200)  # would not fit the smaller one for sure, so it waits
+        await eventually(lambda: queue.standing("", 0).depth == 4)
+        large.hold = False
+        replies = await asyncio.gather(*waiting, too_long)
+        assert {r.headers["x-penstock-model"] for r in replies} == {"large"}
+        assert 'penstock_downgrades_total{model_name="large"} 1' in (await client.get("/metrics")).text
+
+
+async def test_sessions_stay_on_their_replica(text: TextModel) -> None:
+    backend = ReplicaSet("tiny", [InProcessBackend(ScriptedEngine(text), name=str(index)) for index in range(2)])
+    async with gateway(Registry([ServedModel("tiny", text, backend)]), models=(ModelSettings("tiny", ""),)) as (
+        client,
+        _,
+    ):
+
+        async def where(prompt: str, **more: Any) -> str:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, **more}
+            return str((await client.post("/v1/completions", json=body)).headers["x-penstock-replica"])
+
+        assert {await where(letter) for letter in "abcdef"} == {"0", "1"}
+        for key in ("one", "two"):
+            assert len({await where(letter, prompt_cache_key=key) for letter in "abcdef"}) == 1
+
+
+async def test_gateways_that_share_a_queue_in_redis(text: TextModel, valkey: Any) -> None:
+    """Two gateways, an engine each, one slot in all: what one runs, the other waits for."""
+    engines = [held(text), held(text)]
+    shared = one_at_a_time(url=f"redis://127.0.0.1:{valkey.port}")
+    async with AsyncExitStack() as stack:
+        clients = [
+            (
+                await stack.enter_async_context(
+                    gateway(
+                        Registry([ServedModel("tiny", text, InProcessBackend(engine))]),
+                        models=(ModelSettings("tiny", ""),),
+                        admission=shared,
+                    )
+                )
+            )[0]
+            for engine in engines
+        ]
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+        first = asyncio.create_task(clients[0].post("/v1/completions", json=body))
+        await eventually(lambda: len(engines[0].seen) == 1)
+        second = asyncio.create_task(clients[1].post("/v1/completions", json=body))
+        await asyncio.sleep(0.3)
+        assert not engines[1].seen
+        engines[0].hold = engines[1].hold = False
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+        assert len(engines[1].seen) == 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.kv.hashing import block_names
@@ -51,6 +51,7 @@ def fleet(count: int = 4, **same: float) -> list[ReplicaView]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25)
 @given(candidates=views)
 def test_every_policy_chooses_one_that_is_trusted(name: str, candidates: list[ReplicaView]) -> None:
     policy: ReplicaPolicy = make_policy(name)  # type: ignore[arg-type]
@@ -155,6 +156,7 @@ def test_the_meter_counts_what_the_snapshot_does_not_know_yet() -> None:
 events = st.lists(st.tuples(st.sampled_from("stpe"), st.integers(0, 5), st.integers(1, 40)), max_size=60)
 
 
+@settings(max_examples=40)
 @given(events=events)
 def test_a_meter_whose_work_is_over_holds_nothing(events: list[tuple[str, int, int]]) -> None:
     meter, now = ReplicaMeter(), 0.0

@@ -67,6 +67,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         metrics=service.metrics,
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
+        affinity=exchange.affinity(request.prompt_cache_key),
         stops=stops,
         priority=priority,
         speculation=request.speculation is not False,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
-from penstock.routing.admission.model import Room, Standing
+from penstock.routing.admission.model import Room
 from penstock.routing.replicas import ReplicaSet
 
 
@@ -19,12 +19,12 @@ class Capacity:
     """The room in front of one model."""
 
     def __init__(
-        self, backend: Backend, config: AdmissionConfig, granted: Callable[[], Standing] | None = None
+        self, backend: Backend, config: AdmissionConfig, held: Callable[[], tuple[int, int]] | None = None
     ) -> None:
-        """`granted`: what this gateway's own queue has granted; None when the queue is everybody's."""
+        """`held`: slots and KV tokens that this gateway's own queue has granted; None when the queue is everybody's."""
         self._backend = backend
         self._config = config
-        self._granted = granted
+        self._held = held
 
     def __call__(self) -> Room:
         replicas = self._replicas()
@@ -42,10 +42,10 @@ class Capacity:
             used += load.used_blocks * info.block_size
             reported += load.running + load.waiting
         kv_tokens = int(kv_tokens * self._config.kv_share)
-        if self._granted is not None:
-            granted = self._granted()
-            slots -= max(0, reported - granted.in_flight)
-            kv_tokens -= max(0, used - granted.kv_tokens)
+        if self._held is not None:
+            held_slots, held_tokens = self._held()
+            slots -= max(0, reported - held_slots)
+            kv_tokens -= max(0, used - held_tokens)
         return Room(max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas))
 
     def _replicas(self) -> Sequence[Backend]:

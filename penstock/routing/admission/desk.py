@@ -23,7 +23,6 @@ from penstock.routing.admission.model import (
     Entry,
     Outcome,
     RoomNow,
-    Standing,
     cost_of,
     patience_of,
 )
@@ -97,11 +96,12 @@ class Desk:
         if wish.patience_s is not None:
             patience = min(patience, wish.patience_s)
         ask = Ask(entry, prompt, cached, wish.budget_left, patience)
-        verdict = decide(ask, self.queue.standing(wish.tenant, rank), self.room(), config, self._roll())
+        room = self.room()
+        verdict = decide(ask, self.queue.standing(wish.tenant, rank), room, config, self._roll())
         if verdict.action == "refuse":
             assert verdict.reason is not None
             raise self.refusal(entry, verdict.reason, verdict.wait_s)
-        return Ticket(self, entry, await self.queue.enter(entry), patience)
+        return Ticket(self, entry, await self.queue.enter(entry, room), patience)
 
     def saturated(self) -> bool:
         """Whether best-effort callers should go to a smaller model."""
@@ -205,8 +205,7 @@ class Admission:
         ]
 
     def _rates(self) -> list[tuple[tuple[str], float]]:
-        standings = ((model, desk.queue.standing("", 0)) for model, desk in self._desks.items())
-        return [((model,), standing.rates[0] if standing.rates else 0.0) for model, standing in standings]
+        return [((model,), desk.queue.rate()) for model, desk in self._desks.items()]
 
 
 def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, RoomNow]:
@@ -217,10 +216,10 @@ def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQ
         return RedisQueue(config.url, model.name, config, room), room
     queue: MemoryQueue | None = None
 
-    def granted() -> Standing:
-        return queue.standing("", 0) if queue is not None else Standing()
+    def held() -> tuple[int, int]:
+        return queue.held if queue is not None else (0, 0)
 
-    room = Capacity(model.backend, config, granted)
+    room = Capacity(model.backend, config, held)
     queue = MemoryQueue(config, room)
     return queue, room
 

@@ -83,6 +83,16 @@ class Line:
         self._grants = 0
         self._drain = BusyRate(DRAIN_FADE_S, len(CLASSES))
 
+    @property
+    def waits(self) -> bool:
+        """Whether anybody does."""
+        return bool(self._waiting)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Slots and KV tokens of what was granted."""
+        return self._in_flight, self._kv_tokens
+
     def enter(self, entry: Entry, room: Room, most: int, now: float) -> Changes:
         """Add an entry; grant whoever is next; drop one if more than `most` wait then."""
         if not self._waiting and self._fits(entry, room):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.line import Changes, Line
-from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, RoomNow, Standing, most_waiting
+from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
 
 LOOK_S = 0.25
 """How often room is looked for while somebody waits: it can appear without a release, when other gateways finish."""
@@ -40,13 +40,12 @@ class MemoryQueue(AdmissionQueue):
         waiters, self._waiters = self._waiters, {}
         return waiters
 
-    async def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
+    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.push(entry, waiter)
+        self.push(entry, room, waiter)
         return waiter
 
-    def push(self, entry: Entry, waiter: asyncio.Future[Outcome]) -> None:
-        room = self._room()
+    def push(self, entry: Entry, room: Room, waiter: asyncio.Future[Outcome]) -> None:
         self._waiters[entry.id] = waiter
         self._tell(self._line.enter(entry, room, most_waiting(self._rules, room), self._clock()))
         if not waiter.done() and self._look is None:
@@ -58,13 +57,27 @@ class MemoryQueue(AdmissionQueue):
 
     def leave(self, id: str) -> None:
         self._waiters.pop(id, None)
-        self._tell(self._line.leave(id, self._room(), self._clock()))
+        self._tell(self._line.leave(id, self._room_if_needed(), self._clock()))
 
     def release(self, id: str, used: float) -> None:
-        self._tell(self._line.release(id, used, self._room(), self._clock()))
+        self._tell(self._line.release(id, used, self._room_if_needed(), self._clock()))
 
     def standing(self, tenant: str, rank: int) -> Standing:
+        if not self._line.waits:  # nothing else matters then, and this is asked for every request
+            return Standing(*self._line.held)
         return self._line.standing(tenant, rank, self._clock())
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Slots and KV tokens of what was granted."""
+        return self._line.held
+
+    def rate(self) -> float:
+        rates = self._line.standing("", 0, self._clock()).rates
+        return rates[0] if rates is not None else 0.0
+
+    def _room_if_needed(self) -> Room:
+        return self._room() if self._line.waits else Room()
 
     def _tell(self, changes: Changes) -> None:
         for id in changes.granted:

@@ -105,9 +105,9 @@ class AdmissionQueue(ABC):
     async def close(self) -> None: ...
 
     @abstractmethod
-    async def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
-        """Take a place; the future tells, at once or later, what became of it. An entry that is granted holds its
-        room until `release`; one that was dropped holds nothing."""
+    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
+        """Take a place, in front of this room; the future tells, at once or later, what became of it. An entry that is
+        granted holds its room until `release`; one that was dropped holds nothing."""
 
     @abstractmethod
     def leave(self, id: str) -> None:
@@ -120,6 +120,10 @@ class AdmissionQueue(ABC):
     @abstractmethod
     def standing(self, tenant: str, rank: int) -> Standing:
         """How things are, as far as known here."""
+
+    @abstractmethod
+    def rate(self) -> float:
+        """Cost that leaves the queue per second while somebody waits; 0 when it is not known."""
 
 
 RoomNow = Callable[[], Room]

@@ -23,7 +23,7 @@ from typing import Any
 from penstock.config.routing import AdmissionConfig
 from penstock.errors import ConfigError
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, RoomNow, Standing, most_waiting
+from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
 
 log = logging.getLogger(__name__)
 
@@ -123,15 +123,15 @@ class RedisQueue(AdmissionQueue):
         await self._redis.aclose()
         await self._listening.aclose()
 
-    async def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
+    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._mine[entry.id] = _Mine(entry, waiter, time.monotonic())
         if self._local is not None:
-            self._local.push(entry, waiter)
+            self._local.push(entry, room, waiter)
         else:
             self._entering.add(entry.id)
             try:
-                await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0))
+                await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), room)
             finally:
                 self._entering.discard(entry.id)
         return waiter
@@ -149,6 +149,11 @@ class RedisQueue(AdmissionQueue):
         if own is None:
             return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0)
         return replace(self._standing, own_work=own.own_work, active_weight=own.active_weight, excess=own.excess)
+
+    def rate(self) -> float:
+        if self._local is not None:
+            return self._local.rate()
+        return self._standing.rates[0] if self._standing.rates is not None else 0.0
 
     def _end(self, id: str, operation: str, used: float) -> None:
         mine = self._mine.pop(id, None)
@@ -224,9 +229,11 @@ class RedisQueue(AdmissionQueue):
             if mine.granted:
                 local.adopt(entry)
             elif not mine.waiter.done():
-                local.push(entry, mine.waiter)
+                local.push(entry, self._room(), mine.waiter)
 
-    async def _call(self, operation: str, tenant: str, rank: int, arguments: list[Any]) -> None:
+    async def _call(
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+    ) -> None:
         """Run an operation, unless Redis is away; never beside a restoration."""
         if self._restoring:
             async with self._changing:
@@ -235,18 +242,20 @@ class RedisQueue(AdmissionQueue):
             return
         self._calls += 1
         try:
-            await self._run(operation, tenant, rank, arguments)
+            await self._run(operation, tenant, rank, arguments, room)
         finally:
             self._calls -= 1
             if self._restoring and not self._calls:
                 async with self._changing:
                     self._changing.notify_all()
 
-    async def _run(self, operation: str, tenant: str, rank: int, arguments: list[Any]) -> bool:
+    async def _run(
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+    ) -> bool:
         """Run the script and take in what it says; False when Redis is away."""
         from redis.exceptions import RedisError
 
-        room, rules = self._room(), self._rules
+        room, rules = room or self._room(), self._rules
         now = -1.0 if self._clock is None else self._clock()
         head: list[Any] = [
             operation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.routing import AdmissionConfig
@@ -51,8 +51,10 @@ rooms = st.builds(
 )
 orders = st.sampled_from(("fair", "priority", "fcfs", "sjf"))
 rolls = st.floats(0, 1, exclude_max=True)
+few = settings(max_examples=60)
 
 
+@few
 @given(asks, standings, rooms, orders, rolls)
 def test_room_is_used_at_once_and_never_exceeded(
     ask: Ask, standing: Standing, room: Room, order: str, roll: float
@@ -65,6 +67,7 @@ def test_room_is_used_at_once_and_never_exceeded(
         assert room.kv_tokens is None or standing.kv_tokens + ask.entry.kv_tokens <= room.kv_tokens
 
 
+@few
 @given(asks, standings, rooms, orders, rolls)
 def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
     ask: Ask, standing: Standing, room: Room, order: str, roll: float
@@ -78,6 +81,7 @@ def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
         assert verdict.reason is None and verdict.wait_s < ask.patience_s
 
 
+@few
 @given(standings, rooms, rolls, entries)
 def test_nobody_is_refused_while_the_queue_is_short(standing: Standing, room: Room, roll: float, entry: Entry) -> None:
     calm = replace(standing, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rates=(1e3, 1e3, 1e3))
@@ -87,6 +91,7 @@ def test_nobody_is_refused_while_the_queue_is_short(standing: Standing, room: Ro
 worse = st.sampled_from(("weight", "rank", "cost", "cached", "budget", "excess"))
 
 
+@few
 @given(asks, standings, st.floats(0, 1.2), worse)
 def test_what_speaks_for_a_request_can_only_help_it(ask: Ask, standing: Standing, pressure: float, what: str) -> None:
     """Paid before free, short before long, cached before fresh, unspent before spent, under- before over-served."""
@@ -108,6 +113,7 @@ def test_what_speaks_for_a_request_can_only_help_it(ask: Ask, standing: Standing
     assert shed_share(pressure, value_of(bad, there), rules) >= shed_share(pressure, value_of(good, standing), rules)
 
 
+@few
 @given(st.floats(0, 1), st.floats(0, 2), st.floats(0, 2))
 def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other: float) -> None:
     rules = AdmissionConfig()
@@ -117,6 +123,7 @@ def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other
     assert shed_share(1.0, 0.0, rules) == 1.0
 
 
+@few
 @given(standings, entries)
 def test_a_higher_class_never_waits_longer(standing: Standing, entry: Entry) -> None:
     rules = AdmissionConfig(order="priority")

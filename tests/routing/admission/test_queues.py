@@ -19,6 +19,7 @@ from penstock.routing.admission.redis import RedisQueue
 
 _models = itertools.count()
 RULES = AdmissionConfig()
+ONE, TWO = Room(slots=1), Room(slots=2)
 
 
 async def eventually(condition: Callable[[], bool], within: float = 8.0) -> None:
@@ -44,12 +45,12 @@ async def gateways(url: str, count: int, room: Room) -> AsyncIterator[list[Redis
 @pytest.fixture(params=["memory", "redis"])
 async def queue(request: pytest.FixtureRequest) -> AsyncIterator[AdmissionQueue]:
     if request.param == "memory":
-        memory = MemoryQueue(RULES, lambda: Room(slots=1))
+        memory = MemoryQueue(RULES, lambda: ONE)
         yield memory
         await memory.close()
         return
     port = request.getfixturevalue("client").connection_pool.connection_kwargs["port"]
-    async with gateways(f"redis://127.0.0.1:{port}", 1, Room(slots=1)) as queues:
+    async with gateways(f"redis://127.0.0.1:{port}", 1, ONE) as queues:
         yield queues[0]
 
 
@@ -58,8 +59,8 @@ def told(waiter: asyncio.Future[Outcome]) -> Outcome | None:
 
 
 async def test_a_release_grants_the_next(queue: AdmissionQueue) -> None:
-    first = await queue.enter(Entry("1", "a"))
-    second, third = await queue.enter(Entry("2", "a")), await queue.enter(Entry("3", "b", PREMIUM))
+    first = await queue.enter(Entry("1", "a"), ONE)
+    second, third = await queue.enter(Entry("2", "a"), ONE), await queue.enter(Entry("3", "b", PREMIUM), ONE)
     assert (told(first), told(second), told(third)) == ("granted", None, None)
     assert queue.standing("a", 1).queued == (1, 1, 0)
     queue.release("1", 1.0)
@@ -74,8 +75,8 @@ async def test_a_release_grants_the_next(queue: AdmissionQueue) -> None:
 
 
 async def test_who_leaves_is_not_granted(queue: AdmissionQueue) -> None:
-    await queue.enter(Entry("1", "a"))
-    waiter = await queue.enter(Entry("2", "a"))
+    await queue.enter(Entry("1", "a"), ONE)
+    waiter = await queue.enter(Entry("2", "a"), ONE)
     queue.leave("2")
     queue.release("1", 1.0)
     await eventually(lambda: queue.standing("a", 1).in_flight == 0 and queue.standing("a", 1).depth == 0)
@@ -84,11 +85,11 @@ async def test_who_leaves_is_not_granted(queue: AdmissionQueue) -> None:
 
 async def test_gateways_share_one_order_and_one_room(client: Any) -> None:
     url = f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}"
-    async with gateways(url, 2, Room(slots=2)) as (one, other):
-        running = [await one.enter(Entry("1", "a")), await other.enter(Entry("2", "a"))]
+    async with gateways(url, 2, TWO) as (one, other):
+        running = [await one.enter(Entry("1", "a"), TWO), await other.enter(Entry("2", "a"), TWO)]
         assert [told(waiter) for waiter in running] == ["granted", "granted"]
-        late = await other.enter(Entry("3", "a"))
-        urgent = await one.enter(Entry("4", "a", PREMIUM))
+        late = await other.enter(Entry("3", "a"), TWO)
+        urgent = await one.enter(Entry("4", "a", PREMIUM), TWO)
         assert told(late) is told(urgent) is None
         other.release("2", 1.0)  # a release here grants an entry there
         assert await asyncio.wait_for(urgent, 5) == "granted"
@@ -101,18 +102,18 @@ async def test_redis_may_go_and_come_back(valkey: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(redis_queue, "RETRY_S", 0.05)
     url = f"redis://127.0.0.1:{valkey.port}"
     valkey._desired_port = valkey.port  # the same one again when it is restarted
-    async with gateways(url, 2, Room(slots=2)) as (one, other):
-        await one.enter(Entry("1", "a"))
-        await other.enter(Entry("2", "a"))
-        waiting = await one.enter(Entry("3", "a"))
+    async with gateways(url, 2, TWO) as (one, other):
+        await one.enter(Entry("1", "a"), TWO)
+        await other.enter(Entry("2", "a"), TWO)
+        waiting = await one.enter(Entry("3", "a"), TWO)
         valkey.stop()
         # Each gateway by itself now: one has one running, so there is room for what waited.
         assert await asyncio.wait_for(waiting, 5) == "granted"
         assert not one.shared
-        held = await one.enter(Entry("4", "a"))
+        held = await one.enter(Entry("4", "a"), TWO)
         assert told(held) is None
         other.release("2", 1.0)
-        assert told(await other.enter(Entry("5", "a"))) == "granted"
+        assert told(await other.enter(Entry("5", "a"), TWO)) == "granted"
 
         valkey.start()
         await eventually(lambda: one.shared and other.shared)
@@ -128,9 +129,9 @@ async def test_redis_may_go_and_come_back(valkey: Any, monkeypatch: pytest.Monke
 
 async def test_redis_that_lost_its_memory_is_told_again(client: Any) -> None:
     url = f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}"
-    async with gateways(url, 1, Room(slots=1)) as (queue,):
-        await queue.enter(Entry("1", "a"))
-        waiting = await queue.enter(Entry("2", "a"))
+    async with gateways(url, 1, ONE) as (queue,):
+        await queue.enter(Entry("1", "a"), ONE)
+        waiting = await queue.enter(Entry("2", "a"), ONE)
         client.flushall()
         await eventually(lambda: bool(client.keys("penstock:admission:*:e")))
         await eventually(lambda: queue.standing("a", 1).in_flight == 1 and queue.standing("a", 1).depth == 1)
