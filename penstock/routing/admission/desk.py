@@ -112,6 +112,8 @@ class Desk:
         self.metrics.shed(self.model, CLASSES[entry.rank], reason)
         if wait_s is None:
             wait_s = predicted_wait(entry, self.queue.standing(entry.tenant, entry.rank), self.config)
+        # By then whoever waits now was served, or has given up.
+        wait_s = min(wait_s, patience_of(self.config, entry.rank))
         return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=wait_s)
 
     def answered(self, tokens: float) -> None:

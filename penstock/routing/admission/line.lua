@@ -73,6 +73,7 @@ local function take(e)
   charge(e, e.cost)
   hold(e)
   set('grants', s('grants') + 1)
+  if not S.first then set('first', now) end
 end
 local function fits(e)
   if s('inflight') <= 0 then return true end
@@ -260,9 +261,13 @@ if s('busy') >= SETTLED and total > 0 then
   total = total / s('busy')
   rates = {num(total), num(math.max((s('work1') + s('work2')) / s('busy'), LEAST * total)),
            num(math.max(s('work2') / s('busy'), LEAST * total))}
-elseif s('service') > 0 and s('cost') > 0 then
-  total = num(s('cost') / s('service'))
-  rates = {total, total, total}
+else
+  local service = s('service')
+  if service == 0 and S.first then service = now - S.first end
+  if service >= SETTLED and s('cost') > 0 then
+    total = num(s('cost') / service)
+    rates = {total, total, total}
+  end
 end
 local tenant, rank = ARGV[10], ARGV[11]
 local value = tonumber(redis.call('ZSCORE', key('c', rank), tenant) or '0')

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from penstock.config.routing import OrderName
 from penstock.routing.admission.decision import fits
 from penstock.routing.admission.model import CLASSES, Entry, Room, Standing
-from penstock.routing.rate import BusyRate
+from penstock.routing.rate import SETTLED_S, BusyRate
 
 AGEING_EVERY = 10
 DRAIN_FADE_S = 20.0
@@ -80,6 +80,7 @@ class Line:
         self._kv_tokens = 0
         self._cost = 0.0
         self._service_s = 0.0
+        self._first_grant: float | None = None
         self._grants = 0
         self._drain = BusyRate(DRAIN_FADE_S, len(CLASSES))
 
@@ -159,10 +160,12 @@ class Line:
         if total is not None:
             left = [max(self._drain.per_s(now, rank) or 0.0, LEAST_RATE * total) for rank in (1, 2)]
             return total, left[0], left[1]
-        if self._service_s > 0 and self._cost > 0:
-            total = self._cost / self._service_s
-            return total, total, total
-        return None
+        # Before anything has ended, it takes at least as long as it has taken so far.
+        service_s = self._service_s or (now - self._first_grant if self._first_grant is not None else 0.0)
+        if service_s < SETTLED_S or self._cost <= 0:
+            return None
+        total = self._cost / service_s
+        return total, total, total
 
     def _push(self, entry: Entry, now: float) -> None:
         if not self._waiting:
@@ -220,6 +223,8 @@ class Line:
         self._charge(entry, entry.cost)
         self._hold(entry, now)
         self._grants += 1
+        if self._first_grant is None:
+            self._first_grant = now
 
     def _hold(self, entry: Entry, now: float) -> None:
         self._granted[entry.id] = _Granted(entry, now)
