@@ -12,7 +12,7 @@ def perplexity(
     model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
     form: Annotated[
         list[str] | None,
-        typer.Option("--form", "-f", help="WEIGHTS[/ACTIVATIONS][:KV]; repeat for several. Default: auto."),
+        typer.Option("--form", "-f", help="WEIGHTS, WEIGHTS/ACTIVATIONS, or either with :KV behind it; repeatable."),
     ] = None,
     text_file: Annotated[
         Path | None, typer.Option("--text", exists=True, dir_okay=False, help="Score this file instead.")

@@ -5,9 +5,12 @@ import resource
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
@@ -49,6 +52,19 @@ def test_every_command_shows_examples(command: str) -> None:
     assert result.exit_code == 0
     assert "Examples:" in result.output
     assert result.output.count(f"penstock {command}") >= 2
+
+
+def test_the_help_of_every_command_can_be_shown() -> None:
+    def paths(group: Any, *before: str) -> Iterator[tuple[str, ...]]:
+        for name, command in getattr(group, "commands", {}).items():
+            yield (*before, name)
+            yield from paths(command, *before, name)
+
+    found = list(paths(typer.main.get_command(app)))
+    assert ("bench", "engine") in found
+    for path in found:
+        result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "120"})
+        assert result.exit_code == 0 and "Usage:" in result.output, (path, result.exception)
 
 
 def test_version() -> None:
