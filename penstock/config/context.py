@@ -65,7 +65,7 @@ class ToolsConfig:
     """Tools that the gateway runs itself when a request names them in `server_tools`."""
 
     max_steps: int = setting(
-        8, doc="Answers of the model in one request; in the last one it must do without tools.", least=1, most=64
+        8, doc="Answers of the model in one request; in the last one it must do without tools.", least=2, most=64
     )
     max_parallel: int = setting(8, doc="Calls of one request that run at the same time.", least=1, most=64)
     networks: tuple[str, ...] = setting(

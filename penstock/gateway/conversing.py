@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.conversations import Busy, Held, Message, Owner, Sessions
+from penstock.conversations.condensing import with_notes
 from penstock.conversations.fitting import fit_turns
 from penstock.conversations.model import Overflow, leading_system
 from penstock.gateway.choice import Piece
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 TARGET = 0.75
 """Share of the room that a prompt fills after turns were left out, so that the next ones need not be."""
+CHARACTERS_PER_TOKEN, MESSAGE_TOKENS = 3, 8
+"""For estimates: characters of a token, and tokens around a message."""
 WIDER = 1.5
 """How much more room there must be for turns that were left out to be looked at again."""
 AHEAD = 0.7
@@ -118,9 +121,46 @@ class OpenTurn:
             )
             metrics.dropped("truncated", self._start - before)
             tokens = await prompt.encoded(self._summary, self._start)
+        self._tell(exchange)
+        return tokens
+
+    def messages(
+        self,
+        service: Service,
+        exchange: Exchange,
+        messages: list[Message],
+        window: int,
+        limit: Limits,
+        following: Sequence[Message] = (),
+    ) -> list[Message]:
+        """The same for a model that others run, whose tokens are not known here: lengths are estimated, and what does
+        not fit is left out, whatever the conversation says about notes."""
+        config = service.settings.conversations
+        reply = min(config.reply_tokens, window // 4) if limit.max_tokens is None else limit.max_tokens
+        self._room = room = max(1, window - reply)
+        if not self._taken:
+            self._take(messages, room)
+        draft = self._draft.followed_by(following)
+        before = self._start
+
+        def prompt(start: int) -> list[Message]:
+            return [*with_notes(self._system, self._summary), *draft.since(start)]
+
+        self._start = fit_turns(
+            draft.end,
+            start=before,
+            keep=config.keep_turns,
+            budget=room,
+            target=int(room * TARGET),
+            count=lambda start: sum(map(estimated_tokens, prompt(start))),
+        )
+        service.metrics.context.dropped("truncated", self._start - before)
+        self._tell(exchange)
+        return prompt(self._start)
+
+    def _tell(self, exchange: Exchange) -> None:
         told = ", ".join(f"{key}={value}" for key, value in self.report.items() if key != "id")
         exchange.extra_headers.append((b"x-penstock-context", told.encode()))
-        return tokens
 
     def _take(self, messages: list[Message], room: int) -> None:
         self._taken = True
@@ -144,8 +184,8 @@ class OpenTurn:
             raise _away() from error
         service.metrics.context.turns.inc()
         used = generation.prompt_tokens + generation.completion_tokens
-        if self._overflow == "summarise" and used > AHEAD * self._room:
-            assert isinstance(generation, EngineGeneration), "others' models have no conversations"
+        ahead = self._overflow == "summarise" and used > AHEAD * self._room
+        if ahead and isinstance(generation, EngineGeneration):
             prompt = Prompt(service, generation.model, None, self._system, self.held.conversation)
             work = summarise_ahead(prompt, exchange, self.held, self._summary, self._room)
             sessions.begin_aside(self.held.owner, self.held.id, work)
@@ -233,6 +273,12 @@ async def _turn(
         raise ConversationBusy(f"The conversation `{id}` is busy: {busy}; send this one again.") from busy
     except DatabaseError as error:
         raise _away() from error
+
+
+def estimated_tokens(message: Message) -> int:
+    """More than most tokenizers make of a message, in most languages."""
+    calls = sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+    return (len(str(message["content"])) + calls) // CHARACTERS_PER_TOKEN + MESSAGE_TOKENS
 
 
 def owner_of(exchange: Exchange) -> Owner:

@@ -36,6 +36,8 @@ from penstock.tools.toolbox import Toolbox
 
 DEFAULT_ANSWER = 512
 """Tokens kept free of sources for an answer that names no limit."""
+REMOTE_WINDOW = 8192
+"""What a model that another server runs is taken to hold, where the configuration does not say."""
 SEAMS = 16
 """What a template and the joints of texts may cost on top."""
 
@@ -66,14 +68,18 @@ async def prepare_chat(
         following = await service.guardrails.messages(exchange.caller, list(following)) if following else following
     remote = service.registry.remote(request.model)
     if remote is not None:
-        for name, given in (("conversation", turn), ("rag", request.rag)):
-            if given is not None:
-                raise InvalidRequest(
-                    f"`{name}` is for models that run here; another server runs `{remote.name}`.",
-                    param=name,
-                    code="remote_model",
-                )
-        return relay(service, exchange, request, [*messages, *following], limit, remote)
+        if request.rag is not None:
+            raise InvalidRequest(
+                f"`rag` is for models that run here; another server runs `{remote.name}`.",
+                param="rag",
+                code="remote_model",
+            )
+        said = [*messages, *following]
+        if turn is not None:
+            window, quota = remote.context_window or REMOTE_WINDOW, service.quotas.context_tokens(exchange.caller)
+            window = window if quota is None else min(window, quota)
+            said = turn.messages(service, exchange, messages, window, limit, following)
+        return relay(service, exchange, request, said, limit, remote)
     if request.rag is None:
         return await _prepare(service, exchange, request, limit, messages, turn, following)
     said = messages if turn is None else [*turn.history, *messages]

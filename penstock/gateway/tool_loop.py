@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.caching import CacheConfig
 from penstock.conversations import Message
 from penstock.gateway.answering import engaged, guard_output, watched
 from penstock.gateway.choice import Piece
@@ -23,6 +24,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.judging import judge_answer
 from penstock.gateway.preparing import prepare_chat
 from penstock.gateway.producing import Generation
+from penstock.gateway.recall import wish_of
 from penstock.gateway.sampling import Limits
 from penstock.gateway.schemas import ChatRequest, FunctionDefinition, ToolDefinition
 from penstock.gateway.service import Service
@@ -30,6 +32,7 @@ from penstock.gateway.tool_steps import Call, Step, StepsRenderer, Totals, shown
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.logging import RequestRecord, log_request
 from penstock.tools.running import Offer, Outcome, ToolError, ToolRegistry
+from penstock.tools.toolbox import MAX_CALLS
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -45,7 +48,8 @@ async def answer_with_tools(
     turn: OpenTurn | None,
     render: Render,
 ) -> None:
-    """Answer a chat request that names tools of the server."""
+    """Answer a chat request that names tools of the server. Tools may say something else next time: nothing is cached."""
+    wish_of(exchange, CacheConfig())
     loop = _Loop(service, exchange, request, limit, turn, await offered(service, exchange, request), render)
     async with watched(exchange, loop.fail):
         if request.stream:
@@ -312,6 +316,8 @@ class _Loop:
             else:
                 if offer is None:
                     outcome = Outcome("Error: there is no such tool.", ok=False)
+                elif index >= MAX_CALLS:
+                    outcome = Outcome(f"Error: more than {MAX_CALLS} calls at once are not run.", ok=False)
                 else:
                     outcome = await registry_of(self._service).call(offer, arguments)
             self._exchange.timeline.note(f"tool {call.name}", began)

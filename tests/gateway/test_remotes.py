@@ -104,6 +104,19 @@ async def test_every_family_of_conversations_reaches_it(serving: Serving) -> Non
         assert response["output"][0]["content"][0]["text"] == "Hello, world!"
 
 
+async def test_a_conversation_goes_on_with_it_and_is_cut_by_estimate(serving: Serving, tmp_path: Path) -> None:
+    async with world(serving, remote={"context_window": 200}, store_url=f"sqlite:///{tmp_path / 'x.db'}") as it:
+        for turn in range(12):
+            words = [{"role": "user", "content": f"this is turn {turn:2}"}]
+            reply = await it.chat(messages=words, conversation="s", max_tokens=50)
+            report = reply.json()["conversation"]
+            spoken = it.behind.service.registry.route("tiny").model.text.decode(it.behind.engine.seen[-1].prompt)
+            assert report["turns"] == turn + 1 and spoken.count("this is turn") == turn + 1 - report["dropped_turns"]
+        assert report["dropped_turns"] > 3
+        here = await it.front.chat(messages=[{"role": "user", "content": "and now?"}], conversation="s")
+        assert here.json()["conversation"]["turns"] == 13, "whoever answers, it is the same conversation"
+
+
 async def test_parameters_pass_and_what_cannot_be_honoured_is_refused(serving: Serving) -> None:
     async with world(serving) as it:
         await it.chat(temperature=0.3, top_p=0.5, seed=4, stop=["!"], frequency_penalty=0.5, top_k=7, max_tokens=9)

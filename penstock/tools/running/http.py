@@ -57,6 +57,8 @@ class HttpTools(ToolServer):
             return Outcome(f"Error: {error}.", ok=False)
         except (TimeoutError, httpx.TimeoutException):
             return Outcome(f"Error: no answer within {self._timeout_s:g} s.", ok=False)
+        except UnicodeError:
+            return Outcome("Error: a header can hold plain ASCII only.", ok=False)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return Outcome(f"Error: the server cannot be reached ({type(error).__name__}).", ok=False)
 

@@ -126,6 +126,9 @@ class ToolRegistry:
             return await entry.server.call(offer.function.name, arguments)
         except ToolError as error:
             return Outcome(f"Error: {error}.", ok=False)
+        except Exception:  # one tool's surprise is not the end of a request
+            log.exception("the tool %s failed", offer.full_name)
+            return Outcome("Error: the tool failed.", ok=False)
 
     async def register(self, spec: ToolSpec) -> tuple[Function, ...]:
         """Keep a server for good; what it offers. `ToolError` when it cannot be used, and nothing is kept."""

@@ -27,6 +27,7 @@ WEATHER_API: dict[str, Any] = {
                 "parameters": [
                     {"name": "city", "in": "path", "required": True, "schema": {"type": "string"}},
                     {"name": "units", "in": "query", "schema": {"enum": ["metric", "imperial"]}},
+                    {"name": "X-Mood", "in": "header", "schema": {"type": "string"}},
                 ],
             }
         },

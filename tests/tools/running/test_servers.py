@@ -78,7 +78,8 @@ async def test_a_result_is_bounded(registry: ToolRegistry) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [({}, "`city` is missing"), ({"city": ".."}, "may not be"), ({"city": "x", "zip": 1}, "no argument `zip`"),
-     ({"city": {"a": 1}}, "an object cannot")],
+     ({"city": {"a": 1}}, "an object cannot"), ({"city": "x", "X-Mood": "☀"}, "ASCII"),
+     ({"city": "x", "X-Mood": "a\r\nX-Other: b"}, "cannot be reached")],
 )  # fmt: skip
 async def test_wrong_arguments_reach_no_server(
     registry: ToolRegistry, api: WeatherServer, arguments: dict[str, Any], words: str
