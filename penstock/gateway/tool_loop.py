@@ -48,7 +48,7 @@ async def answer_with_tools(
     turn: OpenTurn | None,
     render: Render,
 ) -> None:
-    """Answer a chat request that names tools of the server. Tools may say something else next time: nothing is cached."""
+    """Answer a chat request that names tools of the server. Tools may answer otherwise next time: nothing is cached."""
     wish_of(exchange, CacheConfig())
     loop = _Loop(service, exchange, request, limit, turn, await offered(service, exchange, request), render)
     async with watched(exchange, loop.fail):
