@@ -263,6 +263,37 @@ async def test_a_line_that_finds_no_room_waits(serving: Serving, tmp_path: Path)
         assert batch.request_counts.completed == 2 and batch.error_file_id is None
 
 
+async def test_a_tenant_without_room_holds_up_nobody_else(serving: Serving, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    database = await open_database(url)
+    identities = IdentityStore(database)
+    await identities.prepare()
+    keys = []
+    for tenant in ("acme", "beta"):
+        await identities.create_tenant(tenant)
+        keys.append((await identities.create_key(tenant))[1].text)
+    await database.close()
+    limits = (LimitConfig(per="tenant", tenant="acme", requests_per_minute=1),)
+    options = settings(url, limits=limits, batches=BatchesConfig(lines_at_once=2), gateway_timeout_s=3.0)
+    async with (
+        serving(**options) as running,
+        client_of(running, keys[0]) as acme,
+        client_of(running, keys[1]) as beta,
+    ):
+        made = []
+        for client, number in ((acme, 10), (acme, 10), (acme, 10), (beta, 5)):
+            content = jsonl(*(request(str(n)) for n in range(number)))
+            file = await client.files.create(file=("x", content), purpose="batch")
+            made.append(
+                await client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+                )
+            )
+        assert (await over(beta, made[-1].id)).request_counts.completed == 5
+        states = [(await acme.batches.retrieve(one.id)).status for one in made[:3]]
+        assert sorted(states) == ["in_progress", "in_progress", "validating"]  # two at a time
+
+
 async def test_tenants_do_not_see_each_other_s_files_and_batches(serving: Serving, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'x.db'}"
     database = await open_database(url)

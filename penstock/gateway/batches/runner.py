@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Literal
 
 from penstock.gateway.batches.files import FileStore
@@ -26,8 +28,10 @@ from penstock.telemetry.exposition import Registry
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4
+AT_ONCE = 16
 """Batches that one gateway runs side by side, so that a short one need not wait for a long one."""
+OF_A_TENANT = 2
+"""Of which those of one tenant are so many at most."""
 SWEEP_S = 600.0
 LONGEST_PAUSE_S = 30.0
 ATTEMPTS = 5
@@ -48,6 +52,10 @@ class _Stop:
     def __init__(self) -> None:
         self.reason: Reason | None = None
         self.now = asyncio.Event()
+
+    @property
+    def asked(self) -> bool:
+        return self.reason is not None
 
     def set(self, reason: Reason) -> None:
         if self.reason in (None, "held"):
@@ -90,6 +98,7 @@ class BatchRunner:
         self._slots = asyncio.Semaphore(lines_at_once)
         self._name = uuid.uuid4().hex
         self._running: dict[str, tuple[asyncio.Task[None], _Stop]] = {}
+        self._tenants: Counter[str] = Counter()
         self._wake = asyncio.Event()
         self._held = False
         self._task: asyncio.Task[None] | None = None
@@ -131,7 +140,8 @@ class BatchRunner:
                     stop = _Stop()
                     task = asyncio.create_task(self._drive(batch, stop), name=batch.id)
                     self._running[batch.id] = (task, stop)
-                    task.add_done_callback(self._ended)
+                    self._tenants[batch.tenant] += 1
+                    task.add_done_callback(partial(self._ended, batch))
             except DatabaseError as error:
                 log.warning("batches cannot be read: %s", error)
             with suppress(TimeoutError):
@@ -139,10 +149,14 @@ class BatchRunner:
             self._wake.clear()
 
     async def _claim(self) -> Batch | None:
-        return await self._batches.claim(self._name, self._lease_s, besides=list(self._running))
+        full = [tenant for tenant, count in self._tenants.items() if count >= OF_A_TENANT]
+        return await self._batches.claim(self._name, self._lease_s, besides=list(self._running), not_of=full)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.pop(task.get_name(), None)
+    def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        self._running.pop(batch.id, None)
+        self._tenants[batch.tenant] -= 1
+        if not self._tenants[batch.tenant]:
+            del self._tenants[batch.tenant]
         self._wake.set()
 
     async def _drive(self, batch: Batch, stop: _Stop) -> None:
@@ -213,17 +227,18 @@ class BatchRunner:
             first += part.count("\n")
 
     async def _answer_lines(self, batch: Batch, stop: _Stop) -> None:
+        """A line that waits for room does so here, among those of its own batch, and takes no slot from others."""
         tasks: set[asyncio.Task[None]] = set()
         try:
             async for number, text in self._lines(batch):
-                await self._slots.acquire()
-                if stop.reason is not None:
-                    self._slots.release()
+                if len(tasks) >= self._lines_at_once:
+                    done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                if stop.asked:
                     break
-                task = asyncio.create_task(self._answer_line(batch, number, text, stop), name=f"{batch.id} {number}")
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                task.add_done_callback(lambda _: self._slots.release())
+                line = self._answer_line(batch, number, text, stop)
+                tasks.add(asyncio.create_task(line, name=f"{batch.id} {number}"))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -232,9 +247,12 @@ class BatchRunner:
     async def _answer_line(self, batch: Batch, number: int, text: str, stop: _Stop) -> None:
         line = read(text)
         attempt = 0
-        while stop.reason is None:
+        while not stop.asked:
             attempt += 1
-            reply = await self._ask(batch, number, bytes(line.body), stop)
+            async with self._slots:
+                if stop.asked:
+                    return
+                reply = await self._ask(batch, number, bytes(line.body), stop)
             if reply.status is None or stop.now.is_set():
                 return
             pause = _pause(reply, attempt)

@@ -167,12 +167,16 @@ class BatchStore:
         )
         return bool(rows)
 
-    async def claim(self, runner: str, lease_s: float, *, besides: Sequence[str] = ()) -> Batch | None:
-        """Take the oldest batch that nobody runs."""
+    async def claim(
+        self, runner: str, lease_s: float, *, besides: Sequence[str] = (), not_of: Sequence[str] = ()
+    ) -> Batch | None:
+        """Take the oldest batch that nobody runs, of a tenant that is not among `not_of`."""
         now = self.clock()
+        others = f"AND tenant NOT IN ({', '.join('?' * len(not_of))}) " if not_of else ""
         rows = await self._database.fetch(
-            f"SELECT {_LISTED} FROM batches WHERE status IN ({_IN_ACTIVE}) AND leased_until <= ? ORDER BY created_at "
-            "LIMIT 32", now,
+            f"SELECT {_LISTED} FROM batches WHERE status IN ({_IN_ACTIVE}) AND leased_until <= ? {others}"
+            "ORDER BY created_at LIMIT 32",
+            now, *not_of,
         )  # fmt: skip
         for row in rows:
             batch = Batch(*row)
