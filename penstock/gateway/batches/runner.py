@@ -53,7 +53,6 @@ class _Stop:
         self.reason: Reason | None = None
         self.now = asyncio.Event()
 
-    @property
     def asked(self) -> bool:
         return self.reason is not None
 
@@ -235,7 +234,7 @@ class BatchRunner:
                     done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()
-                if stop.asked:
+                if stop.asked():
                     break
                 line = self._answer_line(batch, number, text, stop)
                 tasks.add(asyncio.create_task(line, name=f"{batch.id} {number}"))
@@ -247,10 +246,10 @@ class BatchRunner:
     async def _answer_line(self, batch: Batch, number: int, text: str, stop: _Stop) -> None:
         line = read(text)
         attempt = 0
-        while not stop.asked:
+        while not stop.asked():
             attempt += 1
             async with self._slots:
-                if stop.asked:
+                if stop.asked():
                     return
                 reply = await self._ask(batch, number, bytes(line.body), stop)
             if reply.status is None or stop.now.is_set():
