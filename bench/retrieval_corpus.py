@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
@@ -26,6 +27,8 @@ _NAMES = """
     xmlrpc.client zipapp zipfile zipimport zlib
 """
 MODULES = _NAMES.split()
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of default values: different in every run."""
 LEAST = 24
 """Characters of a documentation string worth an entry."""
 
@@ -75,7 +78,7 @@ def _text(name: str, value: object) -> str:
     if doc is None or len(doc) < LEAST:
         return ""
     try:
-        signature = f"`{name}{inspect.signature(value)}`"  # type: ignore[arg-type]
+        signature = f"`{name}{_ADDRESS.sub('', str(inspect.signature(value)))}`"  # type: ignore[arg-type]
     except (TypeError, ValueError):
         signature = f"`{name}`"
     return f"{signature if len(signature) < 300 else f'`{name}`'}\n\n{doc}"

@@ -29,21 +29,11 @@ from penstock.gateway.api.cache import (
 from penstock.gateway.api.chat import chat_completions
 from penstock.gateway.api.collections import (
     CollectionRequest,
-    DocumentRequest,
-    DocumentsQuery,
-    FileQuery,
     PageQuery,
-    add_document,
     create_collection,
     delete_collection,
-    delete_document,
-    get_chunk,
     get_collection,
-    get_document,
-    list_chunks,
     list_collections,
-    list_documents,
-    put_document,
     search_collection,
 )
 from penstock.gateway.api.completions import completions
@@ -53,6 +43,19 @@ from penstock.gateway.api.conversations import (
     delete_conversation,
     get_conversation,
     list_conversations,
+)
+from penstock.gateway.api.documents import (
+    DOCUMENT_FORM,
+    DocumentRequest,
+    DocumentsQuery,
+    FileQuery,
+    add_document,
+    delete_document,
+    get_chunk,
+    get_document,
+    list_chunks,
+    list_documents,
+    put_document,
 )
 from penstock.gateway.api.embeddings import embeddings
 from penstock.gateway.api.feedback import FeedbackQuery, FeedbackRequest, give_feedback, list_feedback
@@ -368,6 +371,7 @@ ENDPOINTS = (
         "Knowledge",
         DocumentRequest,
         query=FileQuery,
+        form=DOCUMENT_FORM,
     ),
     Endpoint(
         "GET",
@@ -386,6 +390,7 @@ ENDPOINTS = (
         "Knowledge",
         DocumentRequest,
         query=FileQuery,
+        form=DOCUMENT_FORM,
     ),
     Endpoint("DELETE", "/v1/collections/{collection}/documents/{document}", delete_document, "Delete it.", "Knowledge"),
     Endpoint(

@@ -55,10 +55,11 @@ def _document(document: Document, endpoints: Sequence[Endpoint]) -> Document:
         operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
         operation["parameters"] = [*_path_parameters(endpoint), *_query_parameters(endpoint, schemas), _REQUEST_ID]
         operation["responses"] = _responses(endpoint)
-        if endpoint.body is not None:
-            operation["requestBody"] = {"required": True, "content": _json(reference[endpoint.body])}
-        elif endpoint.form is not None:
-            operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": endpoint.form}}}
+        content = {} if endpoint.body is None else _json(reference[endpoint.body])
+        if endpoint.form is not None:
+            content["multipart/form-data"] = {"schema": endpoint.form}
+        if content:
+            operation["requestBody"] = {"required": True, "content": content}
         if endpoint.scope is not None:
             # The empty alternative: a server without keys lets everybody on its machine in.
             operation["security"] = [{"bearer": []}, {"x-api-key": []}, {}]

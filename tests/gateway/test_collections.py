@@ -378,6 +378,8 @@ async def test_bad_requests_are_told_what_is_wrong(serving: Serving, encoder_end
         assert error(await client.post(documents, files={"file": ("x.txt", b"x")}, data={"nam": "y"}))[2] == "nam"
         assert error(await client.post(documents, json={"name": "n", "text": "t", "media_type": "a/b"}))[0] == 415
         assert error(await client.post(documents, content=b" ", headers=text))[0] == 400
+        twice = await client.post(documents, json={"name": "n", "text": "t"}, params={"name": "m"})
+        assert error(twice) == (400, "unknown_parameter", "name")
         assert error(await client.post(documents, content=b"x" * 3000, headers=text))[0] == 413
         assert error(await client.post(documents, content=b"x", headers=text, params={"nam": "y"}))[2] == "nam"
         assert error(await client.put(f"{documents}/a b", content=b"x", headers=text))[0] == 400
