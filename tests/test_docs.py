@@ -92,8 +92,9 @@ def test_every_metric_is_documented() -> None:
 
 def test_settings_named_in_the_docs_exist() -> None:
     known = {key.path for key in keys()}
+    sections = r"server|models\[N\]|generation|logging|telemetry|request_log|store|auth"
     for page in DOCS:
-        for name in re.findall(r"`((?:server|models\[N\]|generation|logging)\.[a-z_]+)", page.read_text()):
+        for name in re.findall(rf"`((?:{sections})\.[a-z_]+)", page.read_text()):
             assert name in known, f"{page.name} names {name}"
 
 
