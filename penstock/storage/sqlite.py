@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from penstock.storage.database import Database, DatabaseError, Row, Statement
 
 BUSY_S = 10.0
-LOG_BYTES = 64 * 2**20
+LOG_BYTES = 16 * 2**20
 """Size of the write-ahead log at which it is folded into the database."""
 RESTART_MS = 50
 """How long the start of a new log may wait for readers; it is tried again."""
-LOOK_EVERY = 64
+LOOK_EVERY = 16
 """Transactions between two looks at that size."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)

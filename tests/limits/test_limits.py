@@ -1,4 +1,4 @@
-"""Both stores of limits keep the same promises: never exceeded, hardly under-used, nothing lost, nothing twice."""
+"""All stores of limits keep the same promises: never exceeded, hardly under-used, nothing lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import multiprocessing
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.gateway.workers.client import DeskClient, DeskLimits
+from penstock.gateway.workers.desk import Desk
 from penstock.limits import Amounts, Limit, LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.limits.redis import RedisLimits
@@ -31,10 +35,29 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[LimitStore]:
+@asynccontextmanager
+async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[DeskClient]]:
+    """Workers at one desk, each with a connection of its own."""
+    async with Desk(path, MemoryLimits(clock) if clock is not None else None):
+        clients = [
+            DeskClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
+            for number in range(workers)
+        ]
+        for client in clients:
+            await client.start()
+        yield clients
+        for client in clients:
+            await client.close()
+
+
+@pytest.fixture(params=["memory", "desk", "redis"])
+async def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> AsyncIterator[LimitStore]:
     if request.param == "memory":
         yield MemoryLimits(clock)
+        return
+    if request.param == "desk":
+        async with at_desk(tmp_path / "desk", 1, clock) as (client,):
+            yield DeskLimits(client)
         return
     server = request.getfixturevalue("valkey")
     opened = RedisLimits(f"redis://127.0.0.1:{server.port}", clock=clock, fallback="closed")
@@ -152,6 +175,32 @@ def test_three_gateways_share_one_limit_exactly(valkey: Any) -> None:
     for gateway in gateways:
         gateway.join()
     assert granted == 100
+
+
+async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:
+    async with at_desk(tmp_path / "desk", 3) as clients:
+        stores = [DeskLimits(client) for client in clients]
+        limit = Limit("shared", "requests", 100, 60.0)
+        decisions = await asyncio.gather(
+            *(stores[index % 3].reserve(f"r{index}", [limit], Amounts()) for index in range(200))
+        )
+        assert sum(decision.refusal is None for decision in decisions) == 100
+        both = [RUNNING, TOKENS]
+        for index in range(3):
+            assert (await stores[0].reserve(f"c{index}", both, Amounts(tokens=100))).refusal is None
+        assert (await stores[1].reserve("d", both, Amounts(tokens=1))).refusal is not None
+        cancelled = asyncio.create_task(stores[1].reserve("e", [limit], Amounts()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await clients[0].close()  # as its death would end the connection
+        decision = await stores[1].reserve("f", both, Amounts(tokens=1))
+        while decision.refusal is not None:
+            await asyncio.sleep(0.01)
+            decision = await stores[1].reserve("f", both, Amounts(tokens=1))
+        assert [standing.used for standing in decision.standings] == [1, 301], "what it may have used still counts"
+        with pytest.raises(Overloaded):
+            await stores[0].reserve("g", both, Amounts())
 
 
 @pytest.mark.parametrize("fallback", ["open", "closed"])

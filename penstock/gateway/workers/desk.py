@@ -86,9 +86,9 @@ class _Search:
 class Desk:
     """Serves the workers of one supervisor; an async context manager."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: MemoryLimits | None = None) -> None:
         self._path = path
-        self._limits = MemoryLimits()
+        self._limits = limits or MemoryLimits()
         self._workers: set[_Worker] = set()
         self._departed: list[Readings] = []
         self._asked = 0
