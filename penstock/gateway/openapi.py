@@ -99,7 +99,7 @@ def _responses(endpoint: Endpoint) -> Document:
     reply = REPLIES.get(endpoint.handler.__name__, ANY_OBJECT)
     content = reply if any("/" in kind for kind in reply) else _json(reply)
     if endpoint.handler.__name__ in EVENTS:
-        content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
+        content = {**content, "text/event-stream": {}}
     error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
     found: Document = {"200": {"description": "The answer.", "content": content}}
     statuses = {"400": "What is wrong with the request, and where."}
