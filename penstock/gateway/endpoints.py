@@ -100,7 +100,7 @@ from penstock.gateway.api.routes import RouteSwitch, list_routes, switch_route
 from penstock.gateway.api.sleeping import sleep_model, wake_model
 from penstock.gateway.api.tokenize import detokenize, tokenize
 from penstock.gateway.api.tools import list_tool_servers, list_tools, register_tool_server, remove_tool_server
-from penstock.gateway.api.traces import get_trace, list_traces
+from penstock.gateway.api.traces import TracesQuery, get_trace, list_traces
 from penstock.gateway.api.usage import UsageQuery, usage
 from penstock.gateway.dialects import ANTHROPIC, OPENAI, Dialect
 from penstock.gateway.exchange import Exchange
@@ -401,7 +401,7 @@ ENDPOINTS = (
         "Knowledge",
     ),
     Endpoint("GET", "/v1/collections/{collection}/chunks/{chunk}", get_chunk, "What a citation names.", "Knowledge"),
-    Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts"),
+    Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts", query=TracesQuery),
     Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
     Endpoint("POST", "/v1/feedback", give_feedback, "Say what you think of an answer.", "Accounts", FeedbackRequest),
     Endpoint(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import FastAPI
 
-from penstock.gateway.replies import ANY_OBJECT, EVENTS, REPLIES
+from penstock.gateway.replies import ACCEPTED, ANY_OBJECT, EVENTS, REPLIES
 
 if TYPE_CHECKING:
     from penstock.gateway.endpoints import Endpoint
@@ -101,7 +101,8 @@ def _responses(endpoint: Endpoint) -> Document:
     if endpoint.handler.__name__ in EVENTS:
         content = {**content, "text/event-stream": {}}
     error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
-    found: Document = {"200": {"description": "The answer.", "content": content}}
+    success = "202" if endpoint.handler.__name__ in ACCEPTED else "200"
+    found: Document = {success: {"description": "The answer.", "content": content}}
     statuses = {"400": "What is wrong with the request, and where."}
     if endpoint.scope is not None:
         statuses |= {"401": "No key, or one that is not known.", "403": "The key lacks the scope."}

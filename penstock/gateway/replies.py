@@ -61,8 +61,27 @@ _BATCH = obj(
 _PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
 _VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
 
+_COLLECTION = obj(
+    id=STRING, object=word("collection"), name=STRING, description=STRING, metadata=ANY_OBJECT, embedding_model=STRING,
+    dimensions=INTEGER, chunk_tokens=INTEGER, overlap_tokens=INTEGER, created_at=INTEGER,
+)  # fmt: skip
+_DOCUMENT = obj(
+    id=STRING, object=word("collection.document"), collection=STRING, name=STRING, url=maybe(STRING), media_type=STRING,
+    bytes=INTEGER, sha256=STRING, metadata=ANY_OBJECT, status=STRING, error=maybe(STRING), chunks=INTEGER,
+)  # fmt: skip
+_CHUNK = obj(
+    id=STRING, object=word("collection.chunk"), document_id=STRING, document=STRING, text=STRING, tokens=INTEGER
+)
+_CONVERSATION = obj(id=STRING, object=word("conversation"))
+_CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
+_REPLICAS = obj(id=STRING, object=word("model"), replicas=many(ANY_OBJECT))
+_DELETED = obj(id=STRING, object=STRING, deleted=BOOLEAN)
+
 EVENTS = frozenset(("chat_completions", "completions", "create_response", "create_message"))
 """Those that may answer with a stream of events instead."""
+
+ACCEPTED = frozenset(("drain_server",))
+"""Those that answer 202: what they were asked for goes on."""
 
 REPLIES: dict[str, Schema] = {
     "chat_completions": obj(
@@ -87,7 +106,37 @@ REPLIES: dict[str, Schema] = {
     ),
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
-    "rerank": ANY_OBJECT,
+    "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
+    "list_conversations": listing(_CONVERSATION),
+    "get_conversation": _CONVERSATION,
+    "delete_conversation": _DELETED,
+    "create_collection": _COLLECTION,
+    "list_collections": listing(_COLLECTION),
+    "get_collection": _COLLECTION,
+    "delete_collection": _DELETED,
+    "search_collection": listing(ANY_OBJECT, collection=STRING, timings_ms=ANY_OBJECT),
+    "add_document": _DOCUMENT,
+    "put_document": _DOCUMENT,
+    "list_documents": listing(_DOCUMENT),
+    "get_document": _DOCUMENT,
+    "delete_document": _DELETED,
+    "list_chunks": listing(_CHUNK),
+    "get_chunk": _CHUNK,
+    "show_cache": _CACHE,
+    "show_all_caches": _CACHE,
+    "evict_cache": obj(object=word("cache.evicted"), answers=INTEGER),
+    "evict_all_caches": obj(object=word("cache.evicted"), answers=INTEGER),
+    "list_traces": listing(ANY_OBJECT),
+    "get_trace": ANY_OBJECT,
+    "list_tools": listing(ANY_OBJECT),
+    "list_tool_servers": listing(obj(name=STRING)),
+    "register_tool_server": obj(name=STRING, functions=many(ANY_OBJECT)),
+    "remove_tool_server": obj(name=STRING, object=STRING, deleted=BOOLEAN),
+    "list_replicas": listing(ANY_OBJECT),
+    "scale_model": _REPLICAS,
+    "restart_model": _REPLICAS,
+    "drain_replica": _REPLICAS,
+    "drain_server": obj(object=word("server"), state=STRING),
     "create_file": _FILE,
     "get_file": _FILE,
     "list_files": listing(_FILE, **_PAGE),

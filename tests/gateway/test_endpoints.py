@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import ConfigError
+from penstock.gateway.endpoints import ENDPOINTS
 from penstock.gateway.main import check_port
+from penstock.gateway.replies import REPLIES
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually
@@ -192,6 +195,18 @@ async def test_documents(serving: Serving) -> None:
         schema = document["components"]["schemas"][reference.rpartition("/")[2]]
         assert {"messages", "model", "temperature", "top_k"} <= set(schema["properties"])
         assert {"/v1/completions", "/v1/models", "/v1/tokenize", "/health/ready", "/metrics"} <= set(document["paths"])
+        handlers = {endpoint.handler.__name__ for endpoint in ENDPOINTS}
+        assert set(REPLIES) <= handlers, "replies of endpoints that are gone"
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                where = f"{method} {path}"
+                named = {given["name"] for given in operation["parameters"] if given["in"] == "path"}
+                assert named == set(re.findall(r"{(\w+)}", path)), where
+                assert {"200", "202"} & set(operation["responses"]) and "default" in operation["responses"], where
+                assert operation["summary"] and operation["tags"], where
+        usage = document["paths"]["/v1/usage"]["get"]
+        assert {given["name"] for given in usage["parameters"]} >= {"by", "since", "until", "tenant"}
+        assert {"bearer", "x-api-key"} == set(document["components"]["securitySchemes"])
         page = await gateway.client.get("/docs")
         assert page.status_code == 200
         assert "x-request-id" in page.headers

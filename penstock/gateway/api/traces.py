@@ -5,25 +5,26 @@ They are kept in the memory of the gateway process that answered the request, th
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs
+from typing import Annotated
 
+import msgspec
+
+from penstock.gateway.decoding import decode_query
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
-from penstock.protocol.errors import InvalidRequest, NotFound
+from penstock.protocol.errors import NotFound
 from penstock.telemetry.timeline import TraceQuery
 
 MOST = 1000
 
 
+class TracesQuery(msgspec.Struct, forbid_unknown_fields=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 20
+
+
 async def list_traces(service: Service, exchange: Exchange) -> None:
-    asked = {name: values[-1] for name, values in parse_qs(exchange.scope["query_string"].decode("latin-1")).items()}
-    for name in asked:
-        if name != "limit":
-            raise InvalidRequest(f"Unknown parameter: `{name[:64]}`; there is limit.", param=name[:64])
-    limit = asked.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MOST):
-        raise InvalidRequest(f"`limit` must be a whole number from 1 to {MOST}.", param="limit")
-    found = await service.traces(TraceQuery(int(limit), _visible(exchange)))
+    asked = decode_query(TracesQuery, exchange.scope)
+    found = await service.traces(TraceQuery(asked.limit, _visible(exchange)))
     await exchange.reply_json({"object": "list", "data": found})
 
 
