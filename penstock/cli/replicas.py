@@ -40,17 +40,31 @@ def scale(
     _tell(model, "scale", {"replicas": count}, url, key)
 
 
-def restart(model: Model, replica: Replica = None, url: Url = DEFAULT_URL, key: Key = None) -> None:
+def restart(
+    model: Annotated[str | None, typer.Argument(help="What clients call the model; every model by default.")] = None,
+    replica: Replica = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
     """
     Drain the replicas of a model and start them again, one after the other; requests go on meanwhile.
 
     Examples:
 
+        penstock restart
+
         penstock restart smollm2-135m
 
         penstock restart smollm2-135m --replica 1
     """
-    _tell(model, "restart", {"replica": replica}, url, key)
+    from penstock.errors import PenstockError
+
+    if model is None and replica is not None:
+        raise PenstockError("say whose replica it is: penstock restart MODEL --replica NAME")
+    found = call("GET", url, key, "/replicas")["data"]
+    here = dict.fromkeys(entry["model"] for entry in found if not entry["remote"])
+    for name in [model] if model is not None else here:
+        _tell(name, "restart", {"replica": replica}, url, key)
 
 
 def drain(

@@ -72,6 +72,7 @@ class Exchange:
         "route",
         "scope",
         "stalled_reader_s",
+        "stands_in",
         "started_at",
         "status",
         "timeline",
@@ -103,6 +104,8 @@ class Exchange:
         """Called once the exchange is over: gives back what the request held."""
         self.because = ""
         """Why this model answers, when it is not the one that was asked for."""
+        self.stands_in = False
+        """Whether it answers because another one cannot."""
         self.others_can = False
         """Whether there is somebody else to ask: no need to wait for an engine that is away."""
         self.record = RequestRecord(self.request_id, self.path, time.time())

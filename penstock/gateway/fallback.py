@@ -20,6 +20,7 @@ log = logging.getLogger("penstock.gateway")
 
 
 def said_by_users(messages: list[ChatMessage]) -> list[str]:
+    """What decides about a route, of a conversation."""
     return [
         message["content"]
         for message in template_messages(messages)
@@ -36,33 +37,35 @@ async def answered(
     exchange: Exchange,
     model: str,
     attempt: Attempt,
-    said: Callable[[], list[ChatMessage]],
+    said: Callable[[], list[str]],
     wanted_tokens: int | None = None,
 ) -> None:
     """Answer with `model`, or with who stands in for it. `said` and `wanted_tokens` decide where `model` is a route."""
-    model, chosen = await service.routes.choose(model, exchange, lambda: said_by_users(said()), wanted_tokens)
+    model, chosen = await service.routes.choose(model, exchange, said, wanted_tokens)
     chain = service.registry.chain(model, service.admissions.waiting)
     headers = len(exchange.extra_headers)
     first: ApiError | None = None
     for place, (name, why) in enumerate(chain):
         last = place == len(chain) - 1
-        exchange.because, exchange.others_can = why or chosen, not last
+        exchange.because, exchange.stands_in, exchange.others_can = why or chosen, bool(why), not last
         try:
             await attempt(name)
             return
         except (EngineUnavailable, Overloaded, ServerError) as error:
+            failure: ApiError = error
             if exchange.response_started or (last and first is None):
                 raise
             first = first or error
-        except InvalidRequest:
-            if exchange.response_started or first is None:
+        except InvalidRequest as error:
+            failure = error
+            # What is wrong for a stand-in only is passed over: what was asked for would have been right.
+            if exchange.response_started or not why:
                 raise
-            # It is wrong for the stand-in only; what was asked for would have been right.
         if last:
+            assert first is not None, "the model itself is in the chain, and failed"
             raise first
-        log.warning(
-            "answered by another model",
-            extra={"request_id": exchange.request_id, "model": name, "next": chain[place + 1][0], "why": first.message},
-        )
-        service.metrics.fell_back(model, chain[place + 1][0], first.code or first.type)
+        to, code = chain[place + 1][0], failure.code or failure.type
+        about = {"request_id": exchange.request_id, "model": name, "next": to, "why": failure.message}
+        log.warning("answered by another model", extra=about)
+        service.metrics.fell_back(name, to, code)
         exchange.start_over(headers)

@@ -221,6 +221,10 @@ async def test_a_smaller_model_comes_before_somebody_elses(serving: Serving, tex
         for _ in range(3):
             reply = await it.front.chat()
             answered.append((reply.headers["x-penstock-model"], reply.json()["choices"][0]["message"]["content"]))
+            plain = await it.front.complete()
+            # Text, not a conversation: nobody else can be sent that.
+            assert plain.status_code == (503 if len(answered) == 3 else 200)
+            assert len(answered) == 3 or plain.headers["x-penstock-model"] == answered[-1][0]
             await registry.route(("tiny", "smaller")[min(len(answered) - 1, 1)]).model.backend.close()
         assert answered == [("tiny", "Hello, world!"), ("smaller", "Small talk."), ("far", "Hello, world!")]
 
@@ -232,6 +236,8 @@ async def test_beyond_a_load_requests_overflow(serving: Serving, text: TextModel
         await eventually(lambda: len(busy.seen) == 2)
         over = await it.front.chat()
         assert over.headers["x-penstock-route"] == "overflow" and over.headers["x-penstock-model"] == "far"
+        kept = await it.front.chat(logprobs=True, max_tokens=1)
+        assert kept.status_code == 200 and kept.headers["x-penstock-model"] == "tiny", "far cannot do that"
         assert all(reply.headers["x-penstock-model"] == "tiny" for reply in await asyncio.gather(*base))
         assert (await it.front.chat(max_tokens=1)).headers["x-penstock-model"] == "tiny"
 

@@ -13,7 +13,7 @@ from penstock.gateway.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
-from penstock.gateway.fallback import answered
+from penstock.gateway.fallback import answered, said_by_users
 from penstock.gateway.logprobs import logprob_entries
 from penstock.gateway.preparing import identify, prepare_chat
 from penstock.gateway.producing import Generation
@@ -47,7 +47,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             renderer = ChatRenderer(asked, generation, recorder)
             await answer(service, exchange, generation, renderer, stream=bool(asked.stream))
 
-        await answered(service, exchange, request.model, attempt, lambda: request.messages, limit.max_tokens)
+        said = functools.partial(said_by_users, request.messages)
+        await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
 
 
 def _check(request: ChatRequest) -> None:

@@ -13,6 +13,7 @@ from penstock.gateway.answering import DONE, Renderer, answer
 from penstock.gateway.choice import Choice, Piece
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.exchange import Exchange, encode_json
+from penstock.gateway.fallback import answered
 from penstock.gateway.generation import EngineGeneration, Prompt
 from penstock.gateway.logprobs import finite
 from penstock.gateway.preparing import identify, open_route, time_limit
@@ -47,38 +48,45 @@ async def completions(service: Service, exchange: Exchange) -> None:
     limit = limits(asked or 1, service.settings, default=None, param="max_tokens")
     stops = stop_strings(request)
     priority = service.admissions.priority(exchange, request.service_tier)
-    texts = [prompt for prompt in given_prompts if isinstance(prompt, str)]
-    name, exchange.because = await service.routes.choose(request.model, exchange, lambda: texts, limit.max_tokens)
-    model, info = await open_route(service, exchange, name, limit)
-    grammar = await service.grammars.response_format(request.response_format)
-    params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
-    if request.echo and request.logprobs is not None:
-        params = replace(params, prompt_logprobs=request.logprobs)
-    prompts = []
-    quota = service.quotas.context_tokens(exchange.caller)
-    for given_prompt in given_prompts:
-        tokens = await _tokens(service, exchange.caller, model, info, given_prompt)
-        fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
-        prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
-    generation = EngineGeneration(
-        model,
-        prompts,
-        id=exchange.new_answer_id(),
-        metrics=service.metrics,
-        started_at=exchange.started_at,
-        cache_salt=service.cache_salt(exchange.caller),
-        affinity=exchange.affinity(request.prompt_cache_key),
-        stops=stops,
-        priority=priority,
-        speculation=request.speculation is not False,
-        time_limit_s=time_limit(service, exchange),
-        want_logprobs=request.logprobs is not None,
-        discard=only_prompt,
-        continuation=True,
-        seeded=request.seed is not None,
-    )
-    renderer = CompletionRenderer(request, model, generation)
-    await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+    async def attempt(name: str) -> None:
+        if exchange.stands_in and len(said()) < len(given_prompts):
+            raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
+        model, info = await open_route(service, exchange, name, limit)
+        grammar = await service.grammars.response_format(request.response_format)
+        params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
+        if request.echo and request.logprobs is not None:
+            params = replace(params, prompt_logprobs=request.logprobs)
+        prompts = []
+        quota = service.quotas.context_tokens(exchange.caller)
+        for given_prompt in given_prompts:
+            tokens = await _tokens(service, exchange.caller, model, info, given_prompt)
+            fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
+            prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
+        generation = EngineGeneration(
+            model,
+            prompts,
+            id=exchange.new_answer_id(),
+            metrics=service.metrics,
+            started_at=exchange.started_at,
+            cache_salt=service.cache_salt(exchange.caller),
+            affinity=exchange.affinity(request.prompt_cache_key),
+            stops=stops,
+            priority=priority,
+            speculation=request.speculation is not False,
+            time_limit_s=time_limit(service, exchange),
+            want_logprobs=request.logprobs is not None,
+            discard=only_prompt,
+            continuation=True,
+            seeded=request.seed is not None,
+        )
+        renderer = CompletionRenderer(request, model, generation)
+        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+
+    def said() -> list[str]:
+        return [prompt for prompt in given_prompts if isinstance(prompt, str)]
+
+    await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
 
 
 def _check(request: CompletionRequest, n: int) -> None:

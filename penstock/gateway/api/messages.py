@@ -11,7 +11,7 @@ from penstock.gateway.anthropic.schemas import CountTokensRequest, MessagesReque
 from penstock.gateway.decoding import decode
 from penstock.gateway.dialects import renamed
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.fallback import answered
+from penstock.gateway.fallback import answered, said_by_users
 from penstock.gateway.messages import template_messages
 from penstock.gateway.preparing import chat_tokens, find_model, identify, prepare_chat
 from penstock.gateway.sampling import limits
@@ -34,7 +34,10 @@ async def create_message(service: Service, exchange: Exchange) -> None:
         renderer = MessageRenderer(generation, exchange.request_id)
         await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
-    await answered(service, exchange, request.model, attempt, lambda: chat_request(request).messages, limit.max_tokens)
+    def said() -> list[str]:
+        return said_by_users(chat_request(request).messages)
+
+    await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

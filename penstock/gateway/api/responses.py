@@ -12,7 +12,7 @@ from penstock.gateway.conversing import Recorder, open_turn
 from penstock.gateway.decoding import decode, given, not_supported
 from penstock.gateway.dialects import renamed
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.fallback import answered
+from penstock.gateway.fallback import answered, said_by_users
 from penstock.gateway.preparing import identify, prepare_chat
 from penstock.gateway.responses.reading import chat_request, conversation_of
 from penstock.gateway.responses.rendering import Keep, ResponseRenderer
@@ -63,9 +63,10 @@ async def create_response(service: Service, exchange: Exchange) -> None:
             renderer = ResponseRenderer(request, generation, keep, recorder)
             await answer(service, exchange, generation, renderer, stream=bool(request.stream))
 
-        await answered(
-            service, exchange, request.model, attempt, lambda: chat_request(request, said).messages, limit.max_tokens
-        )
+        def asked() -> list[str]:
+            return said_by_users(chat_request(request, said).messages)
+
+        await answered(service, exchange, request.model, attempt, asked, limit.max_tokens)
 
 
 async def get_response(service: Service, exchange: Exchange) -> None:
