@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.metering import ledger as ledger_module
 from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
@@ -160,3 +161,14 @@ def test_the_most_specific_price_wins() -> None:
     assert book.price("tiny", tier="free") == Price(4)
     assert book.price("big", tier="free") == Price(5)
     assert PriceBook([]).price("x") == Price()
+
+
+async def test_a_ledger_of_the_first_version_keeps_its_open_charges(database: Database) -> None:
+    await database.migrate("ledger", ledger_module._VERSIONS[:1])
+    done, left = charge("done"), charge("left")
+    await database.transact([opened(done)[0], opened(left)[0], settled(end(done))[0]])
+    await database.execute("INSERT INTO charges_progress (id, cached_tokens, completion_tokens) VALUES ('done', 0, 9)")
+    ledger = Ledger(database)
+    await ledger.prepare()
+    assert [entry.charge.id for entry in await ledger.open_charges()] == ["left"]
+    assert (await ledger.totals())[0].requests == 1
