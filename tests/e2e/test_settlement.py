@@ -61,7 +61,7 @@ async def ask(client: httpx.AsyncClient, name: str, chance: random.Random) -> Se
             if reply.status_code == 200:
                 seen.usage = reply.json()["usage"]
     except httpx.ConnectError:  # nobody listens at the moment
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         return await ask(client, name, chance)
     except httpx.HTTPError:
         pass
@@ -86,7 +86,7 @@ async def load(running: Drill, count: int, kills: int, chance: random.Random) ->
             await asyncio.to_thread(running.kill_engine if number % 2 else running.kill_gateway)
             await asyncio.to_thread(running.ready)
 
-    async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=30, verify=False) as client:
         await asyncio.gather(killer(), *(clients(client) for _ in range(20)))
     return seen
 
@@ -124,7 +124,7 @@ def produced(running: Drill) -> tuple[dict[str, int], set[str]]:
 
 @pytest.mark.parametrize(
     ("count", "kills"),
-    [pytest.param(120, 2, id="quick"), pytest.param(500, 10, id="long", marks=pytest.mark.slow)],
+    [pytest.param(80, 2, id="quick"), pytest.param(500, 10, id="long", marks=pytest.mark.slow)],
 )
 async def test_the_ledger_balances_with_what_the_engine_produced(tmp_path: Path, count: int, kills: int) -> None:
     chance = random.Random(count)
