@@ -35,25 +35,28 @@ OVERLOOKED = frozenset(
 )
 """Words that carry the question rather than what it is about."""
 
-DIRECTIONS = frozenset(_words("from to into than over under before after by against onto above below for of"))
+DIRECTIONS = frozenset(_words("from into than over under before after by against onto above below"))
 """Around these the order of names matters."""
 
 _SAME = """
-buy purchase | fix repair | delete remove erase | begin start commence | big large huge | biggest largest |
-bigger larger | quick fast rapid | quickest fastest | faster quicker | car automobile auto | doctor physician |
-movie film | picture photo photograph image | kid child | cost price fee charge | trip journey | create build
+buy bought purchase | fix repair | delete remove erase | begin start commence | big large huge | biggest largest
+| bigger larger | quick fast rapid | quickest fastest | faster quicker | car automobile auto | doctor physician
+| movie film | picture photo photograph image | kid child | cost price fee charge | trip journey | create build
 generate | error mistake | laptop notebook | phone telephone | author writer wrote write written | painter paint
 painted | inventor invent invented | enhance improve better | mail email | change update modify edit alter |
 reach contact touch | configure setup | enable activate | disable deactivate | ship deliver delivery shipping |
-order package parcel | reduce lower decrease cut | increase raise | refrigerator fridge | sofa couch | summary
+package parcel | reduce lower decrease cut | increase raise | refrigerator fridge | sofa couch | summary
 summarise summarize sum | difference differ | recipe instruction | cause reason | combine merge join | quit exit
 | accept take | pay payment | refund reimburse reimbursement | salary wage pay | apartment flat | wash clean |
 vacation holiday | purpose goal | benefit advantage | drawback disadvantage downside | symptom sign | remedy
-cure | required necessary | food diet | birthplace born birth | distance far | speed fast | height tall | age
-old | support supported | convert turn transform | lorry truck | autumn fall | metre meter | litre liter |
-gramme gram | kilometre kilometer km | kilogram kg kilo | pound lb | ounce oz | centimetre centimeter cm |
-millimetre millimeter mm | mile mi | percent percentage | second sec | minute min | hour hr | gigabyte gb |
-megabyte mb | terabyte tb | kilobyte kb | celsius centigrade | dollar usd | euro eur | degree deg
+cure | required necessary | birthplace born birth | distance far | speed fast | height tall | age old | support
+supported | convert turn transform | lorry truck | autumn fall | metre meter | litre liter | gramme gram |
+kilometre kilometer km | kilogram kg kilo | pound lb | ounce oz | centimetre centimeter cm | millimetre
+millimeter mm | mile mi | percent percentage | second sec | minute min | hour hr | gigabyte gb | megabyte mb |
+terabyte tb | kilobyte kb | celsius centigrade | dollar usd | euro eur | degree deg | speak spoke spoken | drive
+drove driven | eat ate eaten | choose chose chosen | break broke broken | steal stole stolen | grow grew grown |
+draw drew drawn | send sent | spend spent | teach taught | catch caught | win won | lose lost | sell sold |
+sleep slept | swim swam swum | fly flew flown
 """
 SAME: dict[str, str] = {word: group[0] for group in reversed(_groups(_SAME)) for word in group}
 """The word that stands for each; the first group that a word is in counts."""
@@ -163,6 +166,6 @@ FRAMES: tuple[tuple[str, str], ...] = (
     (r"\bback(ing)? up\b", " backup "),
     (r"\blog(ging)? in\b|\bsign(ing)? in\b", " login "),
     (r"\bget in touch with\b", " contact "),
-    (r"\bquantity (?=.*\bcost)", " "),
+    (r"\bquantity (?=.*\bcost)", " what "),
 )  # fmt: skip
 """Turns of phrase, and the plain word for each; tried in this order on lower-case text."""

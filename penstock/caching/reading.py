@@ -22,6 +22,10 @@ _QUOTED = re.compile(
 )
 _TOKEN = re.compile(r"0x[0-9a-f]+|#?\d[\d,]*(?:\.\d+)*(?:st|nd|rd|th|%)?|[^\W\d_][\w+#-]*|[€$£¥%]", re.IGNORECASE)
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
+_ENDINGS = (
+    ("isation", "iz"), ("ization", "iz"), ("ising", "iz"), ("izing", "iz"), ("ised", "iz"), ("ized", "iz"),
+    ("ise", "iz"), ("ize", "iz"), ("our", "or"), ("tre", "ter"),
+)  # fmt: skip
 _SIGNS = {"%": "percent", "€": "euro", "$": "dollar", "£": "sterling", "¥": "yen"}
 _WHICH = ("who", "whom", "whose", "when", "where", "why", "how")
 _YES_NO = frozenset(
@@ -93,29 +97,30 @@ def read(text: str) -> Reading:
 def stem(word: str) -> str:
     """Without its inflection; spellings of the two shores of the Atlantic are one."""
     word = word.removesuffix("'s").removesuffix("'")
+    if len(word) > 4 and word.endswith("ies"):
+        word = word[:-3] + "y"
+    elif len(word) > 4 and word.endswith(("ches", "shes", "sses", "xes", "zes")):
+        word = word[:-2]
+    elif len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
     if len(word) > 4:
-        for ending, instead in (("isation", "ize"), ("ization", "ize"), ("ising", "ize"), ("izing", "ize"),
-                                ("ised", "ize"), ("ise", "ize"), ("our", "or"), ("tre", "ter")):  # fmt: skip
+        for ending, plain in _ENDINGS:
             if word.endswith(ending):
-                return word.removesuffix(ending) + instead
-        if word.endswith("ies"):
-            return word[:-3] + "y"
+                return word.removesuffix(ending) + plain
         for ending in ("ing", "ed"):
             root = word.removesuffix(ending)
             if root != word and len(root) > 2 and re.search("[aeiouy]", root):
                 doubled = len(root) > 3 and root[-1] == root[-2] and root[-1] not in "sl"
                 return (root[:-1] if doubled else root).removesuffix("e")
-        if word.endswith(("ches", "shes", "sses", "xes", "zes")):
-            return word[:-2]
-    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
-        word = word[:-1]
     return word.removesuffix("e") if len(word) > 3 else word
 
 
 def _word(token: str, name: bool) -> Word:
     root = stem(token)
-    concept = SAME.get(token) or _CONCEPTS.get(root) or root
-    return Word(concept, root, name or token in ONE_OF_A_KIND or root in _ALTERNATIVES or concept in _ALTERNATIVES)
+    if name and root not in _ALTERNATIVES:
+        return Word(token, token, True)
+    concept = stem(SAME[token]) if token in SAME else _CONCEPTS.get(root, root)
+    return Word(concept, root, token in ONE_OF_A_KIND or root in _ALTERNATIVES or concept in _ALTERNATIVES)
 
 
 def _plain(text: str) -> str:

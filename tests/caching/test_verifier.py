@@ -30,10 +30,12 @@ from penstock.caching.verifier import Leftover, compare, settle
         ("trains from Paris to Lyon", "trains from Lyon to Paris", "order"),
         ("When was it invented?", "Where was it invented?", "question"),
         ("What is my name?", "What is your name?", "person"),
+        ("Who leads the United team?", "Who leads the Unit team?", "name"),
         ("run `ls -l`", "run `ls -a`", "literal"),
         ("pizza dough recipe", "vegan pizza dough recipe", "name"),
         ("delete a file", "delete all files", "wording"),
         ("5 kg of rice", "5 lb of rice", "name"),
+        ("Convert 10 miles to kilometres", "Convert 10 kilometers to miles", "order"),
     ],
 )
 def test_what_differs_is_named(a: str, b: str, why: str) -> None:
@@ -50,7 +52,11 @@ def test_what_differs_is_named(a: str, b: str, why: str) -> None:
         ("How tall is Mount Everest?", "What is the height of Mount Everest?"),
         ("Who wrote Hamlet?", "Who is the author of Hamlet?"),
         ("How do I turn on dark mode?", "How can I enable dark mode?"),
-        ("Translate colour", "translate color"),
+        ("Translate colours", "translate color"),
+        ("Is it organised?", "Is it organized?"),
+        ("10 kilometres", "10 km"),
+        ("Is it open on Mondays?", "Is it open on Monday?"),
+        ("How much does it cost to ship to Norway?", "What is the cost of shipping to Norway?"),
     ],
 )
 def test_what_means_the_same_passes(a: str, b: str) -> None:
