@@ -61,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *(sys.executable, "-m", "penstock", "serve", MODEL, "--port", str(port), "--max-model-len", "2048"),
         *("--set", "server.drain_s=5", "--set", "generation.time_limit_s=120"),
         *("--set", "models.*.adapter_slots=4", "--set", "tools.networks=[127.0.0.0/8]"),
+        *("--set", "cache.exact=asked", "--set", "cache.semantic=asked", "--set", "cache.lookup_s=10"),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "2"})

@@ -203,3 +203,20 @@ def test_embeddings_from_an_encoder_that_starts_when_it_is_asked_for(server: Ser
     assert dot(a, b) > 0.6 > 0.2 > dot(a, c)
     assert found.usage.prompt_tokens == 20
     assert len(server.children("minilm")) == 1
+
+
+def test_answers_are_given_again_when_the_client_asks_for_it(server: Server, client: openai.OpenAI) -> None:
+    client.embeddings.create(model="minilm", input="start the encoder")
+
+    def asked(text: str, wish: str) -> tuple[str | None, str | None]:
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=ask(text), temperature=0, max_tokens=16, extra_headers={"x-penstock-cache": wish}
+        )
+        return raw.headers.get("x-penstock-cache"), raw.parse().choices[0].message.content
+
+    source, first = asked("What is the capital of Portugal?", "semantic")
+    assert source == "miss"
+    assert asked("What is the capital of Portugal?", "exact") == ("exact", first)
+    assert asked("Can you tell me the capital of Portugal?", "semantic") == ("semantic", first)
+    assert asked("What is the capital of Hungary?", "semantic")[0] == "miss"
+    assert server.metric("penstock_cache_saved_tokens_total") > 0
