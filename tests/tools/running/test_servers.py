@@ -166,7 +166,7 @@ def test_a_configuration_that_cannot_work_is_said_at_the_start(tmp_path: Path) -
 async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESK_TOKEN", "t0ken")
     monkeypatch.setenv("HIDDEN", "must not be seen")
-    registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=2)])
+    registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=1)])
     try:
         functions = {function.name: function for function in (await registry.available("acme"))["desk"]}
         assert set(functions) == {"add", "sleep", "fail", "crash", "secret"}
@@ -176,9 +176,18 @@ async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPat
         text, ok = await call(registry, "desk.fail")
         assert not ok and "no luck" in text
         text, ok = await call(registry, "desk.sleep", seconds=60)
-        assert not ok and "within 2 s" in text
+        assert not ok and "within 1 s" in text
         both = await asyncio.gather(call(registry, "desk.add", a=1, b=1), call(registry, "desk.add", a=2, b=2))
         assert [text for text, _ in both] == ["2", "4"]
+    finally:
+        await registry.close()
+
+
+@pytest.mark.slow
+async def test_an_mcp_server_that_dies_is_started_again() -> None:
+    registry = ToolRegistry([desk()])
+    try:
+        assert await call(registry, "desk.add", a=2, b=3) == ("5", True)
         (offer,) = (await registry.offers("acme", ["desk.crash"])).values()
         assert not (await registry.call(offer, {})).ok
         await asyncio.sleep(RETRY_S)
