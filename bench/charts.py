@@ -40,7 +40,7 @@ def lines(
     shaded: tuple[float, float] | None = None,
 ) -> None:
     """One panel per figure under each other, lines over a common time axis in seconds; `shaded` marks a span of it."""
-    wide, tall, left, top = 640, 110, 56, 40
+    wide, tall, left, top = 640, 110, 56, 54
     every = [x for series in panels.values() for points in series.values() for x, _ in points]
     first, last = min(every), max(every)
 

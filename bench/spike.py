@@ -9,8 +9,9 @@ or not, and nobody tries again. Four tenants: one premium, two standard of which
 
 It fails unless: the premium tenant's time to first token stays below its limit at the 95th percentile; whoever is
 refused gets 429 or 503 with a reason and a `Retry-After`; that is within 30% (and the rounding to whole seconds) of
-what requests of the same tenant that were let in at that moment really waited, for 9 of 10; nothing is left hanging;
-and ten seconds after the burst everything is as before it.
+what requests of the same tenant that were let in at that moment really waited, for 4 of 5 (who is refused would have
+waited a little longer than they, and times are told in whole seconds); nothing is left hanging; and ten seconds after
+the burst everything is as before it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ TIERS = (
     TierConfig(name="free", priority=1, weight=1.0),
 )
 HUNG_S = 60.0
+NEAR_S = 2.5
+"""Requests that came this close to each other should wait about equally long."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +206,13 @@ def served(records: Sequence[Record], begin: float, end: float, tenant: str = ""
 
 def honesty(spike: Spike, records: Sequence[Record]) -> tuple[int, int]:
     """Of how many refused requests the told time can be judged, and how many of those are right."""
-    near = spike.burst / 12
     judged = right = 0
     for refused in records:
-        if refused.status != 503 or refused.retry_after is None:
+        if refused.status != 503 or refused.retry_after is None or not spike.before <= refused.at < spike.end:
             continue
-        waits = served(records, refused.at - near, refused.at + near, refused.tenant)
+        # Whoever comes after the burst does not wait, which says nothing about those that came in it.
+        first, last = max(refused.at - NEAR_S, spike.before), min(refused.at + NEAR_S, spike.end)
+        waits = served(records, first, last, refused.tenant)
         if len(waits) >= 3:
             truth = percentile(sorted(waits), 0.5)
             judged += 1
@@ -230,7 +234,7 @@ def problems(spike: Spike, records: Sequence[Record], engines: Sequence[TimedEng
     if not any(r.status == 503 for r in records):
         found.append("nobody was refused, so this was no spike")
     judged, right = honesty(spike, records)
-    if judged >= 100 and right < 0.9 * judged:
+    if judged >= 100 and right < 0.8 * judged:
         found.append(f"Retry-After was right for {right} of {judged} only")
     late = [r for r in records if r.at > spike.end + spike.settle]
     if any(r.status != 200 for r in late):
@@ -279,8 +283,9 @@ def show(console: Console, spike: Spike, records: Sequence[Record]) -> None:
 
 def chart(path: Path, spike: Spike, records: Sequence[Record]) -> None:
     def over_time(tenant: str) -> list[tuple[float, float]]:
-        times = [float(second) for second in range(0, int(spike.end + spike.after), 2)]
-        return [(at + 1, p95(served(records, at, at + 2, tenant))) for at in times]
+        times = range(0, int(spike.end + spike.after), 2)
+        waits = ((at + 1.0, served(records, at, at + 2, tenant)) for at in times)
+        return [(at, p95(values)) for at, values in waits if values]
 
     def per_second(statuses: tuple[int, ...]) -> list[tuple[float, float]]:
         return [

@@ -33,19 +33,21 @@ class Capacity:
         for replica in replicas:
             info, load = replica.info, replica.load
             if info is None:
-                knows_slots = knows_memory = False
-                continue
-            slots += (self._config.slots or info.max_running) + self._config.ahead
-            knows_slots = knows_slots and (self._config.slots is not None or info.max_running > 0)
-            knows_memory = knows_memory and load.total_blocks > 0
+                return Room(replicas=len(replicas))
+            size = self._config.slots or info.max_running
+            slots += size + self._config.ahead
+            reported += load.running + load.waiting
             kv_tokens += load.total_blocks * info.block_size
             used += load.used_blocks * info.block_size
-            reported += load.running + load.waiting
+            knows_slots = knows_slots and size > 0
+            knows_memory = knows_memory and load.total_blocks > 0
         kv_tokens = int(kv_tokens * self._config.kv_share)
         if self._held is not None:
             held_slots, held_tokens = self._held()
-            slots -= max(0, reported - held_slots)
-            kv_tokens -= max(0, used - held_tokens)
+            if reported > held_slots:
+                slots -= reported - held_slots
+            if used > held_tokens:
+                kv_tokens -= used - held_tokens
         return Room(max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas))
 
     def _replicas(self) -> Sequence[Backend]:

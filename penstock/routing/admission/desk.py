@@ -79,8 +79,12 @@ class Desk:
     async def enter(self, wish: Wish) -> Ticket:
         """A ticket; raises `Overloaded` when there is neither room nor a place in the queue."""
         config, rank = self.config, wish.rank
+        room, standing = self.room(), self.queue.standing(wish.tenant, rank)
         prompt = sum(map(len, wish.prompts))
-        cached = sum(self._sketch.cached(tokens, wish.salt) for tokens in wish.prompts)
+        cached = 0
+        if standing.depth or room.slots is None or 2 * standing.in_flight >= room.slots:
+            # What is cached matters only where room is short; most of the time this is not worth its cost.
+            cached = sum(self._sketch.cached(tokens, wish.salt) for tokens in wish.prompts)
         output = min(wish.most_output, round(self._usual_output * wish.sequences))
         entry = Entry(
             wish.id,
@@ -96,8 +100,7 @@ class Desk:
         if wish.patience_s is not None:
             patience = min(patience, wish.patience_s)
         ask = Ask(entry, prompt, cached, wish.budget_left, patience)
-        room = self.room()
-        verdict = decide(ask, self.queue.standing(wish.tenant, rank), room, config, self._roll())
+        verdict = decide(ask, standing, room, config, self._roll())
         if verdict.action == "refuse":
             assert verdict.reason is not None
             raise self.refusal(entry, verdict.reason, verdict.wait_s)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from penstock.config.routing import AdmissionConfig
+from penstock.routing.admission.decision import fits
 from penstock.routing.admission.line import Changes, Line
 from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
 
@@ -24,6 +25,7 @@ class MemoryQueue(AdmissionQueue):
         self._line = Line(rules.order, rules.ageing_s)
         self._waiters: dict[str, asyncio.Future[Outcome]] = {}
         self._look: asyncio.TimerHandle | None = None
+        self._at_once: asyncio.Future[Outcome] | None = None
 
     async def start(self) -> None:
         return
@@ -41,9 +43,19 @@ class MemoryQueue(AdmissionQueue):
         return waiters
 
     async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
+        if not self._line.waits and fits(entry, *self._line.held, room):
+            self._line.enter(entry, room, 0, self._clock())
+            return self._granted()
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.push(entry, room, waiter)
         return waiter
+
+    def _granted(self) -> asyncio.Future[Outcome]:
+        """The same future for everybody who need not wait."""
+        if self._at_once is None:
+            self._at_once = asyncio.get_running_loop().create_future()
+            self._at_once.set_result("granted")
+        return self._at_once
 
     def push(self, entry: Entry, room: Room, waiter: asyncio.Future[Outcome]) -> None:
         self._waiters[entry.id] = waiter

@@ -129,12 +129,20 @@ class RedisQueue(AdmissionQueue):
         if self._local is not None:
             self._local.push(entry, room, waiter)
         else:
-            self._entering.add(entry.id)
+            call = self._spawn(self._enter(entry, room), "admission entry")
             try:
-                await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), room)
-            finally:
-                self._entering.discard(entry.id)
+                await asyncio.shield(call)
+            except asyncio.CancelledError:
+                call.add_done_callback(lambda _: self.leave(entry.id))  # not before Redis has it
+                raise
         return waiter
+
+    async def _enter(self, entry: Entry, room: Room) -> None:
+        self._entering.add(entry.id)
+        try:
+            await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), room)
+        finally:
+            self._entering.discard(entry.id)
 
     def leave(self, id: str) -> None:
         self._end(id, "leave", 0.0)
@@ -297,10 +305,11 @@ class RedisQueue(AdmissionQueue):
         if outcome == "dropped":
             del self._mine[id]
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def arguments_of(entry: Entry, age: float) -> list[Any]:

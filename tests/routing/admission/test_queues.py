@@ -137,3 +137,16 @@ async def test_redis_that_lost_its_memory_is_told_again(client: Any) -> None:
         await eventually(lambda: queue.standing("a", 1).in_flight == 1 and queue.standing("a", 1).depth == 1)
         queue.release("1", 1.0)
         assert await asyncio.wait_for(waiting, 5) == "granted"
+
+
+async def test_an_entry_that_is_cancelled_on_its_way_holds_nothing(client: Any) -> None:
+    url = f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}"
+    async with gateways(url, 1, ONE) as (queue,):
+        for number in range(5):
+            entering = asyncio.create_task(queue.enter(Entry(f"{number}", "a"), ONE))
+            await asyncio.sleep(0)
+            entering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await entering
+        await eventually(lambda: not queue._mine and not client.exists(f"{queue._prefix}e"))
+        assert told(await queue.enter(Entry("next", "a"), ONE)) == "granted"
