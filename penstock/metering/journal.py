@@ -98,9 +98,9 @@ class Journal:
         count = min(len(self._waiting), MOST_TOGETHER)
         notes = dict(self._progress)
         statements = [statement for index in range(count) for statement in self._waiting[index][0]]
-        statements += [progressed(id, *tokens) for id, tokens in notes.items()]
         try:
-            await self._ledger.write(merged(statements))  # repeating or reordering them changes nothing
+            # Repeating or reordering them changes nothing.
+            await self._ledger.write([*merged(statements), *progressed(notes)])
         except Exception as error:
             if not isinstance(error, DatabaseError):
                 log.exception("writing to the ledger failed")  # the task must outlive it

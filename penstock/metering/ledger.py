@@ -7,7 +7,7 @@ tokens that was noted last; it is small however long the ledger is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -134,8 +134,12 @@ _TRACKED = (
 )
 _UNTRACKED = "DELETE FROM charges_progress WHERE id = ?"
 _PROGRESS = (
-    "UPDATE charges_progress SET cached_tokens = ?, completion_tokens = ? WHERE id = ? AND completion_tokens < ?"
+    "UPDATE charges_progress SET cached_tokens = v.column2, completion_tokens = v.column3 FROM (VALUES {rows}) AS v "
+    "WHERE charges_progress.id = v.column1 AND charges_progress.completion_tokens < v.column3"
 )
+_NOTE = "(CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT))"
+MOST_NOTES = 5_000
+"""Charges in one statement."""
 
 
 def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
@@ -159,8 +163,13 @@ def settled(settlement: Settlement) -> list[Statement]:
     return [(_SETTLED, values), (_UNTRACKED, [charge.id])]
 
 
-def progressed(id: str, cached_tokens: int, completion_tokens: int) -> Statement:
-    return _PROGRESS, [cached_tokens, completion_tokens, id, completion_tokens]
+def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:
+    """Cached and completion tokens so far, by charge: few statements, however many streams there are."""
+    rows = [(id, *tokens) for id, tokens in notes.items()]
+    return [
+        (_PROGRESS.format(rows=", ".join([_NOTE] * len(part))), [value for row in part for value in row])
+        for part in (rows[begin : begin + MOST_NOTES] for begin in range(0, len(rows), MOST_NOTES))
+    ]
 
 
 class Ledger:

@@ -104,7 +104,7 @@ async def test_a_dead_gateway_s_charges_are_settled_by_another(serving: Serving,
     ledger = Ledger(await open_database(options["store_url"]))
     await ledger.prepare()
     left = Charge("x", "req", "dead", 1000.0, "acme", "", "", "", "tiny", "", "", 50, 100, 1000, 500, 2000)
-    await ledger.write([*opened(left), progressed("x", 16, 7)])
+    await ledger.write([*opened(left), *progressed({"x": (16, 7)})])
     async with serving(**options) as running:
         for _ in range(100):
             if not await ledger.open_charges():

@@ -61,7 +61,8 @@ async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
 
 async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
     await ledger.write([*opened(charge("a")), *opened(charge("b", gateway="g2", opened_at=5000.0))])
-    await ledger.write([progressed("a", 64, 7), progressed("a", 64, 9), progressed("a", 64, 8)])
+    for count in (7, 9, 8):
+        await ledger.write(progressed({"a": (64, count), "nobody": (0, 5)}))
     entry = (await ledger.open_charges())[0]
     assert (entry.cached_tokens, entry.completion_tokens) == (64, 9)
 
