@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 from urllib.parse import quote
 
-from penstock.caching.store import AnswerStore, Clock, Key, Size
+from penstock.caching.store import NOTES, AnswerStore, Clock, Key, Size
 from penstock.errors import ConfigError
 from penstock.protocol.errors import Overloaded
 
@@ -79,7 +79,7 @@ class RedisStore(AnswerStore):
         try:
             async for name in self._redis.scan_iter(match=pattern, count=1000):
                 removed = await self._redis.delete(name)
-                gone += removed if name.startswith(f"{_PREFIX}:a:".encode()) else 0
+                gone += removed if _is_answer(name) else 0
         except self._failures as error:
             raise Overloaded(f"The cache's Redis cannot be reached: {error}", retry_after=1.0) from error
         return gone
@@ -106,8 +106,9 @@ class RedisStore(AnswerStore):
         count = total = 0
         try:
             async for name in self._redis.scan_iter(match=f"{_PREFIX}:a:{_part(tenant)}:*", count=1000):
-                count += 1
-                total += await self._redis.strlen(name)
+                if _is_answer(name):
+                    count += 1
+                    total += await self._redis.strlen(name)
         except self._failures as error:
             raise Overloaded(f"The cache's Redis cannot be reached: {error}", retry_after=1.0) from error
         return Size(count, total)
@@ -125,6 +126,10 @@ class RedisStore(AnswerStore):
                 log.warning("the cache's Redis cannot be reached; answers are computed: %s", error)
             self._away_until = self._clock() + AWAY_S
             return None
+
+
+def _is_answer(name: bytes) -> bool:
+    return name.startswith(f"{_PREFIX}:a:".encode()) and f":{_part(NOTES)}:".encode() not in name
 
 
 def _part(name: str | None) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
+NOTES = "\0notes"
+"""The model of keys that hold no answer but something about one; they are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,10 @@ class MemoryStore(AnswerStore):
         gone = [key for key in self._answers if _matches(key, tenant, model)]
         for key in gone:
             await self.drop(key)
+        answers = sum(key.model != NOTES for key in gone)
         for key in [key for key in self._partitions if _matches(key, tenant, model)]:
             self._forget(key)
-        return len(gone)
+        return answers
 
     async def note(self, partition: Key, question: bytes) -> None:
         now = self._clock()
@@ -143,8 +146,8 @@ class MemoryStore(AnswerStore):
         return found.epoch, found.questions[seen if epoch == found.epoch else 0 :]
 
     async def size(self, tenant: str | None = None) -> Size:
-        held = [answer for key, answer in self._answers.items() if _matches(key, tenant, None)]
-        return Size(len(held), self.bytes if tenant is None else sum(len(answer.value) for answer in held))
+        held = [found for key, found in self._answers.items() if key.model != NOTES and _matches(key, tenant, None)]
+        return Size(len(held), self.bytes if tenant is None else sum(len(found.value) for found in held))
 
     def _forget(self, partition: Key) -> None:
         found = self._partitions.pop(partition, None)

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.backends.embedder import Embedder
 from penstock.caching.semantic import Search, SemanticIndex
-from penstock.caching.store import AnswerStore, Key, MemoryStore
+from penstock.caching.store import NOTES, AnswerStore, Key, MemoryStore
 from penstock.config.caching import CacheConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.exchange import Exchange
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 HEADER = b"x-penstock-cache"
 Wish = Literal["off", "refresh", "exact", "semantic"]
 _WISHES = ("off", "refresh", "exact", "semantic")
-_HITS = "semantic hits"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -205,7 +204,7 @@ def open_store(config: CacheConfig) -> AnswerStore:
 
 
 def _hit(tenant: str, response_id: str) -> Key:
-    return Key(tenant, _HITS, hashlib.sha256(response_id.encode()).hexdigest())
+    return Key(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
 
 
 def _params(generation: EngineGeneration) -> Iterable[SamplingParams]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.caching.redis import RedisStore
-from penstock.caching.store import AnswerStore, Key, MemoryStore
+from penstock.caching.store import NOTES, AnswerStore, Key, MemoryStore
 from penstock.protocol.errors import Overloaded
 
 A, B = Key("acme", "m", "1"), Key("acme", "n", "1")
@@ -63,12 +63,14 @@ async def test_evicting_touches_the_tenant_and_model_named_and_nobody_else(opene
         for key in (A, B, OTHER):
             await store.put(key, b"answer")
             await store.note(key, b"question")
+        await store.put(Key("acme", NOTES, "1"), b"not an answer")
         assert (await store.size("acme")).answers == 2
         assert await store.evict("acme", "m") == 1
         assert (await store.questions(A, "", 0))[1] == []
         assert (await store.questions(B, "", 0))[1] == [b"question"]
         assert await store.get(B) and await store.get(OTHER)
         assert await store.evict("acme") == 1
+        assert await store.get(Key("acme", NOTES, "1")) is None
         assert await store.get(OTHER)
         assert await store.evict() == 1
         assert (await store.size()).answers == 0

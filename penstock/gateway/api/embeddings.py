@@ -34,7 +34,9 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
     _check(request, embedder, info)
     ids = [_fitted(text, request, embedder, info) for text in await _ids(service, exchange, embedder, info, inputs)]
     tokens = sum(map(len, ids))
-    numbers = await metered(service, exchange, embedder, len(ids), tokens, embedder.run(ids, "sentence"))
+    # Lines of batches let everybody else go first.
+    work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
+    numbers = await metered(service, exchange, embedder, len(ids), tokens, work)
     size = info.dimensions * FLOAT_BYTES
     vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     data = [
