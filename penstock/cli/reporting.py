@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -102,11 +103,13 @@ class ConsoleReporter(Reporter):
         url = local_url(server.host, server.port)
         body = {"model": self._config.models[0].name, "messages": [{"role": "user", "content": "Hello"}]}
         rows = Table.grid(padding=(0, 2))
-        for info in engines:
+        counts = Counter(info.model for info in engines)
+        for info in {info.model: info for info in engines}.values():
             size = f"{info.max_model_len} tokens of context, {info.num_blocks * info.block_size} in its KV cache"
             if not info.num_blocks:
                 size = "asleep until it is asked for"
-            rows.add_row("Model", Text(f"{info.model}  ({info.device}, {info.dtype}, {size})"))
+            times = f"{counts[info.model]} replicas, each " if counts[info.model] > 1 else ""
+            rows.add_row("Model", Text(f"{info.model}  ({times}{info.device}, {info.dtype}, {size})"))
         if server.workers > 1:
             rows.add_row("Gateways", Text(f"{server.workers} processes on one port"))
         rows.add_row("API", Text(f"{url}/v1"))

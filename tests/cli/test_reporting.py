@@ -38,7 +38,7 @@ def test_the_banner_says_everything_needed_to_use_the_server() -> None:
         "http://127.0.0.1:8000/docs",
         'penstock chat "Hello"',
         "curl http://127.0.0.1:8000/v1/chat/completions",
-        '"model": "small"',
+        '"model": "smollm2-135m"',
         "import 1.0 s, weights 2.0 s",
         "gateway │ [bold]not markup[/]",
         "died (killed by SIGKILL); starting it again in 0.5 s",
@@ -56,12 +56,15 @@ def test_with_json_logs_every_line_of_ours_is_json() -> None:
 
 
 def test_children_get_the_resolved_configuration_and_each_others_addresses(tmp_path: Path) -> None:
-    config = Config(models=(ModelConfig(name="a", source="hf:x/a"), ModelConfig(name="b", source="hf:x/b")))
+    several = ModelConfig(name="b", source="hf:x/b", replicas=2, replica_devices=("cuda:0", "cuda:1"))
+    config = Config(models=(ModelConfig(name="a", source="hf:x/a"), several), encoders=())
     config = resolved(config, {"a": Path("/cache/a"), "b": Path("/cache/b")})
     with RuntimeFolder(tmp_path) as folder:
-        engines, gateway = units(config, folder)
-        assert [unit.name for unit in engines] == ["engine a", "engine b"]
-        for unit, name in zip(engines, "ab", strict=True):
+        engines, (gateway,) = units(config, folder)
+        assert [unit.name for unit in engines] == ["engine a", "engine b/0", "engine b/1"]
+        assert [unit.command[-1] for unit in engines[1:]] == ["cuda:0", "cuda:1"]
+        assert len({unit.endpoint for unit in engines}) == 3
+        for unit, name in zip(engines, "abb", strict=True):
             endpoint = unit.command[unit.command.index("--endpoint") + 1]
             assert f"{name}={endpoint}" in gateway.command
         file = gateway.command[gateway.command.index("--resolved") + 1]
