@@ -7,6 +7,7 @@ before a restart or from another gateway, opens at start.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +21,15 @@ from penstock.knowledge.model import KnowledgeError
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 from penstock.protocol.errors import NotFound, ServiceUnavailable
 from penstock.routing.encoders import Encoders
-from penstock.storage import DatabaseError
+from penstock.storage import Database, DatabaseError
 from penstock.storage.database import default_url
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 
 if TYPE_CHECKING:
     from penstock.knowledge.chunks.base import ChunkStore
     from penstock.knowledge.library import Library
+
+log = logging.getLogger(__name__)
 
 OFF = "off"
 SQLITE = "sqlite:///"
@@ -46,11 +49,23 @@ class LibraryDesk:
         self.metrics = metrics
         self._library: Library | None = None
         self._opening = asyncio.Lock()
+        self._shared: Database | None = None
 
-    async def start(self) -> None:
-        """Take up what waits, if there is a library."""
-        if self._url is not None and self._encoder() is not None and await asyncio.to_thread(_exists, self._url):
-            await self._open(self._url)
+    async def start(self, store: Database | None) -> None:
+        """Take up what waits, if there is a library. `store`: the gateway's, where collections may be as well."""
+        if self._url is None or self._encoder() is None:
+            return
+        try:
+            if self._url.startswith(SQLITE):
+                exists = await asyncio.to_thread(Path(self._url.removeprefix(SQLITE)).exists)
+            else:
+                self._shared = None if self.config.url else store
+                exists = self._shared is None or await _has_tables(self._shared)
+            if exists:
+                await self._open(self._url)
+        except (DatabaseError, KnowledgeError) as error:
+            # Whoever asks for a collection is told; everybody else has nothing to do with it.
+            log.warning("collections are away: %s", error)
 
     async def close(self) -> None:
         if self._library is not None:
@@ -85,7 +100,9 @@ class LibraryDesk:
             readers=config.readers,
         )
         reranker = CrossEncoder(self._encoders.find(config.reranker)) if config.reranker else None
-        return await Library.open(url, EncoderEmbedder(encoder), reranker=reranker, limits=limits, meter=self.metrics)
+        return await Library.open(
+            url, EncoderEmbedder(encoder), shared=self._shared, reranker=reranker, limits=limits, meter=self.metrics
+        )
 
     def encoder(self) -> Encoder:
         """What questions are embedded with."""
@@ -147,6 +164,6 @@ def library_url(config: KnowledgeConfig, store_url: str | None) -> str | None:
     return f"{SQLITE}{Path(url.removeprefix(SQLITE)).parent / 'knowledge'}" if url.startswith(SQLITE) else url
 
 
-def _exists(url: str) -> bool:
-    """Whether a library may be there; PostgreSQL is always asked."""
-    return not url.startswith(SQLITE) or Path(url.removeprefix(SQLITE)).exists()
+async def _has_tables(database: Database) -> bool:
+    rows = await database.fetch("SELECT to_regclass('collections') IS NOT NULL")
+    return bool(rows[0][0])

@@ -173,7 +173,7 @@ class Service:
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
-        await self.knowledge.start()
+        await self.knowledge.start(self.database)
         for backend in self._backends():
             await backend.start()
         for remote in self.registry.remotes.values():

@@ -137,6 +137,11 @@ class Ingestor:
             log.warning("%s could not be embedded: %s", document.id, error)
             await self._queue.release(document)
             await asyncio.sleep(PAUSE_S)
+        except Exception:
+            # Our own mistake: this document shows it, the others are still read.
+            log.exception("%s could not be read", document.id)
+            await self._queue.fail(document, "The server failed on this document; its log says why.")
+            self._told("failed", 0, 0, began)
 
     async def _forget(self, claim: Claim, *, failed: bool = False) -> None:
         """Remove the chunks of a document that was deleted while it was read, or that can no longer be read."""

@@ -52,6 +52,7 @@ class Library:
         self.catalogue = Catalogue(database)
         self.embedder = embedder
         self._database = database
+        self._owned = True
         self.stores = stores
         self.queue = ReadingQueue(database)
         self._ingestor = Ingestor(
@@ -70,21 +71,24 @@ class Library:
         url: str,
         embedder: Embedder,
         *,
+        shared: Database | None = None,
         reranker: Reranker | None = None,
         limits: LibraryLimits | None = None,
         meter: Meter | None = None,
     ) -> Library:
-        """`sqlite:///FOLDER` or `postgresql://...`; begins to read what waits there."""
+        """`sqlite:///FOLDER` or `postgresql://...`; begins to read what waits there. `shared`: that PostgreSQL, open
+        already; it stays open."""
         stores: SQLiteStores | PostgresStores
         if url.startswith(SQLITE):
             folder = Path(url.removeprefix(SQLITE))
             database = await open_database(f"{SQLITE}{folder / CATALOGUE}")
             stores = SQLiteStores(folder)
         else:
-            database = await open_database(url)
+            database = shared or await open_database(url)
             stores = PostgresStores(database)
             await stores.prepare()
         library = cls(database, stores, embedder, reranker=reranker, limits=limits, meter=meter)
+        library._owned = shared is None
         await library.catalogue.prepare()
         library._ingestor.start()
         return library
@@ -92,7 +96,8 @@ class Library:
     async def close(self) -> None:
         await self._ingestor.close()
         await self.stores.close()
-        await self._database.close()
+        if self._owned:
+            await self._database.close()
 
     async def create_collection(
         self,

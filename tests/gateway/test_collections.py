@@ -467,6 +467,16 @@ async def test_searches_are_limited_and_paid_for(serving: Serving, encoder_endpo
         assert (used["model"], used["requests"], used["prompt_tokens"]) == ("minilm", 2, 14)
 
 
+async def test_a_store_that_is_away_costs_collections_and_nothing_else(
+    serving: Serving, encoder_endpoint: str, tmp_path: Path
+) -> None:
+    config = KnowledgeConfig(url="postgresql://nobody@127.0.0.1:1/none")
+    async with library(serving, encoder_endpoint, tmp_path, knowledge=config) as running:
+        assert (await running.chat()).status_code == 200
+        assert error(await running.client.get("/v1/collections"))[0] == 503
+        assert error(await running.chat(rag={"collection": "x"}))[0] == 503
+
+
 async def test_without_an_encoder_or_a_store_there_are_no_collections(serving: Serving, tmp_path: Path) -> None:
     async with serving(store_url=f"sqlite:///{tmp_path / 'state.db'}") as running:
         reply = await running.client.get("/v1/collections")

@@ -123,6 +123,20 @@ async def test_what_cannot_be_read_fails_alone(tmp_path: Path) -> None:
         assert found is not None and "cannot be read" in found.error
 
 
+async def test_a_mistake_of_ours_fails_one_document(tmp_path: Path) -> None:
+    class Buggy(HashingEmbedder):
+        def tokens(self, text: str) -> list[str]:
+            if "bomb" in text:
+                raise ZeroDivisionError("a bug")
+            return super().tokens(text)
+
+    async with opened(tmp_path, Buggy(), LibraryLimits(readers=1)) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "A bomb.")
+        await put(library, col, "Good one.")
+        assert await settled(library, col) == {"ready": 1, "failed": 1}
+
+
 async def test_work_left_by_a_crash_is_taken_up(tmp_path: Path) -> None:
     class Broken(HashingEmbedder):
         async def embed(self, *_: object, **__: object) -> None:  # type: ignore[override]

@@ -127,6 +127,7 @@ async def test_the_index_file_is_used_and_caught_up_with(tmp_path: Path, monkeyp
     assert (await nearest_texts(stores, "topic7 thing7"))[0] == "topic7 about thing7"
     await stores.close()
     (file,) = index_files(tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600, "for nobody else, as the store itself"
     # Another process changes the store, and does not write the index.
     monkeypatch.setattr(sqlite_module.SQLiteChunks, "_save", _nothing)
     other = SQLiteStores(tmp_path)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 REMEMBERED = 4096
-AFFORDABLE = 12_000
+AFFORDABLE = 8_000
 """Chunks a search may score; more are scored when the rarest word alone has more."""
 STALE = 0.1
 """Counts are asked again when the collection has grown by this part."""

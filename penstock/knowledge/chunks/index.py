@@ -82,7 +82,7 @@ class VectorIndex:
         assert data is not None, "no file was named, so the bytes come back"
         name = f"{stem}.{self.mark.key}-{self.mark.removal}.usearch"
         partial = folder / f"{name}.{os.getpid()}.partial"
-        with partial.open("wb") as file:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
