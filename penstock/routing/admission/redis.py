@@ -165,7 +165,7 @@ class RedisQueue(AdmissionQueue):
 
     def _end(self, id: str, operation: str, used: float) -> None:
         mine = self._mine.pop(id, None)
-        if mine is None:
+        if mine is None or self._closing:
             return
         if self._local is None:
             self._spawn(self._tell_end(mine.entry, operation, used), "admission release")
