@@ -8,8 +8,9 @@ tenant pays, how short and how cached the request is, how much of its budget is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Reason
@@ -23,8 +24,7 @@ MARGIN = 0.75
 be refused at once than after having waited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A request that wants to run, as far as the decision is concerned."""
 
     entry: Entry
@@ -37,8 +37,7 @@ class Ask:
     """How long it may wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What becomes of an ask."""
 
     action: Literal["admit", "queue", "refuse"]

@@ -10,7 +10,8 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
@@ -37,8 +38,7 @@ OUTPUT_STEP = 0.05
 """Weight of the newest answer in their mean length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """A request that wants to run, as a gateway describes it."""
 
     id: str

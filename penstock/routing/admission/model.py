@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from penstock.config.routing import AdmissionConfig
 
@@ -22,8 +23,7 @@ PREMIUM, STANDARD, BATCH = range(3)
 Outcome = Literal["granted", "dropped"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A request in front of a model."""
 
     id: str
@@ -49,8 +49,7 @@ def cost_of(fresh_tokens: int, output_tokens: int) -> float:
     return max(fresh_tokens, 1) + OUTPUT_COST * output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """What a model's engines can take at one time. None: no limit is known."""
 
     slots: int | None = None
@@ -58,8 +57,7 @@ class Room:
     replicas: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """A queue at one moment, as one tenant of one class sees it."""
 
     in_flight: int = 0

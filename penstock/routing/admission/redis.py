@@ -16,9 +16,11 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.errors import ConfigError

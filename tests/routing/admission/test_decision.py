@@ -3,10 +3,9 @@ is refused hears why and when to come back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import clamp_retry_after

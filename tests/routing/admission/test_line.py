@@ -3,12 +3,12 @@ the same entry next in both."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.config.routing import OrderName
 from penstock.routing.admission.line import Line
