@@ -6,6 +6,7 @@ A model's backend is one engine or a `ReplicaSet`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -96,8 +97,12 @@ class ServedModel:
     def fingerprint(self) -> str:
         """Equal when the same build serves the same model in the same number format on the same device."""
         info = self.backend.info
-        parts = (penstock.__version__, self.name, *((info.dtype, info.device) if info is not None else ()))
-        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+        return _fingerprint(self.name, *((info.dtype, info.device) if info is not None else ()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(*parts: str) -> str:
+    return "fp_" + hashlib.sha256("\0".join((penstock.__version__, *parts)).encode()).hexdigest()[:10]
 
 
 @dataclass(frozen=True, slots=True)
