@@ -90,7 +90,7 @@ TEXTS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(TEXTS), st.lists(st.integers(0, 110), max_size=12))
 def test_it_does_not_matter_where_the_stream_is_cut(text: str, cuts: list[int]) -> None:
     edges = [0, *sorted({cut for cut in cuts if cut < len(text)}), len(text)]
@@ -98,7 +98,7 @@ def test_it_does_not_matter_where_the_stream_is_cut(text: str, cuts: list[int]) 
     assert read(pieces) == read([text])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from([*"ab .\n[]12,!", "office opens at eight", " "]), max_size=40))
 def test_only_markers_are_added(pieces: list[str]) -> None:
     said, found = read(pieces)
