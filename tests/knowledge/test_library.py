@@ -196,6 +196,7 @@ async def test_two_gateways_share_a_library(tmp_path: Path) -> None:
         assert "Pumps of kind7 need oil." not in await texts(other, col, "kind7 pumps", keep=20)
         await one.remove_collection(col)
         assert await other.catalogue.collection("acme", "handbook") is None
+    assert not await asyncio.to_thread(lambda: list((tmp_path / "k").glob(f"{col.id}*"))), "left by neither"
 
 
 async def test_a_collection_deleted_while_it_is_read_leaves_no_file(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ class SQLiteChunks(ChunkStore):
 
     async def close(self) -> None:
         async with self._turn:
-            if self._index is not None and self._index.unsaved:
+            # Another process may have deleted the collection: nothing is left beside a file that is gone.
+            if self._index is not None and self._index.unsaved and await self._in_thread(self._database.path.exists):
                 await self._save(self._index)
         await self._database.close()
         self._thread.shutdown(wait=False)
