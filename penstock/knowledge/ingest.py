@@ -158,6 +158,7 @@ class Ingestor:
                 f"The collection is embedded with `{collection.embedding_model}`, which this server does not serve "
                 f"for collections; it has `{self._embedder.name}`."
             )
+        await self._embedder.facts()  # its tokenizer is here only once it is up
         extracted = await self._process.read(claim.body, document.media_type, claim.charset)
         chunks = await asyncio.to_thread(
             chunk,

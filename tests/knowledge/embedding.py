@@ -23,11 +23,14 @@ class HashingEmbedder:
     def __init__(self, name: str = "hashing") -> None:
         self.name = name
         self.texts = 0
+        self._up = False
 
     async def facts(self) -> EmbedderFacts:
+        self._up = True
         return EmbedderFacts(DIMENSIONS, 256)
 
     def tokens(self, text: str) -> list[str]:
+        assert self._up, "there is no tokenizer before `facts`"
         return words(text)
 
     async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
