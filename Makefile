@@ -35,8 +35,8 @@ serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it
 	@exec $(BIN)/penstock serve $(ARGS)
 
 .PHONY: test
-test: lint ## lint, then every quick test (ARGS go to pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+test: lint ## lint, then every quick test, a process per core (ARGS go to pytest)
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(TEST_STAMP) ## the tests that take minutes

@@ -60,7 +60,7 @@ async def test_64_streams_with_random_departures_leave_nothing_behind(server: Se
 
 
 async def test_a_killed_engine_fails_its_streams_and_the_server_recovers(server: Server) -> None:
-    [engine] = server.children("engine")
+    [engine] = server.children("smollm2-135m")
     async with client(server) as http:
         streams = [asyncio.create_task(read(http, i, 400, None)) for i in range(8)]
         while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110 - it is another process's state
@@ -70,5 +70,5 @@ async def test_a_killed_engine_fails_its_streams_and_the_server_recovers(server:
         assert set(ends) == {"engine_lost"}
         server.wait_until_ready(120)
         assert await read(http, 0, 4, None) == "done"
-    assert server.children("engine") != [engine]
+    assert server.children("smollm2-135m") != [engine]
     settled(server)
