@@ -6,6 +6,8 @@ let library;
 const load = () => (library ??= import("./lib/echarts/index.js").then((module) => module.echarts));
 
 export const COLOURS = ["#0f766e", "#d97706", "#4f46e5", "#be185d", "#65a30d", "#0284c7"];
+const ON_DARK = ["#2dd4bf", "#fbbf24", "#a5b4fc", "#f472b6", "#a3e635", "#38bdf8"];
+const dark = () => document.body.classList.contains("body--dark");
 
 export default {
   props: { title: String, option: Object, label: String },
@@ -13,11 +15,11 @@ export default {
     const holder = ref(null);
     let chart;
     let watcher;
-    const draw = () => chart?.setOption({ animation: false, color: COLOURS, ...props.option }, { notMerge: true });
+    const draw = () => chart?.setOption({ animation: false, color: dark() ? ON_DARK : COLOURS, ...props.option }, { notMerge: true });
     onMounted(async () => {
       const echarts = await load();
       if (!holder.value) return;
-      chart = echarts.init(holder.value, document.body.classList.contains("body--dark") ? "dark" : null, { renderer: "svg" });
+      chart = echarts.init(holder.value, dark() ? "dark" : null, { renderer: "svg" });
       watcher = new ResizeObserver(() => chart.resize());
       watcher.observe(holder.value);
       draw();

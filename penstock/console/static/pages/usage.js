@@ -1,7 +1,7 @@
 // What was used and what it cost, from the ledger, in the grouping and period asked for.
 
 import { get } from "../api.js";
-import Chart, { COLOURS } from "../chart.js";
+import Chart from "../chart.js";
 import { money, number, save } from "../format.js";
 
 const PERIODS = [
@@ -64,7 +64,7 @@ export default {
         tooltip: { trigger: "axis" },
         xAxis: { type: "value" },
         yAxis: { type: "category", data: names, inverse: true },
-        series: figures.map((figure, index) => ({ name: figure.replace("_", " "), type: "bar", stack: "all", data: this.rows.map((row) => Number(row[figure])), itemStyle: { color: COLOURS[index] } })),
+        series: figures.map((figure) => ({ name: figure.replace("_", " "), type: "bar", stack: "all", data: this.rows.map((row) => Number(row[figure])) })),
       };
     },
     csv() {
