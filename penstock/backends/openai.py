@@ -42,9 +42,20 @@ class ChunkDelta(msgspec.Struct):
     tool_calls: list[CallDelta] | None = None
 
 
+class TokenOdds(msgspec.Struct):
+    token: str = ""
+    logprob: float = 0.0
+    top_logprobs: list[TokenOdds] = msgspec.field(default_factory=list)
+
+
+class ChunkLogprobs(msgspec.Struct):
+    content: list[TokenOdds] | None = None
+
+
 class ChunkChoice(msgspec.Struct):
     index: int = 0
     delta: ChunkDelta = msgspec.field(default_factory=ChunkDelta)
+    logprobs: ChunkLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -84,12 +95,17 @@ class Upstream:
     """How long it may say nothing."""
 
     def headers(self) -> dict[str, str]:
-        if not self.key_env:
-            return dict(_JSON)
-        key = os.environ.get(self.key_env)
-        if not key:
-            raise ConfigError(f"the environment variable {self.key_env} (key_env of {self.url}) is not set")
-        return {**_JSON, "authorization": f"Bearer {key}"}
+        return _JSON | authorization(self.key_env, self.url)
+
+
+def authorization(key_env: str, url: str) -> dict[str, str]:
+    """The header that lets us in at `url`; empty where no key is needed."""
+    if not key_env:
+        return {}
+    key = os.environ.get(key_env)
+    if not key:
+        raise ConfigError(f"the environment variable {key_env} (key_env of {url}) is not set")
+    return {"authorization": f"Bearer {key}"}
 
 
 class OpenAIServer:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.config import guardrails
 from penstock.config.check import Checker
 from penstock.config.schema import Config, ModelConfig
 from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
@@ -184,17 +185,10 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
 
 
 def _guardrails(config: Config) -> list[str]:
-    names = [rule.name for rule in config.guardrails]
-    tiers = {tier.name for tier in config.tiers}
-    problems = []
-    for index, rule in enumerate(config.guardrails):
-        where = f"guardrails[{index}]"
-        if not rule.name or names.index(rule.name) < index:
-            problems.append(f"{where}: a name of its own is needed")
-        if not (rule.words or rule.patterns) or not all((*rule.words, *rule.patterns)):
-            problems.append(f"{where}: words or patterns are needed, and none of them empty")
-        problems += [f'{where}.tiers: there is no tier "{name}"' for name in rule.tiers if name not in tiers]
-    return problems
+    models = {name for model in config.models for name in (model.name, *model.aliases)}
+    models |= {spec.name for model in config.models for spec in model.adapters}
+    models |= {name for remote in config.remotes for name in (remote.name, *remote.aliases)}
+    return guardrails.problems(config.guardrails, {tier.name for tier in config.tiers}, models)
 
 
 def _shares(config: Config) -> list[str]:

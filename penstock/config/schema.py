@@ -15,6 +15,7 @@ from penstock.config.caching import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoding import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
+from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
@@ -350,25 +351,6 @@ class PriceConfig:
     batch_percent: int = setting(
         50, doc="How much of these prices batches pay, and tiers of the last class.", least=0, most=100
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GuardrailConfig:
-    """A rule for what goes into models or comes out of them."""
-
-    name: str = setting("", doc="What errors and metrics call it.")
-    tenants: tuple[str, ...] = setting((), doc="For these tenants; for all when tiers is empty too.", example="[acme]")
-    tiers: tuple[str, ...] = setting((), doc="For tenants of these tiers.", example="[free]")
-    stage: Literal["input", "output", "both"] = setting("both", doc="What it looks at: prompts, answers or both.")
-    action: Literal["refuse", "redact"] = setting(
-        "refuse", doc="refuse: 400, or the end of the answer; redact: put the replacement in its place."
-    )
-    words: tuple[str, ...] = setting((), doc="Whole words, in any case.", example="[hunter2]")
-    patterns: tuple[str, ...] = setting(
-        (), doc="Regular expressions; in answers a match has at most 256 characters.",
-        example="['[0-9]{3}-[0-9]{2}-[0-9]{4}']",
-    )  # fmt: skip
-    replacement: str = setting("[redacted]", doc="What stands for redacted text.", example='"[redacted]"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from penstock.gateway.generation import EngineGeneration
 from penstock.gateway.judging import judge_answer
 from penstock.gateway.producing import Generation
 from penstock.gateway.recall import Plan, wish_of
+from penstock.gateway.screening import Screen
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError
 from penstock.routing.admission.desk import Ticket
@@ -105,6 +106,8 @@ def guard_output(service: Service, exchange: Exchange, generation: Generation) -
     """Pass what is generated through the caller's guardrails, if there are any."""
     if service.guardrails is not None and (guard := service.guardrails.output(exchange.caller)) is not None:
         generation.guard(guard)
+    if service.guardrails is not None and (screening := service.guardrails.screening(exchange)) is not None:
+        generation.screen = Screen(generation, *screening)
 
 
 @asynccontextmanager
@@ -138,6 +141,8 @@ async def engaged(
     finally:
         generation.close()
         try:
+            if generation.screen is not None:
+                await generation.screen.close()
             await generation.quiet()
         finally:
             service.untrack(generation)
@@ -184,8 +189,8 @@ async def complete(service: Service, exchange: Exchange, generation: Generation,
 
 async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: Account | None) -> None:
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
-    while not generation.done:
-        for piece in await generation.next():
+    while not generation.all_shown:
+        for piece in await generation.shown():
             pieces[piece.index].append(piece)
         if account is not None:
             account.note()
@@ -201,7 +206,7 @@ async def _stream(
     service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, account: Account | None
 ) -> None:
     settings = service.settings
-    pieces = await generation.next(settings.hold_status_s)
+    pieces = await generation.shown(settings.hold_status_s)
     if account is not None:
         await account.opened()
     begun = monotonic()
@@ -216,7 +221,7 @@ async def _stream(
             head = b""
             if account is not None:
                 account.note()
-            if generation.done:
+            if generation.all_shown:
                 if account is not None:
                     await account.settle(generation.outcome or "stop")
                 data += renderer.closing()
@@ -224,7 +229,7 @@ async def _stream(
                 await exchange.end_stream(data)
                 return
             await exchange.write(data)
-            pieces = await generation.next(settings.keep_alive_s)
+            pieces = await generation.shown(settings.keep_alive_s)
     except ApiError as error:
         exchange.record.finish_reason = "error"
         service.metrics.failed(exchange.route, error.status, error.code or error.type)

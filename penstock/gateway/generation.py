@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.backends.mailbox import Mailbox
 from penstock.engine.request import Delta, Request, SamplingParams
-from penstock.gateway.choice import Choice, Piece
+from penstock.gateway.choice import CONTENT_FILTER, Choice, Piece
 from penstock.gateway.guardrails import OutputGuard
 from penstock.gateway.memory import Memory, Question, replayed
 from penstock.gateway.producing import Gate, Generation
@@ -136,6 +136,15 @@ class EngineGeneration(Generation):
             )
         for choice in self.choices:
             choice.guard = make()
+
+    def cut(self, index: int) -> None:
+        choice = self.choices[index]
+        ended, choice.finished, choice.outcome = choice.finished, True, CONTENT_FILTER
+        if not ended:
+            self._unfinished -= 1
+            if not self.recalled:
+                self.model.backend.abort(self._requests[index].request_id)
+                self._finished(choice, time.monotonic())
 
     def keep_text(self) -> None:
         self._texts = [[] for _ in self.choices]

@@ -1,23 +1,30 @@
 """Guardrails: the configured rules for what may go into a model and come out of it, per tenant and tier.
 
-Rules apply in the order of the configuration, each to what the ones before it left. Input is refused with 400 or
-rewritten before a model sees it; output is filtered as it streams, and a refused one ends where the match begins.
+Patterns apply in the order of the configuration, each to what the ones before it left; then moderation models are asked
+about the rest. Input is refused with 400 or rewritten before a model sees it; output is filtered as it streams, and a
+refused one ends where the match begins, or with the last window that passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.config.schema import GuardrailConfig
+from penstock.config.guardrails import GuardrailConfig
 from penstock.errors import ConfigError
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.moderation import Moderation, Stage
+from penstock.gateway.moderators import moderator
 from penstock.identity import Caller
-from penstock.protocol.errors import ContentBlocked
-from penstock.telemetry.metrics import Metrics
+from penstock.protocol.errors import ContentBlocked, ServiceUnavailable
 from penstock.text.filtering import LONGEST_PATTERN, StreamFilter, TextPattern, TooSlow
+
+if TYPE_CHECKING:
+    from penstock.gateway.screening import Check
+    from penstock.gateway.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +47,7 @@ class Rule:
         return self.config.replacement if self.config.action == "redact" else None
 
     def applies(self, caller: Caller) -> bool:
-        tenants, tiers = self.config.tenants, self.config.tiers
-        return not (tenants or tiers) or caller.tenant in tenants or caller.tier in tiers
+        return _applies(self.config, caller)
 
 
 class OutputGuard:
@@ -69,20 +75,69 @@ class OutputGuard:
 class Guardrails:
     """All rules of a gateway."""
 
-    def __init__(self, configured: Sequence[GuardrailConfig], metrics: Metrics) -> None:
-        rules = [_compiled(config) for config in configured]
+    def __init__(self, configured: Sequence[GuardrailConfig], service: Service) -> None:
+        rules = [_compiled(config) for config in configured if config.kind == "patterns"]
         self._input = [rule for rule in rules if rule.config.stage != "output"]
         self._output = [rule for rule in rules if rule.config.stage != "input"]
-        self._metrics = metrics
+        self._metrics = service.metrics
+        self._moderations = [
+            Moderation(config, moderator(service, config), service.metrics)
+            for config in configured
+            if config.kind == "model"
+        ]
 
-    async def messages(self, caller: Caller, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def close(self) -> None:
+        for moderation in self._moderations:
+            await moderation.close()
+
+    async def messages(self, exchange: Exchange, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation as a model may see it."""
-        rules = [rule for rule in self._input if rule.applies(caller)]
-        return await self._checked(rules, messages, "messages") if rules else messages
+        rules = [rule for rule in self._input if rule.applies(exchange.caller)]
+        messages = await self._checked(rules, messages, "messages") if rules else messages
+        await self._moderate(exchange, messages, "messages")
+        return messages
 
-    async def prompt(self, caller: Caller, text: str) -> str:
-        rules = [rule for rule in self._input if rule.applies(caller)]
-        return await self._checked(rules, text, "prompt") if rules else text
+    async def prompt(self, exchange: Exchange, text: str) -> str:
+        rules = [rule for rule in self._input if rule.applies(exchange.caller)]
+        text = await self._checked(rules, text, "prompt") if rules else text
+        await self._moderate(exchange, [text], "prompt")
+        return text
+
+    def screening(self, exchange: Exchange) -> tuple[Check, int] | None:
+        """What says whether text of an answer may be shown, and how much is shown to it together; None when nothing
+        has to."""
+        asked = self._asked(exchange, "output")
+        if not asked:
+            return None
+
+        async def check(text: str) -> bool:
+            said = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
+            return all(verdict == "passed" for verdict in said)
+
+        return check, min(moderation.config.window for moderation in asked)
+
+    def _asked(self, exchange: Exchange, stage: Stage) -> list[Moderation]:
+        return [
+            moderation
+            for moderation in self._moderations
+            if moderation.config.stage in (stage, "both") and _applies(moderation.config, exchange.caller)
+        ]
+
+    async def _moderate(self, exchange: Exchange, values: Sequence[Any], param: str) -> None:
+        """Show each of `values`, messages or prompts, to the moderation models; raises what follows from it."""
+        asked = self._asked(exchange, "input")
+        if not asked:
+            return
+        texts = ["\n".join(_texts(value)) for value in values]
+        for moderation in asked:
+            verdict = await moderation.verdict(exchange, texts, "input")
+            if verdict == "flagged":
+                raise _blocked(moderation.config.name, param)
+            if verdict == "failed":
+                raise ServiceUnavailable(
+                    f"The rule `{moderation.config.name}` of this server could not be checked; try again.",
+                    code="moderation_unavailable",
+                )
 
     def output(self, caller: Caller) -> Callable[[], OutputGuard] | None:
         """Makes what watches a choice; None when nothing has to."""
@@ -121,10 +176,32 @@ class Guardrails:
 
     def _refused(self, rule: Rule, param: str) -> ContentBlocked:
         self._metrics.guardrail(rule.name, "input", "refuse")
-        return ContentBlocked(f"The request was refused by the rule `{rule.name}` of this server.", param=param)
+        return _blocked(rule.name, param)
 
     def _note_output(self, rule: Rule, times: int) -> None:
         self._metrics.guardrail(rule.name, "output", rule.config.action, times)
+
+
+def _applies(config: GuardrailConfig, caller: Caller) -> bool:
+    tenants, tiers = config.tenants, config.tiers
+    return not (tenants or tiers) or caller.tenant in tenants or caller.tier in tiers
+
+
+def _blocked(rule: str, param: str) -> ContentBlocked:
+    return ContentBlocked(f"The request was refused by the rule `{rule}` of this server.", param=param)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """What a message says, its calls included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _NO_TEXT:
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _size(value: Any) -> int:

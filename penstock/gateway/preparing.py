@@ -64,8 +64,8 @@ async def prepare_chat(
     check_choices(1, request.n or 1, service.settings)
     messages = template_messages(request.messages, known_calls(turn))
     if service.guardrails is not None:
-        messages = await service.guardrails.messages(exchange.caller, messages)
-        following = await service.guardrails.messages(exchange.caller, list(following)) if following else following
+        messages = await service.guardrails.messages(exchange, messages)
+        following = await service.guardrails.messages(exchange, list(following)) if following else following
     remote = service.registry.remote(request.model)
     if remote is not None:
         if request.rag is not None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from penstock.gateway.choice import Piece
 from penstock.gateway.guardrails import OutputGuard
 from penstock.gateway.retrieving import Retrieved
+from penstock.gateway.screening import Screen
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.timeline import Run
 from penstock.text import TextModel
@@ -59,6 +60,9 @@ class Generation(ABC):
     on_submit: Callable[[str], None] | None = None
     """Called with the name of the engine or server that begins it."""
 
+    screen: Screen | None = None
+    """What holds its text back until a moderation model has seen it."""
+
     @abstractmethod
     def submit(self, gate: Gate | None = None) -> None:
         """Run; with a `gate`, as soon as it opens (`next` waits for that). Raises what stands against it."""
@@ -82,6 +86,18 @@ class Generation(ABC):
     @abstractmethod
     def guard(self, make: Callable[[], OutputGuard]) -> None:
         """Pass the text of every choice through guardrails."""
+
+    @abstractmethod
+    def cut(self, index: int) -> None:
+        """End a choice because of what it says; whoever asks for that shows nothing more of it."""
+
+    async def shown(self, within: float | None = None) -> list[Piece]:
+        """New pieces as the client may see them; empty when `within` seconds pass without any."""
+        return await (self if self.screen is None else self.screen).next(within)
+
+    @property
+    def all_shown(self) -> bool:
+        return self.done and (self.screen is None or self.screen.idle)
 
     @abstractmethod
     def keep_text(self) -> None:

@@ -163,6 +163,12 @@ class Relay(Generation):
         for choice in self.choices:
             choice.guard = make()
 
+    def cut(self, index: int) -> None:
+        self.choices[index].finished, self.choices[index].outcome = True, CONTENT_FILTER
+        if self._finished and not self._over:
+            self.close()
+            self._end()
+
     def keep_text(self) -> None:
         for choice in self.choices:
             choice.parts = []

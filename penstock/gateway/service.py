@@ -95,7 +95,7 @@ class Service:
         self._idle.set()
         self.grammars = GrammarDesk(self.metrics)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
-        self.guardrails = Guardrails(settings.guardrails, self.metrics) if settings.guardrails else None
+        self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
@@ -224,6 +224,8 @@ class Service:
             await self.judge.close()
         if self.tools is not None:
             await self.tools.close()
+        if self.guardrails is not None:
+            await self.guardrails.close()
         for backend in self._backends():
             await backend.close()
         await self.knowledge.close()

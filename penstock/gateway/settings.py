@@ -9,6 +9,7 @@ from penstock.config.batches import BatchesConfig
 from penstock.config.caching import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoding import EncoderConfig
+from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
@@ -16,7 +17,6 @@ from penstock.config.schema import (
     LAST_CLASS,
     Config,
     CountersConfig,
-    GuardrailConfig,
     LimitConfig,
     PriceConfig,
     RequestLogConfig,

@@ -247,8 +247,8 @@ class _Loop:
             wait = settings.hold_status_s if number == 1 else settings.keep_alive_s
             opened = account is None
             try:
-                while not generation.done:
-                    pieces = await generation.next(wait)
+                while not generation.all_shown:
+                    pieces = await generation.shown(wait)
                     wait = settings.keep_alive_s
                     if account is not None:
                         if not opened:

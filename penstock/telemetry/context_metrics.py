@@ -1,4 +1,4 @@
-"""Metrics of what happens between a question and the model: conversations, tools, quality."""
+"""Metrics of what happens between a question and the model: conversations, tools, moderation, quality."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ class ContextMetrics:
                 ("groundedness", "How far sampled answers are supported by the sources they cite, 0 to 1."),
             )
         )
+
+        self._moderated = registry.counter(
+            "penstock_moderation_checks_total", "Texts shown to moderation models.", ("rule", "stage", "outcome")
+        )
+        self._moderation_seconds = registry.histogram(
+            "penstock_moderation_seconds", "Time that moderation models took.", SECONDS, ("rule",)
+        )
+
+    def moderated(self, rule: str, stage: str, outcome: str, seconds: float) -> None:
+        self._moderated.child(rule, stage, outcome).inc()
+        self._moderation_seconds.child(rule).observe(seconds)
 
     def judged(self, model: str, route: str, outcome: Literal["judged", "failed", "dropped"]) -> None:
         self._judged.child(model, route, outcome).inc()

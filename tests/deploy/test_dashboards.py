@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.backends.inprocess import InProcessBackend
-from penstock.config.schema import GuardrailConfig, LimitConfig, TelemetryConfig
+from penstock.config.guardrails import GuardrailConfig
+from penstock.config.schema import LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
 from penstock.engine.request import DeviceLoad, Load
 from penstock.gateway.settings import ModelSettings

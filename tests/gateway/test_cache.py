@@ -15,7 +15,8 @@ from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.config.caching import CacheConfig
 from penstock.config.encoding import EncoderConfig
-from penstock.config.schema import GuardrailConfig, PriceConfig, TierConfig
+from penstock.config.guardrails import GuardrailConfig
+from penstock.config.schema import PriceConfig, TierConfig
 from penstock.engine.request import Request
 from penstock.gateway.recall import HEADER
 from penstock.routing.encoders import Encoders

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.config import load
-from penstock.config.schema import GuardrailConfig, TierConfig
+from penstock.config.guardrails import GuardrailConfig
+from penstock.config.schema import TierConfig
 from penstock.errors import ConfigError
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually

@@ -15,8 +15,8 @@ import pytest
 
 from penstock.backends.inprocess import InProcessBackend
 from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.config.guardrails import GuardrailConfig
 from penstock.config.remotes import RemoteConfig
-from penstock.config.schema import GuardrailConfig
 from penstock.errors import ConfigError
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.registry import ServedModel

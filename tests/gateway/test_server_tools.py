@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.config.context import ToolsConfig
-from penstock.config.schema import GuardrailConfig, RequestLogConfig
+from penstock.config.guardrails import GuardrailConfig
+from penstock.config.schema import RequestLogConfig
 from penstock.engine.request import Request
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually

@@ -28,7 +28,6 @@ from penstock.gateway.sampling import (
 )
 from penstock.gateway.schemas import CompletionRequest
 from penstock.gateway.service import Service
-from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 
@@ -60,7 +59,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         prompts = []
         quota = service.quotas.context_tokens(exchange.caller)
         for given_prompt in given_prompts:
-            tokens = await _tokens(service, exchange.caller, model, info, given_prompt)
+            tokens = await _tokens(service, exchange, model, info, given_prompt)
             fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
             prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
         generation = EngineGeneration(
@@ -119,19 +118,19 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 async def _tokens(
-    service: Service, caller: Caller, model: ServedModel, info: EngineInfo, prompt: str | list[int]
+    service: Service, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int]
 ) -> list[int]:
     if isinstance(prompt, list):
         check_token_ids(prompt, info.vocab_size, "prompt")
         tokens = prompt
         if service.guardrails is not None:
             text = model.text.decode(tokens)
-            guarded = await service.guardrails.prompt(caller, text)
+            guarded = await service.guardrails.prompt(exchange, text)
             if guarded != text:
                 tokens = await service.encode(model, guarded)
     else:
         if service.guardrails is not None:
-            prompt = await service.guardrails.prompt(caller, prompt)
+            prompt = await service.guardrails.prompt(exchange, prompt)
         tokens = await service.encode(model, prompt)
     if not tokens:
         raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")

@@ -91,7 +91,7 @@ async def _ids(
     texts = [text for text in inputs if isinstance(text, str)]
     if texts:
         if service.guardrails is not None:
-            texts = [await service.guardrails.prompt(exchange.caller, text) for text in texts]
+            texts = [await service.guardrails.prompt(exchange, text) for text in texts]
         return await embedder.tokenize(texts)
     first, last = embedder.text.first, embedder.text.last
     found = []

@@ -33,8 +33,8 @@ async def rerank(service: Service, exchange: Exchange) -> None:
         raise InvalidRequest(f"There are {len(texts)} documents; at most {most} go in one request.", param="documents")
     query = request.query
     if service.guardrails is not None:
-        query = await service.guardrails.prompt(exchange.caller, query)
-        texts = [await service.guardrails.prompt(exchange.caller, text) for text in texts]
+        query = await service.guardrails.prompt(exchange, query)
+        texts = [await service.guardrails.prompt(exchange, text) for text in texts]
     info = await embedder.open()
     asked, *lengths = [min(len(ids), info.max_model_len) for ids in await embedder.tokenize([query, *texts])]
     if asked >= info.max_model_len:
