@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from penstock.config.fields import setting
 
@@ -96,8 +97,9 @@ def _model(rule: GuardrailConfig, models: Collection[str]) -> list[str]:
     if rule.action == "redact":
         found.append("a model finds no places to redact; with kind: model the action is refuse")
     if rule.url:
-        if not rule.url.startswith(("http://", "https://")):
-            found.append("url begins with http:// or https://")
+        parts = urlsplit(rule.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            found.append("url is http://HOST/... or https://HOST/...")
         if rule.policy:
             found.append("policy is for chat models; a moderation endpoint has its own")
     elif not rule.model:

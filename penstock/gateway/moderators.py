@@ -49,7 +49,7 @@ class Unclear(PenstockError):
     """An answer that says nothing about the text."""
 
 
-FAILURES = (ApiError, Unclear, httpx.HTTPError, msgspec.MsgspecError, TimeoutError)
+FAILURES = (ApiError, Unclear, httpx.HTTPError, msgspec.MsgspecError, UnicodeError, TimeoutError)
 
 
 class Moderator(ABC):

@@ -325,7 +325,8 @@ def test_the_share_of_yes() -> None:
     [
         ("kind: model", "needs a model or a url"),
         ("kind: model, model: nobody", 'no model or remote is called "nobody"'),
-        ("kind: model, url: 'ftp://x'", "http://"),
+        ("kind: model, url: 'ftp://x'", "http://HOST"),
+        ("kind: model, url: 'http://'", "http://HOST"),
         ("kind: model, url: 'http://x', action: redact", "redact"),
         ("kind: model, url: 'http://x', words: [a]", "a rule of their own"),
         ("kind: model, url: 'http://x', policy: p", "policy"),
