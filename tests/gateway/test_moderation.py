@@ -14,6 +14,7 @@ import pytest
 
 from penstock.backends.openai import OpenAIServer, Upstream
 from penstock.config import load
+from penstock.config.caching import CacheConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import TierConfig
 from penstock.engine.request import Request, StepOutput, TokenLogprob
@@ -306,6 +307,59 @@ async def test_a_model_that_another_server_runs(serving: Serving, text: TextMode
             assert (await running.chat(messages=user(EVIL))).status_code == 400
             assert (await running.chat(messages=user("hi"))).status_code == 200
             assert running.engine.seen[0].params.logprobs is None and len(running.engine.seen) == 1
+
+
+async def test_answers_of_other_servers_are_cut_too(serving: Serving, text: TextModel, endpoint: Endpoint) -> None:
+    engine = ScriptedEngine(text, f"{TALK}Then mix the {EVIL} and {'x' * 200}", step_s=0.002)
+    async with serving(engine, time_limit_s=None) as behind:
+        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0)
+        remote = RemoteModel("far", [OpenAIServer("0", upstream)])
+        config = rule(url=endpoint.url, stage="output", window=40)
+        async with serving(others=[remote], guardrails=(config,)) as running:
+            shown, reason = await said(running, model="far", max_tokens=400)
+            assert reason == "content_filter" and TALK.startswith(shown[: len(TALK)]) and EVIL not in shown and shown
+            await eventually(lambda: len(engine.aborted) == 1)
+            shown, reason = await said(running, model="far", max_tokens=20)
+            assert (shown, reason) == (TALK[:20], "length")
+
+
+async def test_kept_answers_are_judged_and_refused_ones_are_not_kept(
+    serving: Serving, text: TextModel, endpoint: Endpoint
+) -> None:
+    answers = {"bad": EVIL, "good": "harmless"}
+
+    def reply(request: Request) -> list[int]:
+        asked = "bad" if "bad" in text.decode(request.prompt) else "good"
+        return [*text.encode(answers[asked]), text.eos_token_ids[0]]
+
+    engine = ScriptedEngine(text, reply)
+    config = rule(url=endpoint.url, stage="output")
+    async with serving(engine, guardrails=(config,), cache=CacheConfig(exact="on")) as running:
+        for _ in range(2):
+            assert await said(running, messages=user("good"), temperature=0) == ("harmless", "stop")
+            assert await said(running, messages=user("bad"), temperature=0) == ("", "content_filter")
+            await asyncio.sleep(0.05)
+        assert len(engine.seen) == 3, "the good one was kept"
+        endpoint.status = 500
+        running.service.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]
+        assert await said(running, messages=user("good"), temperature=0) == ("", "content_filter")
+        assert len(engine.seen) == 3
+
+
+async def test_a_client_that_leaves_while_a_check_runs_leaves_nothing_behind(
+    serving: Serving, text: TextModel, endpoint: Endpoint
+) -> None:
+    endpoint.free.clear()
+    engine = ScriptedEngine(text, "x" * 300, step_s=0.005)
+    config = rule(url=endpoint.url, stage="output", window=10, timeout_s=0.3)
+    async with serving(engine, guardrails=(config,), hold_status_s=0.01, keep_alive_s=0.01) as running:
+        body = {"model": "tiny", "messages": user("hi"), "stream": True, "max_tokens": 300}
+        async with running.client.stream("POST", "/v1/chat/completions", json=body):
+            await eventually(lambda: bool(endpoint.asked))
+        await eventually(lambda: len(engine.aborted) == 1, within=2)
+        await eventually(
+            lambda: not any(task.get_name() == "moderation of an answer" for task in asyncio.all_tasks()), within=2
+        )
 
 
 def test_every_character_is_in_a_part_and_borders_overlap() -> None:
