@@ -155,7 +155,8 @@ async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> N
             "request_time_per_output_token_seconds",
         ):
             assert samples[f"vllm:{name}_count", labels] == 1, name
-        assert samples["vllm:inter_token_latency_seconds_count", labels] == 13
+        gaps = samples["vllm:inter_token_latency_seconds_count", labels]
+        assert 10 <= gaps <= 13, "tokens that arrive together have no gap between them"
         info = (("block_size", "16"), *labels, ("num_gpu_blocks", "64"))
         assert samples["vllm:cache_config_info", info] == 1
         route = "/v1/chat/completions"
