@@ -107,19 +107,23 @@ async def settled(running: Drill, within: float = 20.0) -> list[tuple[Any, ...]]
     return rows
 
 
-def produced(running: Drill) -> tuple[dict[str, int], set[str]]:
-    """Tokens by charge, as the engines wrote them down; and the charges whose end an engine may have kept to itself."""
+def produced(running: Drill) -> tuple[dict[str, int], set[str], set[str]]:
+    """Tokens by charge, as the engines wrote them down; the charges whose end an engine may have kept to itself; and
+    those whose engine died later on, and with it its memory of them."""
     totals: defaultdict[str, int] = defaultdict(int)
     doubtful: set[str] = set()
+    forgotten: set[str] = set()
     for number in range(1, running.engines + 1):
         runs: dict[str, Run] = read_diary(running.diary(number))
         death = running.deaths.get(number)
         for request_id, run in runs.items():
             charge = request_id.partition(":")[0]
             totals[charge] += 0 if request_id.endswith("x") else run.tokens
-            if death is not None and run.last_at > death - NEAR_S:
-                doubtful.add(charge)
-    return totals, doubtful
+            if death is not None:
+                forgotten.add(charge)
+                if run.last_at > death - NEAR_S:
+                    doubtful.add(charge)
+    return totals, doubtful, forgotten
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ async def test_the_ledger_balances_with_what_the_engine_produced(tmp_path: Path,
     with drill(tmp_path) as running:
         seen = await load(running, count, kills, chance)
         rows = await settled(running)
-    made, doubtful = produced(running)
+    made, doubtful, forgotten = produced(running)
     exact = recovered = 0
     told = {name for name, client in seen.items() if client.usage is not None}
     for id, name, prompt, completion, cost, settled_by, cached in rows:

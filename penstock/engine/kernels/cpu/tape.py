@@ -268,6 +268,6 @@ def record(ops: CpuOps, forward: Forward, kv: Any, block_tables: Tensor, *, toke
         with torch.inference_mode():
             tape = Tape(ops, forward, kv, block_tables, tokens=tokens, sequences=sequences)
     except NotRecordableError as reason:
-        log.info("the forward pass is not recorded: %s", reason)
+        log.info("the forward pass is not recorded: %s", str(reason))  # the error itself would keep the cache alive
         return None
     return tape
