@@ -82,10 +82,11 @@ class Sessions:
         self._keeper = asyncio.create_task(self._renew(), name="conversation leases")
 
     async def close(self) -> None:
-        tasks = [*self._aside.values(), *([self._keeper] if self._keeper is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = {*self._aside.values(), *([self._keeper] if self._keeper is not None else [])}
+        while left:  # a client may take a cancellation for its own timeout, and the task goes on: say it again
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=1.0)
         await self.store.close()
 
     @asynccontextmanager
