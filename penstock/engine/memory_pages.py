@@ -1,7 +1,7 @@
 """Host memory for what a step reads from end to end, in large pages where the system grants them.
 
-A step reads every weight once. In pages of 4 KiB a good part of that time goes into finding the pages; in pages of
-2 MiB there are 512 times fewer. The system gives them on request for memory that lies together, so weights are cut out
+A step reads every weight once. In pages of 4 KiB some of that time goes into finding the pages; in pages of 2 MiB there
+are 512 times fewer. The system gives them on request for memory that lies together, so weights are cut out
 of slabs instead of being allocated one by one. A refusal costs only speed.
 """
 
