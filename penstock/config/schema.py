@@ -312,9 +312,13 @@ class CountersConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResilienceConfig:
-    """What happens to requests whose replica dies, stalls or fails them; for models with several replicas."""
+    """What happens to requests whose replica dies, stalls or fails them."""
 
     attempts: int = setting(3, doc="Replicas that may fail under a request before it gets an error.", least=1)
+    resume_s: float = setting(
+        30.0, doc="A stream that has begun waits so long for an engine to go on with when none is up; then it breaks.",
+        least=0,
+    )  # fmt: skip
     stall_s: float = setting(
         15.0, doc="A replica with work that completes no step for this long is left; its requests go on elsewhere.",
         least=0.1,

@@ -83,6 +83,9 @@ class Request:
     penalties and the grammar count them as output, and they are not delivered again."""
     affinity: str = ""
     """Requests with the same word here had better run on the same engine; for routers, engines ignore it."""
+    patient: bool = True
+    """False: without a token yet, it does not wait for an engine that is away, because somebody else can answer; for
+    routers too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Token ids of one choice to text: detokenization, stop strings, logprobs, finish reason.
 
 Invariant: text handed out never contains a stop string or a part of one that later completes, never half a
-character, and logprobs are handed out with the text they belong to, so that both are cut at the same place.
+character, and logprobs are handed out with the text they belong to, so that both are cut at the same place. What a
+choice says, how it ends and how many tokens it counts depends on its tokens alone, not on how they arrived: a reader
+that is late finds several merged into one delta, and those behind the end are neither shown nor counted.
 """
 
 from __future__ import annotations
@@ -135,30 +137,25 @@ class Choice:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         piece = Piece(self.index)
-        tokens = delta.tokens
-        if self.discard:
-            tokens = []
-        self.completion_tokens += len(tokens)
-        if delta.finish_reason == "stop" and tokens:
-            if tokens[-1] not in self._eos:
-                piece.stop_reason = tokens[-1]
-            tokens = tokens[:-1]  # the stop token ends the text; it is not part of it
-        raw = self._detokenize(tokens, delta)
-        if delta.finish_reason is not None:
-            raw += self._detokenizer.flush()
-        self._length += len(raw)
-        matched: str | None = None
-        if self._stops is None or self.completion_tokens < self._min_tokens:
-            piece.text = raw
-        else:
-            piece.text, matched = self._stops.push(raw)
-            if matched is None and delta.finish_reason is not None:
-                piece.text += self._stops.flush()
-        self._released += len(piece.text)
-        blocked = False
-        if self.guard is not None:
-            final = matched is not None or delta.finish_reason is not None
-            piece.text, blocked = self.guard.push(piece.text, final=final)
+        tokens = [] if self.discard else delta.tokens
+        stopped = delta.finish_reason == "stop" and bool(tokens)
+        if stopped and tokens[-1] not in self._eos:
+            piece.stop_reason = tokens[-1]
+        # Where the text may end inside the delta, its tokens are taken one by one: how many were merged is chance.
+        step = max(len(tokens), 1) if self._stops is None and self.guard is None else 1
+        for at in range(0, max(len(tokens), 1), step):
+            part = tokens[at : at + step]
+            self.completion_tokens += len(part)
+            last = delta.finish_reason is not None and at + step >= len(tokens)
+            if last and stopped:
+                part = part[:-1]  # the stop token ends the text; it is not part of it
+            raw = self._detokenize(part, delta.logprobs[at : at + step] if delta.logprobs is not None else ())
+            if last:
+                raw += self._detokenizer.flush()
+            text, matched, blocked = self._show(raw, final=last)
+            piece.text += text
+            if matched is not None or blocked:
+                break
         if blocked:
             piece.finish_reason, piece.stop_reason = CONTENT_FILTER, None
         elif matched is not None:
@@ -179,6 +176,19 @@ class Choice:
             return piece
         return piece if piece.text or piece.tokens or piece.calls else None
 
+    def _show(self, raw: str, *, final: bool) -> tuple[str, str | None, bool]:
+        """What of `raw` may be shown, the stop string that was met, and whether a guardrail refused the rest."""
+        self._length += len(raw)
+        text, matched, blocked = raw, None, False
+        if self._stops is not None and self.completion_tokens >= self._min_tokens:
+            text, matched = self._stops.push(raw)
+            if matched is None and final:
+                text += self._stops.flush()
+        self._released += len(text)
+        if self.guard is not None:
+            text, blocked = self.guard.push(text, final=final or matched is not None)
+        return text, matched, blocked
+
     def _read_calls(self, parser: ToolCallParser, piece: Piece) -> None:
         """Take function calls out of the piece's text."""
         assert self._toolbox is not None
@@ -195,11 +205,11 @@ class Choice:
             elif isinstance(event, CallArguments):
                 piece.calls.append(CallPiece(event.index, None, None, event.text))
 
-    def _detokenize(self, tokens: list[int], delta: Delta) -> str:
+    def _detokenize(self, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> str:
         if not self.want_logprobs:
             return self._detokenizer.push(tokens)
         raw = ""
-        for token, logprob in zip(tokens, delta.logprobs or (), strict=False):
+        for token, logprob in zip(tokens, logprobs, strict=False):
             offset = self._length + len(raw)
             text = self._detokenizer.push([token])
             self._held.append(TokenPiece(token, offset, logprob))

@@ -136,6 +136,7 @@ async def _prepare(
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
         affinity=exchange.affinity(request.prompt_cache_key),
+        patient=not exchange.others_can,
         stops=stops,
         priority=priority,
         speculation=request.speculation is not False,

@@ -161,6 +161,7 @@ class GatewaySettings:
             attempts=config.attempts,
             stall_s=config.stall_s,
             park_s=self.engine_wait_s,
+            resume_s=config.resume_s,
             retry_share=config.retry_share,
             hedge_s=config.hedge_s,
             breaker=BreakerPolicy(failures=config.breaker_failures, open_s=config.breaker_open_s),

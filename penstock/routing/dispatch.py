@@ -4,7 +4,10 @@ Each request is a `Flight`: when its replica dies, drains, stalls or fails it, a
 that were delivered, and the reader sees nothing but a pause. Moving on from a replica that is gone, leaves or is stuck
 costs no budget; trying again what a live replica refused or failed does (`RetryBudget`). A request under which
 `attempts` replicas failed is given up: it may be what kills them. When no replica can take a request, it is parked for
-up to `park_s`.
+up to `park_s`, or `resume_s` once it has begun.
+
+A single replica is its own refuge: what it had when it died waits for it to be restarted. Choosing, measuring and
+breakers mean nothing there and are left out.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ TICK_S = 0.05
 """How often parked requests are offered again."""
 LOOK_S = 0.5
 """How often to look for replicas that have work and make no progress."""
+MOST_PARKED = 1024
+"""New requests that may wait for a replica; those that had one when it died wait besides."""
+AT_ONCE = 128
+"""Parked requests that are sent to a replica before anybody else has a turn."""
 
 EXPECTED_OUTPUT = 256
 """Tokens that a request is expected to generate, if it may."""
@@ -53,6 +60,8 @@ class Resilience:
     """A replica with work that completes no step for this long is left."""
     park_s: float = 10.0
     """How long a request waits for a replica when there is none at the moment."""
+    resume_s: float = 30.0
+    """The same for one of which the reader has got something: it cannot be sent again, so it is worth more patience."""
     retry_share: float = 0.1
     """Retries and hedges, at most, as a share of requests."""
     hedge_s: float | None = None
@@ -114,8 +123,11 @@ class Dispatcher:
         flight = Flight(request, inbox, index, self._clock())
         self._flights[flight.id] = flight
         try:
-            name = self._launch(flight).name
+            name = self._launch(flight, first=True).name
         except EngineUnavailable:
+            if not request.patient or len(self._parked) >= MOST_PARKED:
+                del self._flights[flight.id]
+                raise
             self._park(flight)
             return ""
         except ApiError:
@@ -146,15 +158,22 @@ class Dispatcher:
     def holds(self, request_id: str) -> bool:
         return request_id in self._flights
 
-    def _launch(self, flight: Flight, besides: Sequence[Member] = ()) -> Member:
+    def _launch(self, flight: Flight, besides: Sequence[Member] = (), *, first: bool = False) -> Member:
         """Send a flight to the best replica that takes it; raises what the last one said when none does."""
         now = self._clock()
         request = flight.rest(now)
         expected = min(request.params.max_tokens - len(request.produced), EXPECTED_OUTPUT)
-        able = [member for member in self._members if member not in besides and member.takes(request)]
+        alone = len(self._members) == 1
+        if alone and first:
+            # Without a choice the engine itself says what stands against it. What goes on waits until it is as it was.
+            able = [member for member in self._members if member.backend.ready]
+        elif alone:
+            able = [member for member in self._members if member not in besides and member.can_run(request)]
+        else:
+            able = [member for member in self._members if member not in besides and member.takes(request)]
         refusal: ApiError = EngineUnavailable("No replica of this model can take this request now; try again.")
         while able:
-            member = able.pop(self._choose(request, able, expected, now))
+            member = able.pop(0 if alone else self._choose(request, able, expected, now))
             leg = Leg(flight, member, self._on_delta, self._on_failure)
             try:
                 member.backend.submit(request, leg, flight.index)
@@ -163,8 +182,9 @@ class Dispatcher:
                 continue
             flight.legs.append(leg)
             member.legs[flight.id] = leg
-            member.breaker.began()
-            member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
+            if not alone:
+                member.breaker.began()
+                member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
             return member
         raise refusal
 
@@ -236,6 +256,9 @@ class Dispatcher:
         try:
             to = self._launch(flight, besides=(member,)).name
         except ApiError:
+            if not (flight.begun or flight.request.patient):
+                self._fail(flight, error)
+                return
             self._park(flight)
             to = ""
         log.info(
@@ -251,12 +274,14 @@ class Dispatcher:
         )
 
     def _may_go_on(self, flight: Flight, member: Member, error: Exception) -> bool:
-        """Whether another replica may do better. What is wrong with the request is wrong everywhere."""
+        """Whether another replica may do better, or this one when it is back. What is wrong with the request is wrong
+        everywhere, and what a single replica refuses or fails is not tried on it again."""
+        others = len(self._members) > 1
         if isinstance(error, Draining):
             self.counts.failovers += 1
             return True
         if isinstance(error, Overloaded | ModelAsleep):
-            return self._retry()
+            return others and self._retry()
         if isinstance(error, EngineUnavailable):
             flight.losses += 1
             if member.lost():
@@ -266,7 +291,7 @@ class Dispatcher:
         if isinstance(error, ServerError):
             flight.losses += 1
             member.breaker.failed()
-            return flight.losses < self._resilience.attempts and self._retry()
+            return others and flight.losses < self._resilience.attempts and self._retry()
         return False
 
     def _retry(self) -> bool:
@@ -290,14 +315,31 @@ class Dispatcher:
         """Offer parked flights to whatever replica comes up."""
         while self._parked:
             await asyncio.sleep(TICK_S)
-            for flight in list(self._parked.values()):
-                try:
-                    self._launch(flight)
-                except ApiError as error:
-                    if self._clock() - flight.parked_at > self._resilience.park_s:
-                        self._fail(flight, error)
-                else:
-                    del self._parked[flight.id]
+            for count, flight in enumerate(list(self._parked.values()), 1):
+                if flight.id in self._parked:  # it may have been aborted while others had their turn
+                    self._offer(flight)
+                if count % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _offer(self, flight: Flight) -> None:
+        """Send a parked flight to a replica, if one takes it now; give it up when it has waited too long."""
+        refusal: ApiError = EngineUnavailable("No replica of this model is up; try again.")
+        if any(member.backend.ready for member in self._members):
+            try:
+                self._launch(flight)
+            except ApiError as error:
+                refusal = error
+            else:
+                del self._parked[flight.id]
+                return
+        patience = self._resilience.resume_s if flight.begun else self._resilience.park_s
+        if self._clock() - flight.parked_at <= patience:
+            return
+        if flight.losses:
+            refusal = EngineLost(
+                f"The engine stopped while running this request and did not come back within {patience:g} s; try again."
+            )
+        self._fail(flight, refusal)
 
     async def _look(self) -> None:
         while True:

@@ -38,8 +38,12 @@ class Member:
 
     def takes(self, request: Request) -> bool:
         """Whether the request can be sent here now."""
+        return not self.retiring and not self.stuck and self.breaker.allows and self.can_run(request)
+
+    def can_run(self, request: Request) -> bool:
+        """Whether the engine is up, awake and has the adapter."""
         backend = self.backend
-        if self.retiring or not backend.ready or backend.state != "awake" or self.stuck or not self.breaker.allows:
+        if not backend.ready or backend.state != "awake":
             return False
         return not request.adapter or backend.adapters is None or request.adapter in backend.adapters
 

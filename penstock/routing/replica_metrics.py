@@ -1,5 +1,5 @@
-"""Figures of models with several replicas, and of those that other servers run: requests that moved, breakers, the
-retry budget, who is up."""
+"""Figures of replicas, and of models that other servers run: requests that moved, breakers, the retry budget, who is
+up."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COUNTS: tuple[tuple[str, str, Callable[[Dispatcher], int]], ...] = (
 
 
 def add_replica_metrics(registry: Registry, models: Models) -> None:
-    """Add them to `registry`; a model with one replica has none."""
+    """Add them to `registry`; a single replica has no breaker."""
 
     def sets() -> Iterator[tuple[str, ReplicaSet]]:
         for model in models:
-            if isinstance(model.backend, ReplicaSet) and len(model.backend.members) > 1:
+            if isinstance(model.backend, ReplicaSet):
                 yield model.name, model.backend
 
     def add(name: str, help: str, value: Callable[[Dispatcher], int]) -> None:
@@ -43,7 +43,7 @@ def add_replica_metrics(registry: Registry, models: Models) -> None:
 
     def breakers() -> Iterator[tuple[tuple[str, str], float]]:
         for model, found in sets():
-            for member in found.members:
+            for member in found.members if len(found.members) > 1 else ():
                 yield (model, member.name), _BREAKER[member.breaker.state]
         for remote in models.remotes.values():
             for other in remote.members:

@@ -1,8 +1,7 @@
 """Several replicas of one model as one backend.
 
-Owns who belongs to the set: replicas join and leave while it runs. With a single replica requests go straight to it;
-with more, `Dispatcher` chooses one and moves requests when it fails. What changes a model (sleep, wake, adapters) is
-done on every replica that is up.
+Owns who belongs to the set: replicas join and leave while it runs. `Dispatcher` chooses one for each request and moves
+requests when it fails. What changes a model (sleep, wake, adapters) is done on every replica that is up.
 """
 
 from __future__ import annotations
@@ -153,18 +152,12 @@ class ReplicaSet:
         return info
 
     def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
-        if len(self._members) == 1:
-            return self._members[0].backend.submit(request, mailbox, index)
         return self.dispatcher.submit(request, mailbox, index)
 
     def abort(self, request_id: str) -> None:
-        if not self.dispatcher.abort(request_id):
-            for member in self._members:
-                member.backend.abort(request_id)  # begun while there was one replica
+        self.dispatcher.abort(request_id)
 
     def holds(self, request_id: str) -> bool:
-        if len(self._members) == 1:
-            return self._members[0].backend.holds(request_id)
         return self.dispatcher.holds(request_id)
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
@@ -209,7 +202,7 @@ class ReplicaSet:
         tried: set[tuple[str, str]] = set()
         while True:
             await asyncio.sleep(EQUIP_S)
-            for backend in self.replicas if len(self._members) > 1 else ():
+            for backend in self.replicas:
                 info, known = backend.info, backend.adapters
                 if not backend.ready or info is None or known is None:
                     continue

@@ -168,6 +168,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def single(model: Path) -> Iterator[Server]:
+    with replicated(model, 1, "--set", "server.engine_wait_s=60", "--set", "resilience.resume_s=60") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[Server]:
     with replicated(model, 2) as running:
         yield running
@@ -241,6 +247,26 @@ def test_what_cannot_be_done_is_said(pair: Server) -> None:
     ):
         refusal = httpx.post(f"{admin}/{path}", json=body)
         assert refusal.status_code == 400 and says in refusal.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_streams_of_a_single_engine_go_on_when_it_has_been_restarted(single: Server) -> None:
+    same_after_a_kill(single, streams=24, tokens=300)
+
+
+@pytest.mark.slow
+def test_no_request_sent_around_the_death_of_a_single_engine_is_lost(single: Server) -> None:
+    async def ask_throughout() -> list[Heard]:
+        async with httpx.AsyncClient(base_url=single.url, timeout=120) as http:
+            asked = []
+            for number in range(60):
+                asked.append(asyncio.create_task(listen(http, number % 3, Heard(), 20)))
+                if number == 20:
+                    os.kill(single.processes("engine", "tiny")[0], signal.SIGKILL)
+                await asyncio.sleep(0.01)
+            return await asyncio.gather(*asked)
+
+    assert all(heard.done for heard in asyncio.run(ask_throughout()))
 
 
 @pytest.mark.slow

@@ -37,16 +37,12 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
         )
         running.start()
         time.sleep(2.0)
-        killed_at = time.monotonic()
         os.kill(before[0], signal.SIGKILL)
-        running.join(20)
-        assert time.monotonic() - killed_at < 10
-        (reply,) = replies
-        assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_lost"
-        assert reply.headers["x-should-retry"] == "true"
-
         server.wait_for("is gone (killed by SIGKILL)")
         server.wait_for("up on 3 ranks", times=2)
+        running.join(60)
+        (reply,) = replies
+        assert reply.status_code == 200, "it went on with the new ranks"
         assert not any(alive(pid) for pid in before)
         assert eventually(lambda: server.ask().status_code == 200, 30)
         assert set(ranks(server.children()["engine"])).isdisjoint(before)

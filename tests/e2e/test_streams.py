@@ -59,16 +59,14 @@ async def test_64_streams_with_random_departures_leave_nothing_behind(server: Se
     settled(server)
 
 
-async def test_a_killed_engine_fails_its_streams_and_the_server_recovers(server: Server) -> None:
+async def test_streams_of_a_killed_engine_go_on_when_it_is_back(server: Server) -> None:
     [engine] = server.children("smollm2-135m")
     async with client(server) as http:
-        streams = [asyncio.create_task(read(http, i, 400, None)) for i in range(8)]
+        streams = [asyncio.create_task(read(http, i, 60, None)) for i in range(8)]
         while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110 - it is another process's state
             await asyncio.sleep(0.05)
         os.kill(engine, signal.SIGKILL)
-        ends = await asyncio.gather(*streams)
-        assert set(ends) == {"engine_lost"}
-        server.wait_until_ready(120)
-        assert await read(http, 0, 4, None) == "done"
+        streams += [asyncio.create_task(read(http, i, 4, None)) for i in range(4)]  # nobody knows of it yet
+        assert set(await asyncio.gather(*streams)) == {"done"}
     assert server.children("smollm2-135m") != [engine]
     settled(server)

@@ -215,16 +215,55 @@ async def test_replicas_join_and_retire_under_load() -> None:
         assert await read(it.replicas, request("last", 5)) == list(range(100, 105))
 
 
-async def test_one_replica_is_used_directly_and_fails_as_an_engine_does() -> None:
+async def test_streams_of_a_single_replica_go_on_when_it_has_been_restarted() -> None:
     async with world(1) as it:
-        mailbox = Mailbox()
-        assert it.replicas.submit(request("r"), mailbox) == "0"
-        assert it.replicas.dispatcher.budget.taken == 0 and not it.replicas.members[0].legs
-        await mailbox.take()
+        streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
+        await eventually(lambda: it.engines[0].steps > 5)
+        it.crash(0)
+        await eventually(lambda: it.replicas.dispatcher.parked == 4)
+        late = asyncio.create_task(read(it.replicas, request("sent before anybody knows", 5)))
+        it.start(0)
+        assert await asyncio.gather(*streams) == [list(range(100, 140))] * 4
+        assert await late == list(range(100, 105))
+        assert it.replicas.dispatcher.counts.failovers == 4 and it.replicas.dispatcher.counts.given_up == 0
+        assert it.replicas.dispatcher.budget.taken == 0, "moving on is free"
+
+
+async def test_a_single_replica_that_does_not_come_back_in_time_is_an_error() -> None:
+    async with world(1, resilience=Resilience(park_s=0.1, resume_s=0.6)) as it:
+        begun = asyncio.create_task(read(it.replicas, request("begun")))
+        await eventually(lambda: it.engines[0].steps > 5)
+        it.crash(0)
+        await eventually(lambda: it.replicas.dispatcher.parked == 1)
+        with pytest.raises(EngineUnavailable, match="No replica"):
+            await read(it.replicas, request("new"))
+        assert not begun.done(), "what has begun waits longer"
+        with pytest.raises(EngineLost, match=r"did not come back within 0\.6 s"):
+            await begun
+        assert it.replicas.in_flight == 0
+
+
+async def test_a_request_that_others_can_answer_does_not_wait_before_its_first_token() -> None:
+    async with world(1) as it:
+        it.engines[0].step = lambda: None  # type: ignore[method-assign]
+        asked = asyncio.create_task(read(it.replicas, request("r", patient=False)))
+        await eventually(lambda: bool(it.engines[0].running))
         it.crash(0)
         with pytest.raises(EngineLost):
-            while True:
-                await mailbox.take()
+            await asked
+        with pytest.raises(EngineUnavailable):
+            await read(it.replicas, request("s", patient=False))
+
+
+async def test_what_a_single_replica_refuses_or_fails_is_not_tried_on_it_again() -> None:
+    async with world(1, resilience=Resilience(retry_share=1.0)) as it:
+        for error in ("the engine failed while running this request: boom", "the waiting queue is full"):
+            it.engines[0].submit = lambda asked, error=error: it.engines[0]._final.append(  # type: ignore[method-assign, misc]
+                Delta(asked.request_id, finish_reason="error", error=error)
+            )
+            with pytest.raises(ServerError if "boom" in error else ApiError):
+                await read(it.replicas, request("r"))
+        assert it.replicas.dispatcher.counts.retries == 0 and it.replicas.dispatcher.parked == 0
 
 
 async def test_leaving_early_leaves_nothing_behind() -> None:
