@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from penstock.bench import shapes
 from penstock.bench.engine import BenchError
 from penstock.bench.speculation_texts import CODE_EDIT, QUOTE
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.gain import Acceptance
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,8 +74,8 @@ def scenarios(encode: Encode | None, vocab_size: int, only: Collection[str] = ()
             ids = encode(text)
             found += [Scenario(name, [ids], exact=True), Scenario(name, [ids[index:] for index in range(4)])]
     else:
-        found += [Scenario("random", noise(1)), Scenario("random", noise(4))]
-    found.append(Scenario("random", noise(64)))
+        found += [Scenario("random", noise(count)) for count in (1, 4, 8)]
+    found += [Scenario("random", noise(count)) for count in (16, 64)]
     unknown = set(only) - {scenario.name for scenario in found}
     if unknown:
         known = ", ".join(dict.fromkeys(scenario.name for scenario in found))
@@ -78,18 +83,26 @@ def scenarios(encode: Encode | None, vocab_size: int, only: Collection[str] = ()
     return [scenario for scenario in found if not only or scenario.name in only]
 
 
+def decisive(shape: str, device: torch.device, dtype: torch.dtype) -> RandomCheckpoint:
+    """Random weights that write the same text whatever the batch. Ordinary ones decide by a hair: in a step of another
+    size sums round differently, the text soon is another one, and what was known to come never comes."""
+    return RandomCheckpoint(shapes.named(shape), device=device, dtype=dtype, embedding_scale=1024.0)
+
+
 class Replay:
     """A proposer for weights that know no text: guesses what the model is known to write, each token right with a
-    given chance. Shows what speculation yields at that acceptance."""
+    given chance. Shows what speculation yields at that acceptance. Like any proposer it goes by what came of its
+    guesses, not by what it was told."""
 
     def __init__(self, texts: dict[str, list[int]], acceptance: float, depth: int) -> None:
         self.texts = texts
         self.acceptance = acceptance
         self.depth = depth
+        self._seen = Acceptance(acceptance, decay=0.98, weight=8.0)
         self._rng = random.Random(0)
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
-        return self.acceptance, self.depth if _name(seq.id) in self.texts else 0
+        return self._seen.chance, self.depth if _name(seq.id) in self.texts else 0
 
     def seconds(self, sequences: int) -> float:
         return 0.0
@@ -98,7 +111,9 @@ class Replay:
         return {seq: self._guess(seq, depth) for seq, depth in depths.items()}
 
     def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
-        """The chance is given."""
+        if drafts:
+            held = len(tokens) - 1
+            self._seen.observe(held, min(held + 1, len(drafts)))
 
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept."""

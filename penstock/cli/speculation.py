@@ -47,11 +47,9 @@ def speculation(
     """
     from rich.console import Console
 
-    from penstock.bench import shapes
     from penstock.bench import speculation as measured
     from penstock.engine.config import EngineConfig
     from penstock.engine.device import pick_device, pick_dtype
-    from penstock.engine.loading.random_checkpoint import RandomCheckpoint
     from penstock.engine.loading.sources import resolve
     from penstock.errors import ConfigError
     from penstock.text import load_text
@@ -61,7 +59,7 @@ def speculation(
     checkpoint, encode, path = None, None, shape or ""
     if shape is not None:
         where = pick_device(device)
-        checkpoint = RandomCheckpoint(shapes.named(shape), device=where, dtype=pick_dtype("auto", where))
+        checkpoint = measured.decisive(shape, where, pick_dtype("auto", where))
     else:
         path = str(resolve(model))
         encode = load_text(Path(path)).encode
@@ -72,8 +70,6 @@ def speculation(
             device=device,
             threads=threads,
             max_running=64,
-            # Random weights decide by a hair: only in one order of sums does the text to come stay the one known.
-            deterministic=shape is not None,
             speculation="ngram" if draft_model is None else "draft",
             speculation_depth=depth,
             draft_model=None if draft_model is None else str(resolve(draft_model)),

@@ -1,8 +1,9 @@
 """Moving an engine's device memory to the host and back.
 
 Everything that the engine holds on the device is found by walking its objects, and moved storage by storage: tensors
-keep their identity, their views and their sharing, only the memory under them goes and comes back. The KV cache is not
-kept; CUDA graphs are recorded again, since they remember addresses.
+keep their identity, their views and their sharing, only the memory under them goes and comes back. On the host it lies
+in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes: see `lanes` for how it
+gets there fast all the same. The KV cache is not kept; CUDA graphs are recorded again, since they remember addresses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from penstock.engine.core import Engine
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.lanes import to_device, to_host
+from penstock.engine.memory_pages import Slabs
 from penstock.engine.runner.graphs import DecodeGraphs
 
 _PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device)
@@ -39,11 +42,13 @@ class Parked:
 
     @torch.inference_mode()
     def restore(self) -> Engine:
-        """Bring everything back; the engine can be used again. Without room for all of it nothing is taken."""
+        """Bring everything back; the engine can be used again, and the host's memory is free. Without room for all of
+        it nothing is taken."""
         try:
             for storage, host in self.kept:
                 storage.resize_(host.numel())
-                bytes_of(storage).copy_(host, non_blocking=True)
+            _synchronize()
+            to_device([(bytes_of(storage), host) for storage, host in self.kept], self.device)
             for storage, size in self.emptied:
                 storage.resize_(size)
                 bytes_of(storage).zero_()
@@ -54,7 +59,12 @@ class Parked:
         except BaseException:
             self._empty()
             raise
+        self.kept.clear()
         return self.engine
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.runner.kv.device
 
     def _empty(self) -> None:
         for graphs, _ in self.graphs:
@@ -74,12 +84,12 @@ def park(engine: Engine) -> Parked:
     engine.scheduler.allocator.pool.forget_all()
     device = engine.runner.kv.device
     caches = storages_of([tensor for item in found if isinstance(item, KVCache) for tensor in item.tensors])
-    kept = []
-    for key, storage in storages_of([t for t in found if isinstance(t, Tensor) and t.device == device]).items():
-        if key not in caches:
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-            kept.append((storage, host.copy_(bytes_of(storage), non_blocking=True)))
+    found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == device])
+    moving = [storage for key, storage in found_there.items() if key not in caches]
+    slabs = Slabs()
+    kept = [(storage, slabs.take(storage.nbytes())) for storage in moving]
     _synchronize()
+    to_host([(bytes_of(storage), host) for storage, host in kept], device)
     parked = Parked(engine, kept, [(storage, storage.nbytes()) for storage in caches.values()], graphs)
     parked._empty()
     return parked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,11 +15,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.bench import shapes  # noqa: E402
-from penstock.bench.speculation import Scenario, measure  # noqa: E402
+from penstock.bench.speculation import Scenario, decisive, measure  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
 from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
 from tests.engine.speculative.forced import Oracle, eager_engine  # noqa: E402
@@ -99,15 +98,14 @@ def bench_speculation() -> Iterator[tuple[str, float, str]]:
     """An 8B shape: plain and speculating turns at a given acceptance."""
     if not ON_DEVICE:
         return
-    device = torch.device("cuda")
     engine = Engine.load(
         EngineConfig(
             model="llama-8b", device="cuda", max_running=64, max_model_len=2048, speculation="ngram", num_blocks=4096
         ),
-        checkpoint=RandomCheckpoint(shapes.named("llama-8b"), device=device, dtype=torch.bfloat16),
+        checkpoint=decisive("llama-8b", torch.device("cuda"), torch.bfloat16),
     )
     rng = random.Random(0)
-    for batch in (1, 4, 64):
+    for batch in (1, 4, 8, 16, 64):
         prompts = [[rng.randrange(1000, 100_000) for _ in range(128)] for _ in range(batch)]
         for acceptance in (0.9, 0.6, 0.0):
             plain, guessed = measure(
@@ -120,4 +118,10 @@ def bench_speculation() -> Iterator[tuple[str, float, str]]:
             )
             ratio = guessed[0].rate / plain[0].rate
             us = 1e6 / guessed[0].rate
-            yield f"batch {batch}, acceptance {acceptance:.0%}", us, f"{guessed[0].rate:,.0f} tok/s, ratio {ratio:.2f}"
+            per_step = guessed[0].counted / guessed[0].steps / batch
+            same = statistics.mean(guessed[0].tokens[name] == text for name, text in plain[0].tokens.items())
+            yield (
+                f"batch {batch}, acceptance {acceptance:.0%}",
+                us,
+                f"{guessed[0].rate:,.0f} tok/s, ratio {ratio:.2f}, {per_step:.2f} tokens/step, {same:.0%} same text",
+            )

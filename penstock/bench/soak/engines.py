@@ -21,6 +21,7 @@ from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.speculative.gain import StepCosts
+from penstock.engine.speculative.speculation import Speculation
 
 VOCAB = 199
 BLOCK = 16
@@ -81,13 +82,25 @@ VARIANTS = (
 
 
 class FreeSteps(StepCosts):
-    """Every step takes as long as any other, so that all guesses are worth verifying."""
+    """Every step takes as long as any other."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Nothing is learned."""
 
+    def knows(self, tokens: int) -> bool:
+        return True
+
     def estimate(self, tokens: int) -> float | None:
-        return 1.0
+        return self.seconds
+
+
+def verify_everything(speculation: Speculation) -> None:
+    """Make all guesses worth verifying, right or wrong: they cost nothing, and plain steps take twice as long."""
+    speculation.plain, speculation.verifying = FreeSteps(2.0), FreeSteps(1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +153,7 @@ def load_pair(folder: Path, variant: Variant, device: str, make: MakeCompiler, c
     if variant.ahead:
         crowded._depth = 1
     assert crowded.speculation is not None
-    crowded.speculation.plain = crowded.speculation.verifying = FreeSteps()
+    verify_everything(crowded.speculation)
     return Pair(variant, crowded, Engine.load(plain, grammars=make))
 
 

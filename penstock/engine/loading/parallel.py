@@ -1,7 +1,7 @@
 """Reading safetensors ahead of whoever builds the model, several tensors at a time, straight to a CUDA device.
 
-A tensor's bytes go from the page cache (or the disk) through small pinned buffers to their place in device memory:
-each thread fills one buffer while the copy of its other one is under way. Tensors are read in the order of layers,
+A tensor's bytes go from the page cache (or the disk) through a lane's pinned buffers to their place in device memory,
+one lane per thread. Tensors are read in the order of layers,
 a bounded number of bytes ahead of the last one asked for, so that peak memory is the model and that little more.
 """
 
@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.engine.lanes import LANES, Lane
 from penstock.errors import CheckpointError
 
-_WORKERS = 8
 _AHEAD = 2 << 30
-_BUFFER = 16 << 20
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -64,32 +63,18 @@ def layer_order(name: str) -> tuple[int, str]:
     return (-1 if match is None else int(match.group(1)), name)
 
 
-class _Lane:
-    """What one thread needs: two pinned buffers, a stream, and the end of each buffer's last copy."""
+def _read(lane: Lane, stored: Stored, device: torch.device) -> Tensor:
+    # Allocated on the lane's own stream: memory of another stream may still be read by its unfinished kernels.
+    with lane.current():
+        out = torch.empty(stored.size, dtype=torch.uint8, device=device)
+    with open(stored.file, "rb", buffering=0) as file:
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.buffers = [torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.copied: list[torch.cuda.Event | None] = [None, None]
+        def fill(buffer: Tensor, at: int) -> None:
+            if _fill(file.fileno(), buffer, stored.offset + at) < buffer.numel():
+                raise CheckpointError(f"{stored.file} is cut short: fetch it again")
 
-    def read(self, stored: Stored) -> Tensor:
-        # Allocated on the lane's own stream: memory of another stream may still be read by its unfinished kernels.
-        with torch.cuda.stream(self.stream):
-            out = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
-        with open(stored.file, "rb", buffering=0) as file:
-            for turn, at in enumerate(range(0, stored.size, _BUFFER)):
-                which, count = turn % 2, min(_BUFFER, stored.size - at)
-                if (event := self.copied[which]) is not None:
-                    event.synchronize()
-                pinned = self.buffers[which][:count]
-                if _fill(file.fileno(), pinned, stored.offset + at) < count:
-                    raise CheckpointError(f"{stored.file} is cut short: fetch it again")
-                with torch.cuda.stream(self.stream):
-                    out[at : at + count].copy_(pinned, non_blocking=True)
-                    self.copied[which] = self.stream.record_event()
-        self.stream.synchronize()
-        return out.view(stored.dtype).view(stored.shape)
+        lane.to_device(out, fill)
+    return out.view(stored.dtype).view(stored.shape)
 
 
 def _fill(descriptor: int, buffer: Tensor, offset: int) -> int:
@@ -114,7 +99,7 @@ class ParallelReader:
         self._pending: dict[str, Future[Tensor]] = {}
         self._next = 0
         self._lanes = threading.local()
-        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="weights")
+        self._pool = ThreadPoolExecutor(LANES, thread_name_prefix="weights")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def tensor(self, name: str) -> Tensor:
@@ -133,7 +118,7 @@ class ParallelReader:
             self._next += 1
 
     def _read(self, name: str) -> Tensor:
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
+        lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = _Lane(self.device)
-        return lane.read(self._stored[name])
+            lane = self._lanes.lane = Lane(self.device)
+        return _read(lane, self._stored[name], self.device)

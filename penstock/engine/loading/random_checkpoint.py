@@ -30,7 +30,11 @@ class RandomCheckpoint:
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        embedding_scale: float = 0.02,
     ) -> None:
+        """`embedding_scale`: spread of the embeddings. Layers add about one each to what they read; where embeddings
+        are a thousand times that, what comes next depends on the last token alone, and no rounding changes it."""
+        self.embedding_scale = embedding_scale
         self.config = config
         self.seed = seed
         self.device = device
@@ -49,7 +53,9 @@ class RandomCheckpoint:
         if name.endswith("norm.weight"):
             shifted = str(self.config.get("model_type")).startswith("gemma")
             return torch.full(shape, 0.0 if shifted else 1.0, dtype=self.dtype, device=where)
-        scale = 0.02 if len(shape) == 1 or name == "model.embed_tokens.weight" else 1 / math.sqrt(shape[-1])
+        scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
+        if name == "model.embed_tokens.weight":
+            scale = self.embedding_scale
         start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
         numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]
         return numbers.mul_(scale).reshape(shape)

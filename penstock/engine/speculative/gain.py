@@ -3,6 +3,8 @@
 A step that verifies guesses takes longer than one that does not, and yields more. Both sides are measured while the
 engine runs: seconds per step by its number of tokens, and the share of guesses that held. Of all guesses that could be
 made, the likeliest are taken as long as tokens per second grow; none, when nothing beats plain decoding.
+
+That is a promise, and `Balance` holds it against what came of it: whatever was wrong in the reckoning, a loss ends it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ class StepCosts:
             # A slow step may only mean that something else took the machine for a moment; a fast one is what it is.
             weight = _WEIGHT_UP if seconds > old else _WEIGHT_DOWN
             self._seconds[size] = old + weight * (min(seconds, old * _OUTLIER) - old)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether steps of that size were themselves measured."""
+        return _bucket(tokens) in self._seconds
 
     def estimate(self, tokens: int) -> float | None:
         """Seconds of a step of `tokens`; between and beyond measured sizes a straight line. None: nothing measured."""
@@ -91,6 +97,33 @@ def choose_depths(
     for _, _, index in ranked[:taken]:
         depths[index] += 1
     return depths, best
+
+
+class Balance:
+    """What verifying guesses brought, by the clock. Time lost to it adds up to a debt; time won pays the debt off but
+    is not saved: a loss, whatever its reason, ends speculation once it amounts to a few plain steps."""
+
+    __slots__ = ("_debt", "_steps")
+    _MOST_DEBT = 3.0
+    _ENOUGH = 16
+
+    def __init__(self) -> None:
+        self._debt = 0.0
+        self._steps = 0
+
+    def add(self, yielded: float, cost: float) -> None:
+        """A step brought as many tokens as `yielded` plain ones and took as long as `cost` of them."""
+        self._debt = max(self._debt + cost - yielded, 0.0)
+        self._steps += 1
+
+    @property
+    def losing(self) -> bool:
+        return self._debt > self._MOST_DEBT
+
+    @property
+    def winning(self) -> bool:
+        """It has gone on for a while and costs nothing."""
+        return self._steps >= self._ENOUGH and not self._debt
 
 
 class Acceptance:

@@ -3,8 +3,9 @@
 A proposer makes guesses and keeps the record of how they fare; this class decides how many are worth verifying, from
 that record and from how long steps take, and counts. It never decides what is generated: see `verification`.
 
-With overlap (CUDA) a step that verifies guesses cannot be launched before the tokens of the step before it are known,
-so the time lost to waiting is part of what such steps are measured to take, and plain steps stay overlapped.
+With overlap (CUDA) a step that verifies guesses cannot be launched before the tokens of the step before it are known.
+The time lost to waiting is part of what such steps are measured to take, also when in the end there was nothing to
+verify; other steps stay overlapped, and only those count as plain.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
-from penstock.engine.speculative.gain import MARGIN, StepCosts, choose_depths
+from penstock.engine.speculative.gain import MARGIN, Balance, StepCosts, choose_depths
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _PATIENCE = 64
 _MOST_PATIENCE = 1024
 """Steps without speculation, though there were guesses, before a few are verified to see whether they pay by now."""
 _PROBE_STEPS, _PROBE_DEPTH = 4, 2
+_STALE, _REMEASURED = 512, 4
+"""After so many steps that verify, so many plain ones are taken to see what they cost by now."""
 _OBSERVED_SHARE = 8
 """While nothing pays, a sequence's new tokens are looked at once in so many steps."""
 
@@ -59,7 +62,10 @@ class Speculation:
         self.depth = depth
         self.most_tokens = most_tokens
         self.plain = StepCosts()
+        """Steps without guesses; with overlap those launched ahead."""
         self.verifying = StepCosts() if overlap else self.plain
+        """Steps launched after those before them were known."""
+        self.balance = Balance()
         self.drafts = 0
         """Times that guesses of a sequence were verified."""
         self.draft_tokens = 0
@@ -67,7 +73,15 @@ class Speculation:
         self.paying = True
         self.broken = False
         """A proposer raised."""
+        self._overlap = overlap
         self._clock = clock
+        self._waited = False
+        """The step to be collected next could not be launched ahead."""
+        self._gained = 0
+        """Tokens that the step being collected has added so far."""
+        self._verified = 0
+        self._owed = 0
+        """Plain steps to be measured before anything is guessed again."""
         self._last_step: float | None = None
         self._spent = 0.0
         self._steps = 0
@@ -76,28 +90,34 @@ class Speculation:
 
     def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
         """How many guesses to verify of which sequences in the next step."""
-        plain_s = self.plain.estimate(len(decoding)) if decoding and not self.broken else None
-        if plain_s is None or len(decoding) >= self.most_tokens:
+        if self.broken or not 0 < len(decoding) < self.most_tokens or self._owed:
             return {}
+        plain_s = self.plain.estimate(len(decoding))
+        if plain_s is None or not self.plain.knows(len(decoding)):
+            return {}  # what there is to beat must have been seen
         outlooks = [self._outlook(seq) for seq in decoding]
         if not any(most for _, most in outlooks):
             return {}
         depths, factor = choose_depths(outlooks, len(decoding), self.most_tokens, plain_s, self._step_s(len(decoding)))
-        self.paying = factor >= MARGIN
+        self.paying = factor >= MARGIN and not self.balance.losing
         if self.paying:
-            self._unused, self._patience = 0, _PATIENCE
+            self._unused = 0
+            if self.balance.winning:
+                self._patience = _PATIENCE
             return {seq: depth for seq, depth in zip(decoding, depths, strict=True) if depth}
         self._unused += 1
         if self._unused < self._patience:
             return {}
         if self._unused == self._patience + _PROBE_STEPS:
             self._unused, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+            self.balance = Balance()
         index = max(range(len(outlooks)), key=lambda i: (outlooks[i][1] > 0, outlooks[i][0]))
         most = min(_PROBE_DEPTH, outlooks[index][1], self.most_tokens - len(decoding))
         return {decoding[index]: most}
 
     def propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
         """Guesses for the next step. No sequence may have pending tokens."""
+        self._waited = self._overlap
         depths = self.plan(decoding)
         if not depths:
             return {}
@@ -115,6 +135,7 @@ class Speculation:
     def learn(self, chunk: Chunk, tokens: list[int]) -> None:
         """A step added `tokens` to the chunk's sequence."""
         seq = chunk.seq
+        self._gained += len(tokens)
         if chunk.drafts:
             self.drafts += 1
             self.draft_tokens += len(chunk.drafts)
@@ -129,10 +150,23 @@ class Speculation:
         now = self._clock()
         self._steps += 1
         if self._last_step is not None and all(chunk.decodes for chunk in batch.chunks):
-            costs = self.verifying if batch.speculative else self.plain
-            costs.observe(batch.num_tokens, now - self._last_step - self._spent)
-        self._spent = 0.0
+            self._observe(batch, now - self._last_step - self._spent)
+        self._spent, self._gained, self._waited = 0.0, 0, False
         self._last_step = now
+
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        tokens, decodes = batch.num_tokens, len(batch.chunks)
+        if not batch.speculative and not self._waited:
+            self.plain.observe(tokens, seconds)
+            self._verified, self._owed = 0, max(self._owed - 1, 0)
+            return
+        self.verifying.observe(tokens, seconds)
+        self._verified += 1
+        if self._verified == _STALE:
+            self._owed = _REMEASURED
+        plain_s, verifying_s = self.plain.estimate(decodes), self.verifying.estimate(tokens)
+        if plain_s is not None and verifying_s is not None:
+            self.balance.add(self._gained / decodes, (verifying_s + self._spent) / plain_s)
 
     def pause(self) -> None:
         """The engine has nothing to do; the time until its next step is nobody's."""

@@ -7,21 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.engine.core import Engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.speculative.gain import StepCosts
 from penstock.engine.speculative.speculation import Proposer
 from tests.engine.harness import make_engine
-
-
-class FreeSteps(StepCosts):
-    """Every step takes one second, however many tokens it has: the more guesses the better."""
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def estimate(self, tokens: int) -> float | None:
-        return 1.0
 
 
 class Oracle:
@@ -62,7 +52,7 @@ def eager_engine(folder: Path, proposer: Callable[[Engine], Proposer] | None = N
     engine = make_engine(folder, **{"speculation": "ngram", **settings})
     speculation = engine.speculation
     assert speculation is not None
-    speculation.plain = speculation.verifying = FreeSteps()
+    verify_everything(speculation)
     if proposer is not None:
         speculation.proposer = proposer(engine)
     return engine

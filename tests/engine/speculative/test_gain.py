@@ -92,7 +92,7 @@ def test_acceptance_starts_from_others_and_follows_its_own() -> None:
 
 
 class _Guesser:
-    """Always has guesses; they hold with the given chance."""
+    """Always has guesses, and says that they hold with the given chance."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
@@ -113,34 +113,100 @@ class _Guesser:
         pass
 
 
+class _Machine:
+    """Steps on a clock of its own: `base + slope * tokens` seconds each; every guess holds with chance `true`."""
+
+    def __init__(self, claimed: float, true: float, *, overlap: bool, base: float = 1.0, slope: float) -> None:
+        self.now = 0.0
+        self.true, self.base, self.slope = true, base, slope
+        self.rng = random.Random(0)
+        self.speculation = Speculation(
+            _Guesser(claimed), depth=4, most_tokens=64, overlap=overlap, clock=lambda: self.now
+        )
+        self.overlap = overlap
+        self.ahead = False
+        """The step before this one was launched ahead of its predecessor, or could have been."""
+
+    def steps(self, count: int, sequences: int = 4) -> tuple[int, float]:
+        """How many verified guesses, and how much faster tokens came than without."""
+        decoding = [
+            Sequence(Request(f"r{i}", [1], SamplingParams(max_tokens=9999)), 0.0, (0.0, i)) for i in range(sequences)
+        ]
+        verifying, tokens, begin = 0, 0, self.now
+        for _ in range(count):
+            speculation = self.speculation
+            drafts: dict[Sequence, list[int]] = {}
+            waits = not (self.overlap and self.ahead) or bool(speculation.plan(decoding))
+            if waits:
+                drafts = speculation.propose(decoding)
+            chunks = [Chunk(s, 0, 1 + len(drafts.get(s, ())), True, tuple(drafts.get(s, ()))) for s in decoding]
+            batch = Batch(chunks, 0, sum(chunk.length for chunk in chunks))
+            bubble = 0.2 if self.overlap and waits else 0.0
+            self.now += bubble + self.base + self.slope * batch.num_tokens
+            for chunk in chunks:
+                held = next((i for i in range(len(chunk.drafts)) if self.rng.random() >= self.true), len(chunk.drafts))
+                tokens += 1 + held
+                speculation.learn(chunk, [0] * (1 + held))
+            speculation.step_done(batch)
+            self.ahead = not batch.speculative
+            verifying += batch.speculative
+        plain_s = tokens / sequences * (self.base + self.slope * sequences)
+        return verifying, plain_s / (self.now - begin)
+
+
 def test_it_switches_itself_off_and_tries_again_rarely() -> None:
     """Arithmetic-bound steps: nothing pays, so nearly all steps are plain; then they become cheap, and it is back."""
-    now = 0.0
-    speculation = Speculation(_Guesser(0.6), depth=4, most_tokens=64, overlap=False, clock=lambda: now)
-    sequences = [Sequence(Request(f"r{i}", [1], SamplingParams(max_tokens=9999)), 0.0, (0.0, i)) for i in range(4)]
-    slope = 1.0
+    machine = _Machine(0.6, 0.6, overlap=False, slope=1.0)
+    machine.steps(100)
+    assert machine.steps(1000)[0] < 20
+    machine.slope = 0.01
+    assert machine.steps(1500)[0] > 500
 
-    def steps(count: int) -> int:
-        nonlocal now
-        verifying = 0
-        for _ in range(count):
-            drafts = speculation.propose(sequences)
-            chunks = [Chunk(s, 0, 1 + len(drafts.get(s, ())), True, tuple(drafts.get(s, ()))) for s in sequences]
-            batch = Batch(chunks, 0, sum(chunk.length for chunk in chunks))
-            now += 1.0 + slope * batch.num_tokens
-            speculation.step_done(batch)
-            verifying += batch.speculative
-        return verifying
 
-    steps(100)
-    assert steps(1000) < 20
-    slope = 0.01
-    assert steps(1500) > 500
+@pytest.mark.parametrize("overlap", [False, True])
+def test_good_guesses_in_cheap_steps_keep_what_they_promise(overlap: bool) -> None:
+    machine = _Machine(0.9, 0.9, overlap=overlap, slope=0.01)
+    machine.steps(50)
+    verifying, gain = machine.steps(2000)
+    assert verifying > 1900 and gain > 2.5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
+def test_guesses_that_never_hold_cost_next_to_nothing_whatever_was_said_of_them(overlap: bool, slope: float) -> None:
+    """By its own account the proposer is nearly always right; the clock says otherwise."""
+    machine = _Machine(0.9, 0.0, overlap=overlap, slope=slope)
+    machine.steps(200)
+    _, gain = machine.steps(2000)
+    assert gain > 0.98
+    machine.true = 0.9
+    machine.steps(2500)
+    _, gain = machine.steps(1000)
+    assert gain > (2.0 if slope < 0.1 else 0.98)
+
+
+def test_what_there_is_to_beat_is_measured_now_and_then() -> None:
+    """Plain steps were dear when they were last seen; now that they are not, speculation must notice."""
+    machine = _Machine(0.3, 0.3, overlap=True, base=0.2, slope=0.02)
+    machine.speculation.plain.observe(4, 1.0)
+    assert machine.steps(400)[0] > 380
+    machine.steps(400)
+    verifying, gain = machine.steps(1000)
+    assert verifying < 100 and gain > 0.97
+
+
+def test_a_wait_for_guesses_that_are_gone_by_then_is_charged_to_speculation() -> None:
+    machine = _Machine(0.9, 0.9, overlap=True, slope=0.01)
+    guesser = machine.speculation.proposer
+    machine.steps(10)
+    guesser.propose = lambda depths: {}  # type: ignore[method-assign]
+    machine.steps(200)
+    assert machine.steps(2000)[1] > 0.98
 
 
 def test_a_full_batch_is_left_alone() -> None:
     speculation = Speculation(_Guesser(0.9), depth=4, most_tokens=4, overlap=False, clock=lambda: 0.0)
-    speculation.plain.observe(4, 1.0)
+    speculation.plain.observe(3, 1.0)
     sequences = [Sequence(Request(f"r{i}", [1], SamplingParams(max_tokens=99)), 0.0, (0.0, i)) for i in range(4)]
     assert speculation.propose(sequences) == {}
     assert speculation.propose(sequences[:3]) != {}
