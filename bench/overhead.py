@@ -6,8 +6,10 @@
 Two measurements, with the store, the ledger and the request log on, as they are by default:
 
 - overhead: an open loop of `--rate` short completions per second (requests come when they come, whatever is still
-  running). What answers behind the gateway takes no time, so what a client waits is what the gateway costs, including
-  this process's own reading and writing, which is also measured against the bare backend and shown.
+  running; a request that is sent late counts from when it was due). What answers behind the gateway takes no time, so
+  what a client waits is what the gateway costs, including this process's own reading and writing, also measured
+  against the bare backend and shown. CPU milliseconds per request are given for each process: they hold also on a
+  machine that is busy with other things, where waiting times do not.
 - requests/s: a closed loop of `--at-once` clients, Penstock and LiteLLM in turn (A B A B), one process each, both
   checking a key.
 
@@ -106,10 +108,11 @@ def request(tokens: int, key: str, model: str = MODEL) -> bytes:
 
 
 async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> list[float]:
-    """Latencies, counted from when a request was due: waiting for a free connection is waiting too."""
+    """Latencies, counted from when a request was due: waiting for a free connection, or for this process to wake up
+    and send it, is waiting too."""
     idle: list[Client] = [await Client(port, payload).connect() for _ in range(64)]
     latencies: list[float] = []
-    tasks: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[None]] = set()
 
     async def one(due: float) -> None:
         client = idle.pop() if idle else await Client(port, payload).connect()
@@ -123,11 +126,10 @@ async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> l
         ahead = due - time.perf_counter()
         if ahead > 0:
             await asyncio.sleep(ahead)
-        # A timer that fires late is this process's doing, not the server's.
-        task = asyncio.create_task(one(max(due, time.perf_counter())))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    await asyncio.gather(*tasks)
+        task = asyncio.create_task(one(due))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
     for client in idle:
         client.transport.close()
     return latencies
@@ -213,11 +215,20 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         uvloop.run(closed_loop(ours.port, payload, options.at_once, 2.0))  # warm
         for name, port in (("bare backend", backend), ("penstock", ours.port)):
             console.print(f"{name}: {options.rate:g} requests/s for {options.seconds:g} s", highlight=False)
-            before = cpu_seconds(ours.workers)
-            found = percentiles(uvloop.run(open_loop(port, payload, options.rate, options.seconds)))
+            processes = {
+                "gateway": ours.workers,
+                "engine": [ours.engine_pid],
+                "backend": [bare.pid],
+                "generator": [os.getpid()],
+            }
+            before = {process: cpu_seconds(pids) for process, pids in processes.items()}
+            latencies = uvloop.run(open_loop(port, payload, options.rate, options.seconds))
+            found = percentiles(latencies)
             results[f"latency, {name}"] = found.as_dict() if found else None
-        spent = cpu_seconds(ours.workers) - before
-        results["gateway_cpu_ms_per_request"] = spent / (options.rate * options.seconds) * 1000
+            results[f"cpu_ms_per_request, {name}"] = {
+                process: (cpu_seconds(pids) - before[process]) / len(latencies) * 1000
+                for process, pids in processes.items()
+            }
         sides = {"penstock": (ours.port, payload), "penstock, same backend": (ours.port, request(8, key, REMOTE))}
         if "litellm" in options.python:
             port, key = stack.enter_context(litellm(options.python["litellm"], backend, folder))
@@ -244,7 +255,10 @@ def show(results: dict[str, Any], options: argparse.Namespace, console: Console)
     for name, rates in results["requests_per_s"].items():
         table.add_row(name, report.number(median(rates), 0))
     console.print(table)
-    console.print(f"gateway CPU per request: {results['gateway_cpu_ms_per_request']:.2f} ms", highlight=False)
+    table = report.table("CPU ms per request", "", *results["cpu_ms_per_request, penstock"])
+    for name in ("bare backend", "penstock"):
+        table.add_row(name, *(report.number(spent, 2) for spent in results[f"cpu_ms_per_request, {name}"].values()))
+    console.print(table)
     ours = results["latency, penstock"]
     bars = [
         (f"p50 under {P50_MS:g} ms", ours["p50"] * 1000 < P50_MS),

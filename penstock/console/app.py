@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from penstock.console.assets import Asset, Assets
-from penstock.gateway.exchange import Receive, Scope, Send
-from penstock.gateway.main import Application
+from penstock.gateway.exchange import Receive, Send
+from penstock.gateway.http.connection import Application
+from penstock.gateway.http.request import Scope
 
 Headers = list[tuple[bytes, bytes]]
 

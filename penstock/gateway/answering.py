@@ -8,10 +8,9 @@ gather in its mailbox meanwhile and go out together.
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Any
 
@@ -19,7 +18,7 @@ from penstock.config.caching import CacheConfig
 from penstock.gateway.accounting import Account
 from penstock.gateway.admission import leave
 from penstock.gateway.choice import Piece
-from penstock.gateway.exchange import ClientGone, Exchange, encode_json
+from penstock.gateway.exchange import Exchange, encode_json
 from penstock.gateway.generation import EngineGeneration
 from penstock.gateway.judging import judge_answer
 from penstock.gateway.producing import Generation
@@ -79,11 +78,12 @@ async def answer(
     guard_output(service, exchange, generation)
     exchange.timeline.response_id = renderer.response_id
     plan = await _recalled(service, exchange, generation)
-    async with watched(exchange, generation.fail), engaged(service, exchange, generation) as account:
-        if stream:
-            await _stream(service, exchange, generation, renderer, account)
-        else:
-            await _whole(exchange, generation, renderer, account)
+    with exchange.watched(generation.fail):
+        async with engaged(service, exchange, generation) as account:
+            if stream:
+                await _stream(service, exchange, generation, renderer, account)
+            else:
+                await _whole(exchange, generation, renderer, account)
     judge_answer(service, exchange, generation)
     if plan is not None and service.recall is not None and isinstance(generation, EngineGeneration):
         service.in_background(service.recall.keep(plan, generation, renderer.response_id))
@@ -155,23 +155,6 @@ async def engaged(
                 account.settle((generation.outcome if aside else exchange.record.finish_reason) or "abort")
             if reservation is not None:
                 service.in_background(service.quotas.settle(reservation, generation))
-
-
-@asynccontextmanager
-async def watched(exchange: Exchange, fail: Callable[[Exception], None]) -> AsyncIterator[None]:
-    """While inside, `fail` is called as soon as the client leaves, whatever the answering coroutine is doing."""
-
-    async def watch() -> None:
-        await exchange.gone()
-        fail(ClientGone())
-
-    watcher = asyncio.create_task(watch(), name="client watcher")
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
 
 
 async def complete(service: Service, exchange: Exchange, generation: Generation, *, aside: str) -> str:

@@ -19,7 +19,8 @@ from starlette.responses import Response
 import penstock
 from penstock.gateway.cors import Cors
 from penstock.gateway.endpoints import ENDPOINTS, Door, Endpoint
-from penstock.gateway.exchange import ClientGone, Exchange, Message, Receive, Scope, Send, StalledReader
+from penstock.gateway.exchange import ClientGone, Exchange, Receive, Send, StalledReader
+from penstock.gateway.http.request import Message, Scope
 from penstock.gateway.openapi import openapi_of
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError

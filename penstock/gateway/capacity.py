@@ -1,5 +1,5 @@
 """How many connections this process can hold: each takes a file descriptor, so the system's limit is raised as far as
-it goes, and no more connections are accepted than fit under it (the others wait in the listener's queue)."""
+it goes, and no more connections are held than fit under it (the others are answered with 503)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def connections() -> int:
     room = max(min(MOST_CONNECTIONS, files - KEPT_FILES), 16)
     if room < WANTED_CONNECTIONS:
         log.warning(
-            "few connections: this process may open %d files, so it holds %d connections and lets others wait; raise "
+            "few connections: this process may open %d files, so it holds %d connections and refuses others; raise "
             "the hard limit (`ulimit -Hn 65536` before starting, or LimitNOFILE=65536 in its service)",
             files,
             room,

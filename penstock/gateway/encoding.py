@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.backends.embedder import Embedder
-from penstock.gateway.answering import watched
 from penstock.gateway.exchange import ClientGone, Exchange
 from penstock.gateway.metered import FixedWork, ModelName
 from penstock.gateway.service import Service
@@ -50,7 +49,7 @@ async def metered(
         task.cancel()
 
     try:
-        async with watched(exchange, leave):
+        with exchange.watched(leave):
             try:
                 result = await task
             except asyncio.CancelledError:

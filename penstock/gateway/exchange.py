@@ -10,20 +10,21 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
 from penstock.errors import PenstockError
 from penstock.gateway.dialects import OPENAI, Dialect
+from penstock.gateway.http.request import DEPARTURE, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
+T = TypeVar("T")
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
@@ -52,6 +53,7 @@ class Exchange:
     """A request with its response. One coroutine uses it, except `watch`."""
 
     __slots__ = (
+        "_given",
         "_receive",
         "_send",
         "because",
@@ -82,6 +84,8 @@ class Exchange:
         self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float
     ) -> None:
         self.scope = scope
+        self._given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        """Headers as sent; of a name that was given twice the first counts."""
         self._receive = receive
         self._send = send
         self.method: str = scope["method"]
@@ -122,10 +126,7 @@ class Exchange:
         record.finish_reason = None
 
     def header(self, name: bytes) -> bytes | None:
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return bytes(value)
-        return None
+        return self._given.get(name)
 
     def new_answer_id(self) -> str:
         """For what is generated next: its name in the ledger, in the engine and to the client. A batch's line has the
@@ -146,8 +147,7 @@ class Exchange:
     async def body(self, limit: int) -> bytes:
         """All of it, within `receive_s`; a client that sends byte by byte does not hold a place here for longer."""
         try:
-            async with asyncio.timeout(self.receive_s):
-                return await self._read_body(limit)
+            return await _within(self.receive_s, self._read_body(limit))
         except TimeoutError:
             raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
 
@@ -189,10 +189,15 @@ class Exchange:
         """The reply will say where the request ran."""
         self.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
 
-    async def gone(self) -> None:
-        """Returns when the client has left. Call it after the body has been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    @contextmanager
+    def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:
+        """While inside, `fail` is called as soon as the client leaves, whatever the answering coroutine is doing."""
+        departure = self.scope[DEPARTURE]
+        departure(lambda: fail(ClientGone()))
+        try:
+            yield
+        finally:
+            departure(None)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         self.status = status
@@ -240,14 +245,10 @@ class Exchange:
     async def _guarded(self, message: Message) -> None:
         """Send. Mostly the server takes it at once; it blocks while the client's socket is full, and only then is there
         a clock to watch."""
-        steps = self._send(message).__await__()
         try:
-            waiting_for = next(steps)
-        except StopIteration:
-            return
-        try:
-            async with asyncio.timeout(self.stalled_reader_s):
-                await _Rest(waiting_for, steps)
+            await _within(self.stalled_reader_s, self._send(message))
+        except ConnectionResetError:
+            raise ClientGone from None
         except TimeoutError:
             raise StalledReader from None
 
@@ -273,13 +274,24 @@ class StalledReader(ClientGone):
     """The client keeps its connection open but has read nothing for too long."""
 
 
+async def _within(seconds: float, work: Awaitable[T]) -> T:
+    """Await `work`. Mostly it ends without waiting for anything; only when it does is there a clock to watch."""
+    steps = work.__await__()
+    try:
+        waiting_for = next(steps)
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    async with asyncio.timeout(seconds):
+        return cast(T, await _Rest(waiting_for, steps))
+
+
 class _Rest:
     """What is left of an awaitable after its first step."""
 
-    def __init__(self, waiting_for: Any, steps: Generator[Any, None, None]) -> None:
+    def __init__(self, waiting_for: Any, steps: Generator[Any, Any, Any]) -> None:
         self._waiting_for = waiting_for
         self._steps = steps
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, Any, Any]:
         yield self._waiting_for
-        yield from self._steps
+        return (yield from self._steps)

@@ -1,8 +1,8 @@
 """The gateway process: load the text side of each model, connect to the engines, listen, drain.
 
-Granian runs embedded in our own event loop, because its normal server owns the signals and would close
-connections before running streams end. Its socket is bound with SO_REUSEPORT, so several gateway processes can
-share one port; each has its own engine connections, and they count together at the supervisor's desk (`workers/`).
+HTTP is parsed on the same event loop that answers (`http/`): handing requests between threads costs more than parsing
+them. Sockets are bound with SO_REUSEPORT, so several gateway processes can share one port; each has its own engine
+connections, and they count together at the supervisor's desk (`workers/`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import uvloop
-from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP1Settings
-from granian.server.embed import Server
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
@@ -36,7 +33,8 @@ from penstock.gateway.app import App
 from penstock.gateway.capacity import connections
 from penstock.gateway.control import ControlLine
 from penstock.gateway.endpoints import Door
-from penstock.gateway.exchange import Receive, Scope, Send
+from penstock.gateway.http.connection import Application
+from penstock.gateway.http.listener import Listener
 from penstock.gateway.service import Service
 from penstock.gateway.settings import GatewaySettings, ModelSettings, Worker
 from penstock.identity.doors import check_doors
@@ -52,7 +50,6 @@ from penstock.text import load_text
 
 log = logging.getLogger("penstock.gateway")
 
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 CLOSE_S = 1.5
 """How long the listener may take to close its connections once the drain is over."""
 
@@ -213,15 +210,16 @@ async def serve(
     fronts: list[Application] = [
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
-    servers = [_server(app, host, port, settings, room) for app, (_, host, port) in zip(fronts, doors, strict=True)]
-    listeners = [asyncio.create_task(server.serve(), name="http listener") for server in servers]
-    stopped = asyncio.create_task(stop.wait(), name="stop signal")
-    watched = [*listeners, stopped]
+    listeners = [
+        Listener(app, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room)
+        for app, (_, host, port) in zip(fronts, doors, strict=True)
+    ]
+    watched = [asyncio.create_task(stop.wait(), name="stop signal")]
     if service.desk is not None:
         watched.append(asyncio.create_task(service.desk.lost.wait(), name="desk lost"))
     try:
         for (_, host, port), listener in zip(doors, listeners, strict=True):
-            await _accepting(host, port, listener)
+            await listener.start()
             log.info("listening", extra={"url": f"http://{host}:{port}"})
         service.run_batches(apps[0].answer_inner, apps[0].paths)
         if listening is not None:
@@ -231,47 +229,15 @@ async def serve(
             log.info("draining", extra={"seconds": settings.drain_s})
             await service.drain(settings.drain_s)
     finally:
-        for server in servers:
-            server.stop()  # type: ignore[no-untyped-call]
+        # A client that does not read must not keep the process alive.
+        await asyncio.gather(*(listener.close(CLOSE_S) for listener in listeners))
         await service.close()
-        # They wait for open connections; a client that does not read must not keep the process alive.
-        await asyncio.wait(listeners, timeout=CLOSE_S)
         for task in watched:
             task.cancel()
         await asyncio.gather(*watched, return_exceptions=True)
     if not stop.is_set():
-        raise PenstockError("the HTTP listener, or the desk of the supervisor, ended by itself")
+        raise PenstockError("the desk of the supervisor ended by itself")
     log.info("stopped")
-
-
-def _server(app: Application, host: str, port: int, settings: GatewaySettings, room: int) -> Server:
-    """HTTP/1.1 only: what sits in front of a gateway speaks TLS and HTTP/2, and here every connection that sends no
-    request is closed after `receive_s`, which the server does not promise for connections whose version is unknown."""
-    return Server(
-        app,
-        address=host,
-        port=port,
-        interface=Interfaces.ASGINL,
-        http=HTTPModes.http1,
-        http1_settings=HTTP1Settings(
-            header_read_timeout=round(settings.receive_s * 1000), max_buffer_size=settings.header_limit
-        ),
-        backlog=4096,
-        backpressure=room,
-        websockets=False,
-        log_enabled=False,
-    )
-
-
-async def _accepting(host: str, port: int, listener: asyncio.Task[None]) -> None:
-    while not listener.done():
-        with contextlib.suppress(OSError):
-            reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            _, writer = await asyncio.open_connection(reachable, port)
-            writer.close()
-            return
-        await asyncio.sleep(0.01)
-    await listener
 
 
 @contextlib.contextmanager

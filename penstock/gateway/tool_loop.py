@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.config.caching import CacheConfig
 from penstock.conversations import Message
-from penstock.gateway.answering import engaged, guard_output, watched
+from penstock.gateway.answering import engaged, guard_output
 from penstock.gateway.choice import Piece
 from penstock.gateway.conversing import OpenTurn, Recorder
 from penstock.gateway.exchange import Exchange
@@ -51,7 +51,7 @@ async def answer_with_tools(
     """Answer a chat request that names tools of the server. Tools may answer otherwise next time: nothing is cached."""
     wish_of(exchange, CacheConfig())
     loop = _Loop(service, exchange, request, limit, turn, await offered(service, exchange, request), render)
-    async with watched(exchange, loop.fail):
+    with exchange.watched(loop.fail):
         if request.stream:
             await loop.stream()
         else:

@@ -63,8 +63,6 @@ FAILURE_LIMIT = 3
 STARVED_S = 0.001
 """Pause after two steps that could do nothing, so that waiting for memory does not burn a core. (The first step
 of a device that runs asynchronously has nothing to show yet.)"""
-SPIN_S = 0.0005
-"""How long to poll without sleeping after work ended: a follow-up request often comes at once."""
 
 log = logging.getLogger("penstock.engine")
 
@@ -119,17 +117,15 @@ class EngineServer:
         """The loop; returns the process's exit code."""
         if self._watchdog is not None:
             self._watchdog.start()
-        worked_at = float("-inf")
         try:
             while self._stop_reason is None:
                 if self._engine.has_work:
                     self._receive(STARVED_S if self._fruitless > 1 else 0.0)
                     self._step()
-                    worked_at = time.monotonic()
                 else:
                     self._alive()
-                    spinning = time.monotonic() - worked_at < SPIN_S
-                    self._receive(0.0 if spinning else self._heartbeat_s)
+                    # Waking up takes tens of microseconds; polling for what may come would take a core from others.
+                    self._receive(self._heartbeat_s)
                 self._after_step()
         finally:
             if self._watchdog is not None:

@@ -10,7 +10,8 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 
-from penstock.gateway.exchange import BatchLine, Exchange, Message
+from penstock.gateway.exchange import BatchLine, Exchange
+from penstock.gateway.http.request import DEPARTURE, Gone, Message
 from penstock.identity import Caller
 
 
@@ -31,6 +32,7 @@ class Inner:
         self._body: bytes | None = body
         self._gone = gone
         self._parts: list[bytes] = []
+        self._watcher: asyncio.Task[None] | None = None
         request_id = f"req_{uuid.uuid4().hex}"
         scope = {
             "type": "http",
@@ -39,6 +41,7 @@ class Inner:
             "path": path,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+            DEPARTURE: self._departure,
         }
         self.exchange = Exchange(scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0)
         self.exchange.line = line
@@ -56,6 +59,15 @@ class Inner:
             return {"type": "http.request", "body": body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
+
+    def _departure(self, gone: Gone | None) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._watcher = None if gone is None else asyncio.create_task(self._watch(gone), name="client watcher")
+
+    async def _watch(self, gone: Gone) -> None:
+        await self._gone.wait()
+        gone()
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

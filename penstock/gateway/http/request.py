@@ -1,0 +1,229 @@
+"""One request of a connection and the answer to it, as an ASGI application sees them.
+
+`receive` gives the body as it arrives and then waits for the client to leave; who only wants to know of that
+registers a callback (`departure`), which costs no task. `send` writes: a head waits for the first part of its body, so
+that a short answer is one packet, and a client that does not read makes only its own answer wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from email.utils import formatdate
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Gone = Callable[[], None]
+
+DEPARTURE = "penstock.departure"
+"""Key of a scope: a function that takes what is to be called when the client leaves, or None for nothing any more."""
+_STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
+_BODILESS = frozenset((204, 304))
+_DISCONNECT: Message = {"type": "http.disconnect"}
+
+
+class Wire(Protocol):
+    """What a request needs of its connection."""
+
+    paused: asyncio.Future[None] | None
+    """Done when there is room to write again; None while there is."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def read_on(self) -> None:
+        """Room for more of the body."""
+
+    def answered(self, request: Request, *, keep: bool) -> None:
+        """The answer is complete; `keep`: the connection may go on."""
+
+
+class Request:
+    """What arrives is put in by the connection; the application takes it out and answers."""
+
+    __slots__ = (
+        "_chunked",
+        "_expects",
+        "_gone",
+        "_head",
+        "_keep",
+        "_loop",
+        "_parts",
+        "_told",
+        "_waiter",
+        "_wire",
+        "buffered",
+        "complete",
+        "done",
+        "headers",
+        "keep_alive",
+        "left",
+        "method",
+        "scope",
+        "started",
+        "target",
+        "version",
+    )
+
+    def __init__(self, wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+        self._wire = wire
+        self._loop = loop
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.method = ""
+        self.version = "1.1"
+        self.keep_alive = True
+        self.scope: Scope = {}
+        self.buffered = 0
+        """Bytes of the body that nobody has taken yet."""
+        self.complete = False
+        """Whether all of the body has arrived."""
+        self.left = False
+        self.started = False
+        self.done = False
+        """Whether the answer is complete."""
+        self._parts: list[bytes] = []
+        self._told = False
+        """Whether the application knows that the body is complete."""
+        self._expects = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._gone: Gone | None = None
+        self._head = b""
+        self._chunked = False
+        self._keep = True
+
+    def open(self, scheme: dict[str, Any]) -> Scope:
+        """The scope, once the head has arrived. `scheme`: what all requests of the connection share."""
+        path, _, query = self.target.partition(b"?")
+        text = path.decode("latin-1")
+        for name, value in self.headers:
+            if name == b"expect" and value.lower() == b"100-continue":
+                self._expects = True
+        self.scope = {
+            **scheme,
+            "method": self.method,
+            "http_version": self.version,
+            "path": unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": query,
+            "headers": self.headers,
+            DEPARTURE: self.departure,
+        }
+        return self.scope
+
+    def feed(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.buffered += len(part)
+        self._wake()
+
+    def end(self) -> None:
+        self.complete = True
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.left = True
+        self._wake()
+        gone, self._gone = self._gone, None
+        if gone is not None and not self.done:
+            gone()
+
+    def departure(self, gone: Gone | None) -> None:
+        self._gone = gone
+        if gone is not None and self.left:
+            self._loop.call_soon(gone)
+
+    async def receive(self) -> Message:
+        while True:
+            if self._parts or (self.complete and not self._told):
+                body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                self.buffered = 0
+                self._told = self.complete
+                if not self.complete:
+                    self._wire.read_on()
+                return {"type": "http.request", "body": body, "more_body": not self.complete}
+            if self.left or self.done:
+                return _DISCONNECT
+            if self._expects and not self.started:
+                self._expects = False
+                self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    async def send(self, message: Message) -> None:
+        if self.left:
+            raise ConnectionResetError("the client has left")
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message["headers"])
+            return
+        if not self.started or self.done:
+            raise RuntimeError("an answer has one start, then its body, then an end")
+        more: bool = message.get("more_body", False)
+        body: bytes = message.get("body", b"")
+        if self._chunked:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more:
+                body += b"0\r\n\r\n"
+        elif self.method == "HEAD":
+            body = b""
+        if self._head:
+            body, self._head = self._head + body, b""
+        if body:
+            self._wire.write(body)
+        if not more:
+            self.finish()
+        elif self._wire.paused is not None:
+            await asyncio.shield(self._wire.paused)
+
+    def finish(self) -> None:
+        self.done = True
+        self._gone = None
+        self._wake()
+        self._wire.answered(self, keep=self._keep)
+
+    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self.started:
+            raise RuntimeError("an answer has one start")
+        self.started = True
+        lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        sized, closes = status in _BODILESS, False
+        for name, value in headers:
+            lines.append(b"%b: %b\r\n" % (name, value))
+            if name == b"content-length":
+                sized = True
+            elif name == b"connection":
+                closes = value.lower() == b"close"
+        if not sized and self.version == "1.1":
+            self._chunked = self.method != "HEAD"
+            lines.append(b"transfer-encoding: chunked\r\n")
+        # Where the length is not said, the end of the connection is the end of the body.
+        self._keep = self.keep_alive and not closes and (sized or self.version == "1.1")
+        if not self._keep and not closes:
+            lines.append(b"connection: close\r\n")
+        elif self._keep and self.version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(_date())
+        self._head = b"".join(lines)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+_dated: tuple[int, bytes] = (0, b"")
+
+
+def _date() -> bytes:
+    """The last line of a head and its end; the same for a whole second."""
+    global _dated
+    now = int(time.time())
+    if _dated[0] != now:
+        _dated = (now, f"date: {formatdate(now, usegmt=True)}\r\n\r\n".encode())
+    return _dated[1]
