@@ -41,18 +41,27 @@ def joined(vector: Vectors, signs: NDArray[np.uint8]) -> bytes:
     return _HEADER.pack(len(signs), len(vector)) + vector.astype(np.float16).tobytes() + signs.tobytes()
 
 
-def unpack(data: bytes) -> tuple[Vectors, Vectors]:
-    """The tokens' directions, of length one, and the vector of the chunk."""
+def unpack(data: bytes) -> tuple[NDArray[np.uint8], Vectors]:
+    """The tokens' signs, packed as they are stored, and the vector of the chunk."""
     rows, width = _HEADER.unpack_from(data)
     vector = np.frombuffer(data, np.float16, width, _HEADER.size).astype(np.float32)
-    packed = np.frombuffer(data, np.uint8, offset=_HEADER.size + 2 * width).reshape(rows, -(-width // 8))
-    signs = np.unpackbits(packed, axis=1, count=width).astype(np.float32)
-    return (signs * 2 - 1) / np.float32(math.sqrt(width)), vector
+    return np.frombuffer(data, np.uint8, offset=_HEADER.size + 2 * width).reshape(rows, -(-width // 8)), vector
 
 
-def max_sim(question: Vectors, passage: Vectors) -> float:
-    """The mean over the question's tokens of the best cosine each finds in the passage."""
-    return float((question @ passage.T).max(axis=1).mean()) if len(question) and len(passage) else 0.0
+def max_sims(question: Vectors, passages: Sequence[NDArray[np.uint8]]) -> list[float]:
+    """For each passage the mean over the question's tokens of the best cosine each finds in it.
+
+    All passages go through one product. A sign s of a bit is 2 bit - 1, so q·s = 2 q·bits - sum(q): the bits need not
+    become signs, nor signs directions of length one, before they are multiplied."""
+    counts = [len(passage) for passage in passages]
+    if not len(question) or not sum(counts):
+        return [0.0] * len(counts)
+    width = question.shape[1]
+    bits = np.unpackbits(np.concatenate([passage for passage in passages if len(passage)]), axis=1, count=width)
+    cosines = (2.0 * (question @ bits.astype(np.float32).T) - question.sum(axis=1, keepdims=True)) / math.sqrt(width)
+    starts = np.cumsum([0, *(count for count in counts if count)])[:-1]
+    best = iter(np.maximum.reduceat(cosines, starts, axis=1).mean(axis=0).tolist())
+    return [next(best) if count else 0.0 for count in counts]
 
 
 class LateInteraction(Reranker):
@@ -72,12 +81,8 @@ class LateInteraction(Reranker):
 def _scores(
     by_token: Vectors, vector: Vectors, packed: Mapping[int, bytes], candidates: Sequence[Candidate]
 ) -> list[float]:
-    scores = []
-    for candidate in candidates:
-        data = packed.get(candidate.stored.key)
-        if data is None:  # removed a moment ago
-            scores.append(-math.inf)
-            continue
-        directions, whole = unpack(data)
-        scores.append(max_sim(by_token, directions) + SIMILARITY * float(vector @ whole))
-    return scores
+    keys = [one.stored.key for one in candidates]
+    there = {key: unpack(packed[key]) for key in keys if key in packed}
+    sims = dict(zip(there, max_sims(by_token, [signs for signs, _ in there.values()]), strict=True))
+    # Those that are not there were removed a moment ago.
+    return [sims[key] + SIMILARITY * float(vector @ there[key][1]) if key in there else -math.inf for key in keys]

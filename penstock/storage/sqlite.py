@@ -55,6 +55,22 @@ class SQLiteDatabase(Database):
     async def fetch(self, sql: str, *values: Any) -> list[Row]:
         return await self._run(lambda: self._open().execute(sql, values).fetchall())
 
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Several reads of one state of the database, on its thread."""
+
+        def reading() -> T:
+            connection = self._open()
+            connection.execute("BEGIN")
+            try:
+                found = work(connection)
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+            return found
+
+        return await self._run(reading)
+
     async def transact(
         self, statements: Sequence[Statement], *, guarded: bool = False, durable: bool = True
     ) -> list[int]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from penstock.knowledge.chunks.base import ChunkStore, EmbeddedChunk, Ranked
-from penstock.knowledge.chunks.frequencies import Frequencies, affordable
 from penstock.knowledge.chunks.index import Mark, SavedIndex, VectorIndex
+from penstock.knowledge.chunks.words import HEADING, TOKENIZER, Words
 from penstock.knowledge.model import Chunk, Collection, StoredChunk
 from penstock.storage import Row, Statement
 from penstock.storage.sqlite import SQLiteDatabase
@@ -40,8 +40,8 @@ _VERSIONS = (
         "tokens INTEGER NOT NULL, vector BLOB NOT NULL, late BLOB NOT NULL)",
         "CREATE INDEX chunks_by_document ON chunks (document)",
         "CREATE VIRTUAL TABLE words USING fts5(heading, text, content='chunks', content_rowid='key', "
-        "tokenize='porter unicode61 remove_diacritics 2')",
-        "INSERT INTO words (words, rank) VALUES ('rank', 'bm25(1.5, 1.0)')",
+        f"tokenize='{TOKENIZER}')",
+        f"INSERT INTO words (words, rank) VALUES ('rank', 'bm25({HEADING}, 1.0)')",
         "CREATE TABLE removals (number INTEGER PRIMARY KEY AUTOINCREMENT, key INTEGER NOT NULL)",
         "CREATE TABLE saved_index (id INTEGER PRIMARY KEY CHECK (id = 1), file TEXT NOT NULL, "
         "checksum INTEGER NOT NULL, key INTEGER NOT NULL, removal INTEGER NOT NULL)",
@@ -60,12 +60,13 @@ class SQLiteChunks(ChunkStore):
         self._turn = asyncio.Lock()
         """Held while the index changes."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vectors")
-        self._frequencies = Frequencies()
+        self._words = Words()
 
     @classmethod
     async def open(cls, path: Path, collection: Collection) -> SQLiteChunks:
         database = await SQLiteDatabase.open(path)
         await database.migrate("chunks", _VERSIONS)
+        await database.read(Words.prepare)
         return cls(database, collection)
 
     async def replace(self, document: str, chunks: Sequence[EmbeddedChunk]) -> None:
@@ -109,17 +110,7 @@ class SQLiteChunks(ChunkStore):
         return await self._in_thread(lambda: index.search(vector, count))
 
     async def matching(self, terms: Sequence[str], count: int) -> Ranked:
-        if not terms:
-            return []
-        counts, total = await self.frequencies(terms)
-        chosen = affordable(terms, counts, total)
-        if not chosen:
-            return []
-        query = " OR ".join(f'"{term}"' for term in chosen)
-        rows = await self._database.fetch(
-            "SELECT rowid, rank FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?", query, count
-        )
-        return [(key, -rank) for key, rank in rows]
+        return await self._database.read(lambda connection: self._words.search(connection, terms, count))
 
     async def fetch(self, keys: Sequence[int]) -> dict[int, StoredChunk]:
         rows = await self._some(_COLUMNS, keys)
@@ -129,13 +120,7 @@ class SQLiteChunks(ChunkStore):
         return {row[0]: row[1] for row in await self._some("key, late", keys)}
 
     async def frequencies(self, terms: Sequence[str]) -> tuple[list[int], int]:
-        # FTS5 stems a word as it indexed it; asking it is the only way to count what it would find.
-        size = (await self._database.fetch("SELECT COALESCE(MAX(key), 0) FROM chunks"))[0][0]
-        self._frequencies.size = size
-        for term in self._frequencies.unknown(terms):
-            rows = await self._database.fetch("SELECT COUNT(*) FROM words WHERE words MATCH ?", f'"{term}"')
-            self._frequencies.put(term, rows[0][0])
-        return [self._frequencies.get(term) for term in terms], size
+        return await self._database.read(lambda connection: self._words.frequencies(connection, terms))
 
     async def of_document(self, document: str) -> list[StoredChunk]:
         rows = await self._database.fetch(
