@@ -17,8 +17,6 @@ from penstock.engine.quantization.cpu_groups import linear_of_groups
 from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
-_MATRIX_BUDGET = 1 << 30
-"""Bytes for second, bfloat16 forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -39,7 +37,6 @@ class BlockQuantizer:
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
-        self._matrix_budget = _MATRIX_BUDGET
         self.form = form
         self.digits = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
@@ -70,14 +67,12 @@ class BlockQuantizer:
         """What all linears made here have in common."""
         linear.digits = self.digits
         if self.fixed:
-            linear.matrix_rows = 1 if linear.bits == 16 else 0
+            linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
             return linear
-        size = 2 * linear.in_features * linear.out_features
-        if self.matrix and linear.bits < 16 and size <= self._matrix_budget:
-            self._matrix_budget -= size
-            linear.keep_matrix()
         if self._tuner is not None:
             self._tuner.tune(linear)
+        if linear.block_rows > 1:
+            linear.block_rows = max(linear.block_rows, self.steady_rows)
         if linear.half_rows:
             linear.half_rows = max(linear.half_rows, self.steady_rows)
         if linear.matrix_rows and linear.bits < 16:

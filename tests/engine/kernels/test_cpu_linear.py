@@ -201,6 +201,48 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(handle: Handle) -> N
     assert torch.allclose(layer(x)[0], torch.full((40,), 64.0))
 
 
+def matrix_or_skip(layer: QuantLinear, *, blocks: bool) -> QuantLinear:
+    if not layer._handle.has_matrix:
+        pytest.skip("no matrix tiles on this CPU")
+    layer.block_rows, layer.matrix_rows = (1, 0) if blocks else (0, 1)
+    return layer
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits: int, blocks: bool) -> None:
+    """Blocks are multiplied as they are; widened, a weight is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(bits)
+    for columns, depth in (*SHAPES, (96, 1536)):
+        weight, bias = torch.randn(columns, depth, generator=generator) * 0.1, torch.randn(columns, generator=generator)
+        layer = matrix_or_skip(QuantLinear.from_float(handle, weight, bias, bits=bits), blocks=blocks)
+        exact = QuantLinear.from_float(handle, weight, bias, bits=bits)
+        exact.block_rows = exact.matrix_rows = 0
+        for rows in (*ROWS, 16, 17, 33, 64, 100):
+            x = torch.randn(rows, depth, generator=generator).bfloat16()
+            size = x.float().abs() @ (weight.abs().T + 0.1) + bias.abs()
+            error = (layer(x, torch.float32) - exact(x, torch.float32)).abs()
+            assert (error <= (2e-5 if blocks else 3e-3) * size).all(), (columns, depth, rows, (error / size).max())
+
+
+def test_blocks_on_matrix_tiles_give_a_row_the_same_bits_in_any_company(handle: Handle) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(80, 576, generator=generator)
+    layer = matrix_or_skip(QuantLinear.from_float(handle, weight, bits=4), blocks=True)
+    x = torch.randn(70, 576, generator=generator).bfloat16()
+    together = layer(x)
+    for begin, end in ((0, 1), (3, 7), (5, 13), (20, 37), (69, 70)):
+        assert torch.equal(layer(x[begin:end].contiguous()), together[begin:end])
+
+
+def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Handle) -> None:
+    layer = matrix_or_skip(QuantLinear.from_float(handle, torch.ones(40, 64), bits=4), blocks=True)
+    x = torch.ones(9, 64).bfloat16()
+    x[3, 5], x[8, 0] = float("inf"), float("nan")
+    finite = layer(x).isfinite().all(dim=1)
+    assert finite.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
 def test_weights_beyond_the_range_of_float16_sums_do_not_use_them(handle: Handle) -> None:
     assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0)).has_half
     assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0), bits=4).has_half

@@ -46,6 +46,9 @@ PK_INLINE void shape_tiles(int first, int second) {
     _tile_loadconfig(&shape);
 }
 
+// Loading a tile does not tell the compiler that memory is read: what was stored for it must be in its place by now.
+PK_INLINE void before_tiles() { asm volatile("" ::: "memory"); }
+
 // One row of a weight tile: depths 2r (low) and 2r + 1 (high) of 16 columns.
 PK_INLINE void store_pairs(uint8_t* to, __m512 low, __m512 high) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -123,6 +126,7 @@ struct RowTiles {
 };
 
 PK_INLINE void zero_sums() {
+    before_tiles();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -183,6 +187,7 @@ PK_INLINE void add_products(const RowTiles& x, const RowTiles& lower, const uint
 
 // y [32][kPair]: rows of the upper group, then of the lower.
 PK_INLINE void load_sums(const float* y) {
+    before_tiles();
     _tile_loadd(0, y, kPair * 4);
     _tile_loadd(1, y + kColumns, kPair * 4);
     _tile_loadd(2, y + 16 * kPair, kPair * 4);

@@ -6,6 +6,7 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "attention_tiles.h"
 #include "tape.h"
 
 using namespace pk;
@@ -15,6 +16,22 @@ namespace {
 void zero_output(const AttentionArgs& a, int64_t token) {
     const size_t row = size_t(a.heads) * a.head_dim * (a.dtype == 0 ? 4 : 2);
     std::memset(static_cast<char*>(a.out) + token * row, 0, row);
+}
+
+template <class C>
+void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
+#if defined(PK_AMX)
+    if (by_tiles(a)) return PrefillTile(a, task, scratch).run();
+#endif
+    prefill_tile<C>(a, task, scratch);
+}
+
+template <class C>
+void decode(const AttentionArgs& a, const Task& task, float* scratch, float* partial) {
+#if defined(PK_AMX)
+    if (by_tiles(a)) return decode_part_by_tiles(a, task, scratch, partial);
+#endif
+    decode_part<C>(a, task, scratch, partial);
 }
 
 }  // namespace
@@ -76,7 +93,10 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
 
     const size_t decode_floats = size_t(group) * (width + kPart) + kPart * sizeof(Span) / sizeof(float);
     const size_t prefill_floats = size_t(tile) * group * (2 * width + kPanel + 2) + size_t(kPanel) * 2 * width;
-    const size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
+    size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
+#if defined(PK_AMX)
+    if (by_tiles(a)) scratch = std::max(decode_tile_floats(a), first_decode ? prefill_tile_floats(a, tile * group) : 0);
+#endif
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
 
     dispatch_cache(a.cache_dtype, [&](auto* c) {
@@ -84,8 +104,11 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
         ctx->pool.run(n, [&](int i, int thread) {
             const Task& task = tasks[i];
             float* mine = ctx->scratch[thread].floats(0);
-            if (task.group < 0) return prefill_tile<C>(a, task, mine);
-            decode_part<C>(a, task, mine, partials + task.part * partial);
+            if (task.group < 0) return prefill<C>(a, task, mine);
+#if defined(PK_AMX)
+            if (by_tiles(a) && i + ctx->pool.threads() < n) prefetch_part(a, tasks[i + ctx->pool.threads()]);
+#endif
+            decode<C>(a, task, mine, partials + task.part * partial);
             Merge& merge = merges[task.group];
             if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                 merge_parts(a, task, partials + merge.first * partial, merge.parts);

@@ -22,8 +22,8 @@ BLOCK: Final = 32
 _GGUF: Final = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
 """GGUF's number of each block type, and the bytes of one block."""
 
-_MATRIX_ROWS: Final = 5
-"""From this many rows on, bfloat16 on matrix tiles beats integer products, where the CPU has them."""
+_MATRIX_ROWS: Final = 256
+"""From this many rows on, widened weights on matrix tiles beat blocks there, about; `Tuner` measures it."""
 
 
 class QuantLinear:
@@ -37,9 +37,10 @@ class QuantLinear:
         self.digits = 2
         """int8 digits that an activation is rounded to: 2 keeps about 16 bits, 1 halves the arithmetic."""
         self.packed = packed
-        self.matrix: Tensor | None = packed if bits == 16 else None
-        """The weights as bfloat16 matrix tiles, where they are kept in that form too (see `keep_matrix`)."""
+        self.block_rows = 1 if handle.has_matrix and bits < 16 else 0
+        """From this many rows on, blocks on matrix tiles, where the CPU has them; 0 means never."""
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
+        """From this many rows on, bfloat16 weights on matrix tiles, widened where they are few-bit; 0 means never."""
         self.half_rows = 0
         """From this many rows on, products in float16 vectors (see `has_half`); 0 means never."""
         self.out_dtype: torch.dtype | None = None
@@ -47,15 +48,6 @@ class QuantLinear:
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.weight_bytes = packed.numel()
         self._handle = handle
-
-    def keep_matrix(self) -> None:
-        """Keep bfloat16 tiles beside the few bits: four times the memory, and nothing to widen for many rows."""
-        if self.matrix is None and self._handle.has_matrix:
-            self.matrix = _allocate(self._handle, (self.out_features, self.in_features), 16)
-            self._handle.lib.pk_linear_widen(
-                self._handle.pointer, self.packed.data_ptr(), self.matrix.data_ptr(),
-                self.out_features, self.in_features, self.bits,
-            )  # fmt: skip
 
     @cached_property
     def has_half(self) -> bool:
@@ -67,7 +59,7 @@ class QuantLinear:
         """The first `columns` outputs, without their bias, on the same memory."""
         shape = min(columns, self.out_features), self.in_features
         part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
-        part.matrix, part.digits = self.matrix, self.digits
+        part.digits = self.digits
         return part
 
     @staticmethod
@@ -121,8 +113,7 @@ class QuantLinear:
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), rows, self.out_features, self.in_features,
             self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
-            self.matrix_rows, None if self.matrix is None else self.matrix.data_ptr(),
-            self.half_rows,
+            self.block_rows, self.matrix_rows, self.half_rows,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))
         return out

@@ -56,14 +56,13 @@ class AttentionArgs(ctypes.Structure):
 
 
 class LinearArgs(ctypes.Structure):
-    """Mirror of `LinearArgs` in linear.cpp."""
+    """Mirror of `LinearArgs` in linear.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
         *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits", "matrix_rows")),
-        ("matrix", c_void_p),
-        ("half_rows", c_int64),
+        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
+        *((name, c_int64) for name in ("block_rows", "matrix_rows", "half_rows")),
     )
 
 
@@ -111,7 +110,6 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
-    "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_has_half": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),

@@ -22,15 +22,16 @@ from penstock.engine.kernels.cpu.native import Handle
 
 log = logging.getLogger(__name__)
 
-_ROWS: Final = (2, 3, 4, 6, 8, 12, 16, 32)
-"""Where the two forms are compared, in this order; the first at which the one for many wins is the answer."""
+_FEW: Final = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+_MANY: Final = (32, 64, 128, 256, 512)
+"""Where two forms are compared, in this order; the first at which the one for more rows wins is the answer."""
 _COLUMNS: Final = 768
 """Outputs that take part: enough for every thread, little enough to be quick."""
 _REPEATS: Final = 5
 
 
 class Tuner:
-    """Sets `half_rows` and `matrix_rows` of linears. One per engine that is being built."""
+    """Sets `half_rows`, `block_rows` and `matrix_rows` of linears. One per engine that is being built."""
 
     def __init__(self, handle: Handle, path: Path | None = None) -> None:
         self._handle = handle
@@ -38,33 +39,24 @@ class Tuner:
         self._known = self._read()
 
     def tune(self, linear: QuantLinear) -> None:
-        """Choose the number of rows for this linear."""
+        """Choose the numbers of rows for this linear."""
         if linear.bits < 16 and self._handle.has_matrix:
-            linear.matrix_rows = self._crossover(linear, "matrix_rows", torch.bfloat16)
+            linear.matrix_rows = 0
+            linear.block_rows = self._crossover(linear, "block_rows", torch.bfloat16, _FEW)
+            linear.matrix_rows = self._crossover(linear, "matrix_rows", torch.bfloat16, _MANY)
         elif linear.has_half:
-            linear.half_rows = self._crossover(linear, "half_rows", torch.float32)
+            linear.half_rows = self._crossover(linear, "half_rows", torch.float32, _FEW[1:])
 
-    def _crossover(self, linear: QuantLinear, name: str, dtype: torch.dtype) -> int:
+    def _crossover(self, linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
         columns = min(_COLUMNS, linear.out_features)
-        kept = "kept" if linear.matrix is not None else "widened"
-        key = f"{name} {columns}x{linear.in_features} {linear.bits} bits {kept} {self._handle.threads} threads"
+        key = f"{name} {columns}x{linear.in_features} {linear.bits} bits {self._handle.threads} threads"
         if key not in self._known:
-            self._known[key] = self._measure(linear.narrowed(columns), name, dtype)
+            part = linear.narrowed(columns)
+            part.block_rows, part.matrix_rows, part.half_rows = linear.block_rows, linear.matrix_rows, linear.half_rows
+            self._known[key] = _measure(part, name, dtype, choices)
             log.info("linear %s: %s", key, self._known[key] or "never")
             self._write()
         return self._known[key]
-
-    def _measure(self, linear: QuantLinear, name: str, dtype: torch.dtype) -> int:
-        generator = torch.Generator().manual_seed(0)
-        for rows in _ROWS:
-            x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
-            times = []
-            for first_row in (0, 1):  # never, then from the first row on
-                setattr(linear, name, first_row)
-                times.append(_least_seconds(linear, x))
-            if times[1] < times[0]:
-                return rows
-        return 0
 
     def _read(self) -> dict[str, int]:
         try:
@@ -83,6 +75,19 @@ class Tuner:
             scratch.replace(self._path)
         except OSError as error:
             log.warning("cannot keep the measurements in %s: %s", self._path, error)
+
+
+def _measure(linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
+    generator = torch.Generator().manual_seed(0)
+    for rows in choices:
+        x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
+        times = []
+        for first_row in (0, 1):  # never, then from the first row on
+            setattr(linear, name, first_row)
+            times.append(_least_seconds(linear, x))
+        if times[1] < times[0]:
+            return rows
+    return 0
 
 
 def _least_seconds(linear: QuantLinear, x: Tensor) -> float:

@@ -1,0 +1,464 @@
+// Attention on AMX tiles over a bfloat16 cache. Keys are tiles as they lie in the cache: rows of 32 numbers.
+//
+// Scores are computed transposed, keys x queries, so that a lane is a query row (or, in decode, a query head) and
+// softmax needs no sums across lanes; weights come out of it in the order in which tiles want them.
+// Products take bfloat16 and add in float32; softmax and its weights' sum are float32.
+
+#pragma once
+
+#include "amx.h"
+#include "attention_decode.h"
+
+#if defined(PK_AMX)
+
+namespace pk {
+
+constexpr int kTileGroup = 16;  // keys of a tile
+constexpr int kTilePanel = 64;  // keys of a panel: four tiles
+constexpr float kUnseen = -1e30f;
+
+inline bool by_tiles(const AttentionArgs& a) {
+    return a.dtype == 2 && a.cache_dtype == 2 && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
+}
+
+// Keys or values of one sequence and head: those in [from, limit) are there.
+struct CachedRows {
+    const bf16* base;
+    int64_t block_stride;
+    const int32_t* table;
+    int block_size, dim, from, limit;
+
+    bool has(int key) const { return key >= from && key < limit; }
+    const bf16* at(int key) const {
+        return base + table[key / block_size] * block_stride + int64_t(key % block_size) * dim;
+    }
+    // 16 rows, as they lie if they lie together (those at or beyond `limit` are stale then), else copied.
+    const uint8_t* group(int key, uint8_t* copy) const {
+        if (has(key) && key % block_size + kTileGroup <= block_size) return reinterpret_cast<const uint8_t*>(at(key));
+        for (int i = 0; i < kTileGroup; ++i) {
+            uint8_t* to = copy + i * dim * 2;
+            if (has(key + i))
+                std::memcpy(to, at(key + i), size_t(dim) * 2);
+            else
+                std::memset(to, 0, size_t(dim) * 2);
+        }
+        return copy;
+    }
+};
+
+inline CachedRows cached_keys(const AttentionArgs& a, const Task& task, int from, int limit) {
+    const bf16* base = static_cast<const bf16*>(a.k_cache) + task.kv_head * a.k_head_stride;
+    const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
+    return {base, a.k_block_stride, table, a.block_size, a.head_dim, from, limit};
+}
+
+inline CachedRows cached_values(const AttentionArgs& a, const Task& task, int from, int limit) {
+    const bf16* base = static_cast<const bf16*>(a.v_cache) + task.kv_head * a.v_head_stride;
+    const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
+    return {base, a.v_block_stride, table, a.block_size, a.head_dim, from, limit};
+}
+
+// Registers 0..3: sums of `lanes` columns; 4, 5: keys (or values); 6, 7: queries (or weights) of `lanes` columns.
+PK_INLINE void shape_attention(int lanes) {
+    TileShape shape;
+    for (int i = 0; i < 8; ++i) {
+        shape.bytes[i] = uint16_t(i == 4 || i == 5 ? 64 : lanes * 4);
+        shape.rows[i] = 16;
+    }
+    _tile_loadconfig(&shape);
+}
+
+// sums[4 tiles] += four groups of left-hand rows (`stride` bytes apart) x one right-hand tile per 32 of the depth.
+// Left tile i of step s begins at left[i] + s * 64; right tile s at right + s * 1024.
+PK_INLINE void add_tiles(const uint8_t* const (&left)[4], int count, int64_t stride, const uint8_t* right, int steps) {
+    for (int s = 0; s < steps; ++s) {
+        _tile_loadd(6, right + s * kTileBytes, 64);
+        _tile_loadd(4, left[0] + s * 64, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (count > 1) {
+            _tile_loadd(5, left[1] + s * 64, stride);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        if (count > 2) {
+            _tile_loadd(4, left[2] + s * 64, stride);
+            _tile_dpbf16ps(2, 4, 6);
+        }
+        if (count > 3) {
+            _tile_loadd(5, left[3] + s * 64, stride);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+    }
+}
+
+// Tile i at `to` + i * `step` floats.
+PK_INLINE void store_tiles(float* to, int count, int64_t step, int lanes) {
+    _tile_stored(0, to, lanes * 4);
+    if (count > 1) _tile_stored(1, to + step, lanes * 4);
+    if (count > 2) _tile_stored(2, to + 2 * step, lanes * 4);
+    if (count > 3) _tile_stored(3, to + 3 * step, lanes * 4);
+}
+
+PK_INLINE void load_tiles(const float* from, int count) {
+    before_tiles();
+    _tile_loadd(0, from, 64);
+    if (count > 1) _tile_loadd(1, from + 256, 64);
+    if (count > 2) _tile_loadd(2, from + 512, 64);
+    if (count > 3) _tile_loadd(3, from + 768, 64);
+}
+
+// Rows become columns: 16 x 16 numbers of 32 bits.
+PK_INLINE void transpose16(__m512i (&x)[16]) {
+    __m512i t[16];
+    PK_UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    PK_UNROLL for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    PK_UNROLL for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    PK_UNROLL for (int i = 0; i < 4; ++i) {
+        x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+// Scores as softmax sees them: scaled, and capped where the model caps them.
+PK_INLINE vf finished(vf score, const AttentionArgs& a) {
+    score *= splat(a.scale);
+    if (a.softcap > 0) {
+        const vf e = vexp(score * splat(2 / a.softcap));
+        score = splat(a.softcap) - splat(2 * a.softcap) / (e + splat(1.0f));
+    }
+    return score;
+}
+
+PK_INLINE vf exp_below(vf x, vf top) { return vexp_inside(vmax(x - top, splat(-87.0f))); }
+
+// ---- decode ----------------------------------------------------------------------------------------------
+
+inline int decode_lanes(int group) { return group <= 4 ? 4 : group <= 8 ? 8 : 16; }
+
+inline size_t decode_tile_floats(const AttentionArgs& a) {
+    return size_t(kPart) * 16 + size_t(a.head_dim) / 32 * (kTileBytes / 4) + size_t(4) * kTileGroup * a.head_dim / 2;
+}
+
+// Asks for the keys and values of a part that this thread will probably do next.
+inline void prefetch_part(const AttentionArgs& a, const Task& task) {
+    const CachedRows keys = cached_keys(a, task, task.begin, task.end), values = cached_values(a, task, 0, task.end);
+    for (int key = task.begin; key < task.end;) {
+        const int run = std::min(a.block_size - key % a.block_size, task.end - key);
+        const char *k = reinterpret_cast<const char*>(keys.at(key)), *v = reinterpret_cast<const char*>(values.at(key));
+        for (int i = 0; i < run * a.head_dim * 2; i += 64) {
+            __builtin_prefetch(k + i, 0, 2);
+            __builtin_prefetch(v + i, 0, 2);
+        }
+        key += run;
+    }
+}
+
+// Every lane's largest (or total) over the keys a vector holds: lanes repeat after `lanes`.
+template <class F>
+PK_INLINE vf across_keys(vf x, int lanes, F&& join) {
+    if (lanes <= 8) x = join(x, (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4e));
+    if (lanes <= 4) x = join(x, (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xb1));
+    return x;
+}
+
+// out[g * stride + d] = sum over keys of weights[key * lanes + g] * value[key][d], for 32 Z numbers from `dim` on.
+template <int G, int Z>
+void weigh_rows(const CachedRows& values, int begin, int end, int at, const float* weights, int lanes, float* out,
+                int stride) {
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+    __m512 even[G][Z], odd[G][Z];
+    PK_UNROLL for (int g = 0; g < G; ++g)
+        PK_UNROLL for (int z = 0; z < Z; ++z) even[g][z] = odd[g][z] = _mm512_setzero_ps();
+    for (int key = begin; key < end;) {
+        const int run = std::min(values.block_size - key % values.block_size, end - key);
+        const bf16* row = values.at(key) + at;
+        for (int j = 0; j < run; ++j, row += values.dim, weights += lanes) {
+            __m512 low[Z], high[Z];
+            PK_UNROLL for (int z = 0; z < Z; ++z) {
+                const __m512i v = _mm512_loadu_si512(row + z * 32);
+                low[z] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+                high[z] = _mm512_castsi512_ps(_mm512_and_si512(v, upper));
+            }
+            PK_UNROLL for (int g = 0; g < G; ++g) {
+                const __m512 w = _mm512_set1_ps(weights[g]);
+                PK_UNROLL for (int z = 0; z < Z; ++z) {
+                    even[g][z] = _mm512_fmadd_ps(w, low[z], even[g][z]);
+                    odd[g][z] = _mm512_fmadd_ps(w, high[z], odd[g][z]);
+                }
+            }
+        }
+        key += run;
+    }
+    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    PK_UNROLL for (int g = 0; g < G; ++g)
+        PK_UNROLL for (int z = 0; z < Z; ++z) {
+            _mm512_storeu_ps(out + g * stride + z * 32, _mm512_permutex2var_ps(even[g][z], first, odd[g][z]));
+            _mm512_storeu_ps(out + g * stride + z * 32 + 16, _mm512_permutex2var_ps(even[g][z], second, odd[g][z]));
+        }
+}
+
+// As decode_part: one new token against the keys of a part.
+inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, float* scratch, float* partial) {
+    const int group = a.heads / a.kv_heads, dim = a.head_dim, width = padded(dim), stride = width + VL;
+    const int lanes = decode_lanes(group), keys = task.end - task.begin, steps = dim / 32;
+    float* scores = scratch;  // [key][lane]
+    uint32_t* queries = reinterpret_cast<uint32_t*>(scores + kPart * 16);
+    uint8_t* copies = reinterpret_cast<uint8_t*>(queries + steps * (kTileBytes / 4));
+    const CachedRows cached = cached_keys(a, task, task.begin, task.end);
+    const CachedRows values = cached_values(a, task, task.begin, task.end);
+
+    const bf16* q = static_cast<const bf16*>(a.q) + a.query_starts[task.sequence] * a.q_stride +
+                    int64_t(task.kv_head) * group * dim;
+    std::memset(queries, 0, size_t(steps) * kTileBytes);
+    for (int g = 0; g < group; ++g)
+        for (int i = 0; i < dim / 2; ++i) std::memcpy(queries + i * 16 + g, q + g * dim + 2 * i, 4);
+
+    shape_attention(lanes);
+    for (int at = 0; at < keys; at += kTilePanel) {
+        const int count = std::min(4, (keys - at + kTileGroup - 1) / kTileGroup);
+        const uint8_t* left[4] = {};
+        for (int i = 0; i < count; ++i)
+            left[i] = cached.group(task.begin + at + i * kTileGroup, copies + i * kTileGroup * dim * 2);
+        zero_sums();
+        add_tiles(left, count, dim * 2, reinterpret_cast<const uint8_t*>(queries), steps);
+        store_tiles(scores + at * lanes, count, kTileGroup * lanes, lanes);
+    }
+    _tile_release();
+
+    const int numbers = keys * lanes, vectors = (numbers + VL - 1) / VL;
+    std::fill(scores + numbers, scores + vectors * VL, -INFINITY);
+    vf top = splat(kUnseen), total = splat(0);
+    for (int i = 0; i < vectors; ++i) {
+        const vf x = finished(load(scores + i * VL), a);
+        store(scores + i * VL, x);
+        top = vmax(top, x);
+    }
+    if (a.softcap > 0)  // a capped score is finite whatever it was
+        std::fill(scores + numbers, scores + vectors * VL, -INFINITY);
+    top = across_keys(top, lanes, [](vf x, vf y) { return vmax(x, y); });
+    for (int i = 0; i < vectors; ++i) {
+        vf x = exp_below(load(scores + i * VL), top);
+        if (i + 1 == vectors && numbers % VL)
+            x = (vf)_mm512_maskz_mov_ps(__mmask16((1u << numbers % VL) - 1), (__m512)x);
+        store(scores + i * VL, x);
+        total += x;
+    }
+    total = across_keys(total, lanes, [](vf x, vf y) { return x + y; });
+    for (int g = 0; g < group; ++g) {
+        partial[g * stride + width] = top[g];
+        partial[g * stride + width + 1] = total[g];
+    }
+    for (int g = 0; g < group; g += kMaxGroup)
+        by_group(group - g, [&](auto n) {
+            constexpr int G = decltype(n)::value;
+            int d = 0;
+            for (; d + 64 <= dim; d += 64)
+                weigh_rows<G, 2>(values, task.begin, task.end, d, scores + g, lanes, partial + g * stride + d, stride);
+            if (d < dim)
+                weigh_rows<G, 1>(values, task.begin, task.end, d, scores + g, lanes, partial + g * stride + d, stride);
+        });
+}
+
+// ---- prefill ---------------------------------------------------------------------------------------------
+
+inline size_t prefill_tile_floats(const AttentionArgs& a, int rows) {
+    const size_t tiles = (rows + 15) / 16, dim = a.head_dim;
+    return tiles * (dim * 24 + 48) + kTilePanel * 16 + 2 * (kTileBytes / 4) + dim * 32 + 4 * kTileGroup * dim / 2;
+}
+
+// One tile of new tokens of a sequence against everything they see, 16 (query, head) rows at a time.
+class PrefillTile {
+  public:
+    PrefillTile(const AttentionArgs& args, const Task& task_, float* scratch)
+        : a(args),
+          task(task_),
+          group(a.heads / a.kv_heads),
+          dim(a.head_dim),
+          rows((task.end - task.begin) * group),
+          tiles((rows + 15) / 16),
+          first_token(a.query_starts[task.sequence]),
+          base(a.context_lens[task.sequence] - (a.query_starts[task.sequence + 1] - a.query_starts[task.sequence])),
+          limit(base + task.end),
+          from(a.window ? std::max(0, base + task.begin - a.window + 1) : 0),
+          keys(cached_keys(a, task, from, limit)),
+          values(cached_values(a, task, from, limit)) {
+        sums = scratch;                          // [tile][dim][row]
+        queries = sums + tiles * dim * 16;       // [tile][dim / 32] as right-hand tiles
+        tops = queries + tiles * dim * 8;        // [tile][row]
+        totals = tops + tiles * 16;              // [tile][row]
+        positions = reinterpret_cast<int32_t*>(totals + tiles * 16);
+        scores = reinterpret_cast<float*>(positions + tiles * 16);   // [key][row]
+        weights = reinterpret_cast<uint8_t*>(scores + kTilePanel * 16);
+        turned = weights + 2 * kTileBytes;       // values of a panel, [dim][key]
+        copies = turned + dim * kTilePanel * 2;
+    }
+
+    void run() {
+        start();
+        shape_attention(16);
+        for (int key = from / kTilePanel * kTilePanel; key < limit; key += kTilePanel) {
+            const int count = std::min(4, (limit - key + kTileGroup - 1) / kTileGroup);
+            const uint8_t* left[4] = {};
+            for (int i = 0; i < count; ++i)
+                left[i] = keys.group(key + i * kTileGroup, copies + i * kTileGroup * dim * 2);
+            turn_values(key);
+            for (int t = 0; t < tiles; ++t) {
+                const int first = positions[t * 16], last = positions[std::min(t * 16 + 15, rows - 1)];
+                if (last < key || (a.window && key + kTilePanel <= first - a.window + 1)) continue;
+                zero_sums();
+                add_tiles(left, count, dim * 2, reinterpret_cast<const uint8_t*>(queries + t * dim * 8), dim / 32);
+                store_tiles(scores, count, 256, 16);
+                const bool all = t * 16 + 16 <= rows && key + kTilePanel - 1 <= first && !a.window;
+                all ? weigh<false>(t, key, kTilePanel) : weigh<true>(t, key, count * kTileGroup);
+                add_values(sums + t * dim * 16);
+            }
+        }
+        _tile_release();
+        finish();
+    }
+
+  private:
+    void start() {
+        std::fill(sums, sums + tiles * dim * 16, 0.0f);
+        std::fill(tops, tops + tiles * 16, kUnseen);
+        std::fill(totals, totals + tiles * 16, 0.0f);
+        for (int r = 0; r < tiles * 16; ++r) positions[r] = r < rows ? base + task.begin + r / group : -1;
+        for (int t = 0; t < tiles; ++t)
+            for (int step = 0; step < dim / 32; ++step) {
+                __m512i x[16];
+                for (int i = 0; i < 16; ++i) x[i] = query(t * 16 + i, step);
+                transpose16(x);
+                for (int i = 0; i < 16; ++i) _mm512_store_si512(queries + (t * (dim / 32) + step) * 256 + i * 16, x[i]);
+            }
+    }
+
+    __m512i query(int row, int step) const {
+        if (row >= rows) return _mm512_setzero_si512();
+        const bf16* q = static_cast<const bf16*>(a.q) + (first_token + task.begin + row / group) * a.q_stride;
+        return _mm512_loadu_si512(q + int64_t(task.kv_head * group + row % group) * dim + step * 32);
+    }
+
+    // Interleaving two keys puts numbers 8k..8k+3 of each four-lane part k into one vector and the rest in another.
+    void turn_values(int key) {
+        const bf16* row[kTilePanel];
+        for (int j = 0; j < kTilePanel;) {
+            const int run = std::min(a.block_size - (key + j) % a.block_size, kTilePanel - j);
+            const bool any = key + j < limit && key + j + run > from;
+            const bf16* there = any ? values.at(key + j) : nullptr;
+            for (int i = 0; i < run; ++i, ++j) row[j] = values.has(key + j) ? there + i * dim : nullptr;
+        }
+        const auto load_row = [&](int j, int at) {
+            return row[j] ? _mm512_loadu_si512(row[j] + at) : _mm512_setzero_si512();
+        };
+        for (int half = 0; half < kTilePanel; half += 32)
+            for (int at = 0; at < dim; at += 32) {
+                __m512i low[16], high[16];
+                for (int i = 0; i < 16; ++i) {
+                    const __m512i x = load_row(half + 2 * i, at), y = load_row(half + 2 * i + 1, at);
+                    low[i] = _mm512_unpacklo_epi16(x, y);
+                    high[i] = _mm512_unpackhi_epi16(x, y);
+                }
+                transpose16(low);
+                transpose16(high);
+                for (int i = 0; i < 16; ++i) {
+                    uint8_t* to = turned + ((at + i / 4 * 8 + i % 4) * kTilePanel + half) * 2;
+                    _mm512_store_si512(to, low[i]);
+                    _mm512_store_si512(to + 4 * kTilePanel * 2, high[i]);
+                }
+            }
+    }
+
+    // Scores of a panel to weights, as right-hand tiles; what is summed so far moves to the new maximum.
+    template <bool MASKED>
+    void weigh(int t, int key, int count) {
+        const __m512i position = _mm512_loadu_si512(positions + t * 16);
+        const __m512i oldest = _mm512_sub_epi32(position, _mm512_set1_epi32(a.window ? a.window - 1 : 1 << 30));
+        const auto seen = [&](int j) {
+            const __m512i at = _mm512_set1_epi32(key + j);
+            return __mmask16(_mm512_cmple_epi32_mask(at, position) & _mm512_cmpge_epi32_mask(at, oldest));
+        };
+        const vf old = load(tops + t * 16);
+        vf top = old;
+        for (int j = 0; j < count; ++j) {
+            vf x = finished(load(scores + j * 16), a);
+            if (MASKED) x = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(kUnseen), seen(j), (__m512)x);
+            store(scores + j * 16, x);
+            top = vmax(top, x);
+        }
+        vf mass = splat(0);
+        for (int j = 0; j < count; j += 2) {
+            vf p = exp_below(load(scores + j * 16), top), q = exp_below(load(scores + j * 16 + 16), top);
+            if (MASKED) {
+                p = (vf)_mm512_maskz_mov_ps(seen(j), (__m512)p);
+                q = (vf)_mm512_maskz_mov_ps(seen(j + 1), (__m512)q);
+            }
+            mass += p + q;
+            store_pairs(weights + j / 2 * 64, (__m512)p, (__m512)q);
+        }
+        for (int j = count; j < kTilePanel; j += 2) _mm512_store_si512(weights + j / 2 * 64, _mm512_setzero_si512());
+        const vf keep = exp_below(old, top);
+        store(totals + t * 16, load(totals + t * 16) * keep + mass);
+        store(tops + t * 16, top);
+        if (_mm512_cmpneq_ps_mask((__m512)old, (__m512)top)) {
+            float* sum = sums + t * dim * 16;
+            for (int d = 0; d < dim; ++d, sum += 16) store(sum, load(sum) * keep);
+        }
+    }
+
+    void add_values(float* sum) {
+        for (int d = 0; d < dim; d += 64) {
+            const int count = std::min(4, (dim - d) / 16);
+            const uint8_t* left[4] = {};
+            for (int i = 0; i < count; ++i) left[i] = turned + (d + i * 16) * kTilePanel * 2;
+            load_tiles(sum + d * 16, count);
+            add_tiles(left, count, kTilePanel * 2, weights, kTilePanel / 32);
+            store_tiles(sum + d * 16, count, 256, 16);
+        }
+    }
+
+    void finish() {
+        bf16* const out = static_cast<bf16*>(a.out);
+        for (int t = 0; t < tiles; ++t) {
+            const vf factor = splat(1.0f) / load(totals + t * 16);
+            for (int d = 0; d < dim; d += 16) {
+                __m512i x[16];
+                for (int i = 0; i < 16; ++i) x[i] = (__m512i)(load(sums + (t * dim + d + i) * 16) * factor);
+                transpose16(x);
+                for (int i = 0; i < std::min(16, rows - t * 16); ++i) {
+                    const int row = t * 16 + i;
+                    const int64_t token = first_token + task.begin + row / group;
+                    store(out + (token * a.heads + task.kv_head * group + row % group) * dim + d, (vf)x[i]);
+                }
+            }
+        }
+    }
+
+    const AttentionArgs& a;
+    const Task& task;
+    const int group, dim, rows, tiles;
+    const int64_t first_token;
+    const int base, limit, from;  // position of the first new token; keys [from, limit) are seen by some row
+    const CachedRows keys, values;
+    float *sums, *queries, *tops, *totals, *scores;
+    int32_t* positions;
+    uint8_t *weights, *turned, *copies;
+};
+
+}  // namespace pk
+
+#endif
