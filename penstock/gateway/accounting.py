@@ -17,7 +17,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+
+import msgspec
 
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.metered import Metered
@@ -71,8 +72,9 @@ class Account:
         """Write the end of the charge, once; the first reason stands."""
         if self._settled is None:
             cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
-            # What another server's prompt took is known only now.
-            charge = replace(self._charge, prompt_tokens=self._generation.prompt_tokens)
+            charge, prompt = self._charge, self._generation.prompt_tokens
+            if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
+                charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
             cost = cost_of(charge, cached, completion) if self._generation.billable else 0
             settlement = Settlement(charge, time.time(), cached, completion, cost, finish_reason)
             self._settled = self._journal.settle(settlement)

@@ -120,9 +120,12 @@ async def engaged(
     limits, the ledger has it under that feature, and the request does not end as it does. `further`: it is another step
     of the answer: no request of its own either, but part of what the client asked for.
     """
-    exchange.timeline.follow("prepare")
-    with exchange.timeline.phase("limits"):
+    timeline = exchange.timeline
+    timeline.follow("prepare")
+    try:
         reservation = await service.quotas.reserve(exchange, generation, aside=bool(aside) or further)
+    finally:
+        timeline.follow("limits")
     if service.settings.telemetry.record_text:
         generation.keep_text()
     account: Account | None = None
@@ -179,10 +182,13 @@ async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer,
             account.note()
     if account is not None:
         await account.settle(generation.outcome or "stop")
-    with exchange.timeline.phase("reply"):
+    began = monotonic()
+    try:
         body = renderer.whole(pieces)
         await renderer.before_end()
         await exchange.reply(200, body)
+    finally:
+        exchange.timeline.note("reply", began)
 
 
 async def _stream(

@@ -8,8 +8,11 @@ tokens that was noted last; it is small however long the ledger is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
+
+import msgspec
 
 from penstock.errors import PenstockError
 from penstock.metering.prices import Price, Usage
@@ -62,8 +65,7 @@ class LedgerError(PenstockError):
     """The ledger was asked for something it does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     """A request at the moment of its admission."""
 
     id: str
@@ -84,8 +86,7 @@ class Charge:
     price_output: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True):
     """How a charge ended."""
 
     charge: Charge
@@ -142,6 +143,9 @@ MOST_NOTES = 5_000
 """Charges in one statement."""
 
 
+_values = attrgetter(*Charge.__struct_fields__)
+
+
 def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
     """Nanodollars, at the prices of the moment it was opened."""
     price = Price(charge.price_input, charge.price_cached, charge.price_output)
@@ -149,18 +153,17 @@ def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
 
 
 def opened(charge: Charge) -> list[Statement]:
-    values = [getattr(charge, field.name) for field in fields(charge)]
-    return [(_OPENED, values), (_TRACKED, [charge.id, charge.id])]
+    return [(_OPENED, _values(charge)), (_TRACKED, (charge.id, charge.id))]
 
 
 def settled(settlement: Settlement) -> list[Statement]:
     charge = settlement.charge
-    values = [
+    values = (
         charge.id, settlement.settled_at, charge.tenant, charge.user, charge.key, charge.feature, charge.model,
         charge.adapter, charge.tier, charge.prompt_tokens, settlement.cached_tokens, settlement.completion_tokens,
         settlement.cost_nanos, settlement.finish_reason, settlement.settled_by,
-    ]  # fmt: skip
-    return [(_SETTLED, values), (_UNTRACKED, [charge.id])]
+    )  # fmt: skip
+    return [(_SETTLED, values), (_UNTRACKED, (charge.id,))]
 
 
 def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:
@@ -252,4 +255,4 @@ def _total(row: Row, width: int) -> Total:
 
 def _opened_columns() -> list[str]:
     names = {"user": "user_id", "key": "key_id"}
-    return [names.get(field.name, field.name) for field in fields(Charge)]
+    return [names.get(name, name) for name in Charge.__struct_fields__]

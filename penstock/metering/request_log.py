@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -57,12 +57,26 @@ def encode(entry: Entry) -> bytes:
 
 
 def entry_of(record: RequestRecord) -> Entry:
-    return Entry(*(_clean(getattr(record, name)) for name in FIELDS))
+    return Entry(
+        record.request_id,
+        _clean(record.user_id),
+        _clean(record.tenant),
+        _clean(record.model_version),
+        _clean(record.adapter_id),
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.completion_tokens,
+        record.ttft_ms,
+        record.total_latency_ms,
+        record.finish_reason,
+        record.route,
+        record.timestamp,
+    )
 
 
-def _clean(value: Any) -> Any:
-    """No sink has to choke on what a client named itself: NUL is no text to PostgreSQL."""
-    return value.replace("\0", "")[:_LONGEST] if isinstance(value, str) else value
+def _clean(name: str | None) -> str | None:
+    """No sink has to choke on what somebody named himself: NUL is no text to PostgreSQL."""
+    return None if name is None else name.replace("\0", "")[:_LONGEST]
 
 
 class SinkError(PenstockError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import Any, TypeVar
 from penstock.storage.database import Database, DatabaseError, Row, Statement
 
 BUSY_S = 10.0
-LOG_BYTES = 16 * 2**20
-"""Size of the write-ahead log at which it is folded into the database."""
+LOG_BYTES = 32 * 2**20
+"""Size of the write-ahead log at which it is folded into the database: a busy gateway writes some tens of kilobytes per
+request. The file keeps its size and is written again from its beginning; cutting it off takes a tenth of a second."""
+PASSES, FEW_PAGES = 6, 128
 RESTART_MS = 50
 """How long the start of a new log may wait for readers; it is tried again."""
 LOOK_EVERY = 16
@@ -37,6 +40,7 @@ class SQLiteDatabase(Database):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
         self._connection: sqlite3.Connection | None = None
         self._durable = True
+        self._page_size = 4096
         self._transactions = 0
         self._folder = ThreadPoolExecutor(1, thread_name_prefix="sqlite log")
         self._folding: Future[None] | None = None
@@ -90,6 +94,7 @@ class SQLiteDatabase(Database):
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
+        (self._page_size,) = connection.execute("PRAGMA page_size").fetchone()
         self.path.chmod(0o600)
         self._connection = connection
 
@@ -130,34 +135,63 @@ class SQLiteDatabase(Database):
                 self._folding = None
                 self._start_anew(connection)
             return
-        try:
-            size = self.path.with_name(f"{self.path.name}-wal").stat().st_size
-        except FileNotFoundError:
-            return
-        if size > LOG_BYTES:
+        if self._log_pages() * self._page_size > LOG_BYTES:
             self._folding = self._folder.submit(self._fold)
+
+    def _log_pages(self) -> int:
+        """Pages in the write-ahead log, as the header of its index says (`mxFrame` of the file format)."""
+        try:
+            with self.path.with_name(f"{self.path.name}-shm").open("rb") as index:
+                index.seek(16)
+                return int.from_bytes(index.read(4), sys.byteorder)
+        except FileNotFoundError:
+            return 0
 
     def _start_anew(self, connection: sqlite3.Connection) -> None:
         try:
             connection.execute(f"PRAGMA busy_timeout = {RESTART_MS}")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
             connection.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000)}")
         except sqlite3.Error as error:
             log.warning("the log of %s could not be started anew: %s", self.path, error)
 
     def _fold(self) -> None:
-        """Copy the log into the database; whoever reads or writes meanwhile is not held up."""
+        """Copy the log into the database; whoever reads or writes meanwhile is not held up. What was written during one
+        pass is copied by the next, which is shorter, until little is left for the moment in which everybody waits."""
         try:
             connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
             try:
-                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                pages = 0
+                for _ in range(PASSES):
+                    _, now, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                    if now - pages < FEW_PAGES:
+                        break
+                    pages = now
             finally:
                 connection.close()
         except sqlite3.Error as error:
             log.warning("the log of %s could not be folded in: %s", self.path, error)
 
     async def _run(self, work: Callable[[], T]) -> T:
+        """On the thread. Its answer is handed to the loop directly: an executor's own future costs as much as a short
+        transaction."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def finish(settle: Callable[[Any], None], value: Any) -> None:
+            if not answer.done():  # nobody waits any more
+                settle(value)
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                loop.call_soon_threadsafe(finish, answer.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(finish, answer.set_result, result)
+
+        self._thread.submit(run)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await answer
         except (sqlite3.Error, OSError) as error:
             raise DatabaseError(f"{self.path}: {error}") from error

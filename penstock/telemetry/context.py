@@ -10,6 +10,7 @@ import re
 import secrets
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _STATE_LENGTH = 512
@@ -34,8 +35,7 @@ class TraceContext:
         return {"traceparent": self.traceparent, **({"tracestate": self.state} if self.state else {})}
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(NamedTuple):
     request_id: str
     trace: TraceContext | None = None
 

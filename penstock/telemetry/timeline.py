@@ -11,7 +11,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -42,8 +41,7 @@ class Phase(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """One choice in an engine. Times are the gateway's clock; lengths the engine's."""
 
     engine: str

@@ -70,6 +70,7 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(text) for name, text in named.items()}
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the model's chat template cannot be compiled: {error}") from error
+        self._globals = dict(environment.globals)
         if "default" not in self._templates:
             raise CheckpointError(f"the model has chat templates {sorted(named)} but none called 'default'")
         self._variables = dict(variables)
@@ -91,6 +92,7 @@ class ChatTemplate:
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
         variables = {
+            **self._globals,
             **self._variables,
             "documents": None,
             **(template_kwargs or {}),
@@ -99,7 +101,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(variables)
+            # `shared`: the globals are among the variables already, and need not be gathered every time.
+            return "".join(template.root_render_func(template.new_context(variables, shared=True)))
         except ChatTemplateError:
             raise
         except jinja2.exceptions.SecurityError as error:

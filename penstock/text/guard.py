@@ -55,8 +55,7 @@ class Guard:
 
     def __init__(self, special: SpecialTokens) -> None:
         self._special = special
-        # Digits only: filters that change case, quote, escape or trim leave a stand-in as it is.
-        self._nonce = f"{secrets.randbelow(10**24):024}"
+        self._nonce = ""
         self._hidden: list[str] = []
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -106,6 +105,9 @@ class Guard:
     def _stand_in(self, text: str) -> str:
         if len(self._hidden) >= MAX_HIDDEN:
             raise ChatTemplateError("the messages spell out more control tokens than can be told from the template's")
+        if not self._hidden:
+            # Digits only: filters that change case, quote, escape or trim leave a stand-in as it is.
+            self._nonce = f"{secrets.randbelow(10**24):024}"
         self._hidden.append(text)
         return f"{self._nonce}{len(self._hidden) - 1:06}"
 

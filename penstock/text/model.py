@@ -127,10 +127,12 @@ class TextModel:
     def _encode_guarded(self, text: str) -> list[int]:
         """Ids of a text in which control tokens count only under their secret names."""
         tokenizer, real = self._guarded_tokenizer()
-        return [real.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return [real.get(token, token) for token in ids] if real else ids
 
     def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
-        """A tokenizer over the same vocabulary with control tokens renamed, and their real ids by its ids."""
+        """A tokenizer over the same vocabulary with control tokens renamed, and their real ids by its ids, where those
+        differ."""
         with self._guarded_lock:
             if self._guarded is None:
                 source = self._tokenizer
@@ -160,7 +162,8 @@ class TextModel:
                 for name, token, _ in names:
                     guarded_id = guarded.token_to_id(name)
                     assert guarded_id is not None, "a token that was just added"
-                    real[guarded_id] = token
+                    if guarded_id != token:
+                        real[guarded_id] = token
                 self._guarded = guarded, real
             return self._guarded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from typing import Any
 
@@ -26,6 +27,8 @@ from penstock.protocol.errors import InvalidRequest
 from penstock.text import TextModel
 
 _decoder = msgspec.json.Decoder(ChatRequest)
+_unsupported = operator.attrgetter(*CHAT_UNSUPPORTED)
+_NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -37,7 +40,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
 
         async def attempt(model: str) -> None:
-            asked = msgspec.structs.replace(request, model=model)
+            asked = request if model == request.model else msgspec.structs.replace(request, model=model)
             if asked.server_tools:
                 render = functools.partial(ChatRenderer, asked)
                 await answer_with_tools(service, exchange, asked, limit, turn, render)
@@ -52,9 +55,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 def _check(request: ChatRequest) -> None:
-    for name in CHAT_UNSUPPORTED:
-        if given(getattr(request, name)):
-            raise not_supported(name)
+    if _unsupported(request) != _NONE_GIVEN:
+        for name in CHAT_UNSUPPORTED:
+            if given(getattr(request, name)):
+                raise not_supported(name)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
         raise not_supported("modalities")
     if request.store:
