@@ -11,24 +11,23 @@ each gateway (with all its workers) for itself, until Redis is back.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from penstock.errors import ConfigError
 from penstock.limits.memory import MemoryLimits
 from penstock.limits.model import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
 from penstock.protocol.errors import Overloaded
+from penstock.storage.redis import Away, Turns, connect
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 1.0
 CONNECTIONS = 32
 RETRY_S = 1.0
 
 # KEYS: reservation, then one window per limit. ARGV: now in ms or -1 (Redis's clock), steps, the reservation's life in
 # seconds, then per limit: amount, most, length of a step in ms. Returns granted, then per limit: used, ms until the
-# newest step has left, and, for the first limit in the way, ms until there is room (-1: never).
+# newest step has left, and, for the first limit in the way, ms until there is room (-1: never). What was reserved under
+# this name already stays so and is not taken again: a call may be sent twice.
 _RESERVE = """
 local now = tonumber(ARGV[1])
 if now < 0 then
@@ -37,6 +36,7 @@ if now < 0 then
 end
 local steps = tonumber(ARGV[2])
 local count = #KEYS - 1
+local again = redis.call('EXISTS', KEYS[1]) == 1
 local used, fields, granted, blocked, retry = {}, {}, 1, 0, 0
 for i = 1, count do
   local length = tonumber(ARGV[3 + 3 * i])
@@ -55,7 +55,7 @@ for i = 1, count do
   table.sort(kept, function(a, b) return a[1] < b[1] end)
   used[i], fields[i] = sum, kept
   local amount, most = tonumber(ARGV[1 + 3 * i]), tonumber(ARGV[2 + 3 * i])
-  if granted == 1 and (amount > most or sum + amount > most) then
+  if not again and granted == 1 and (amount > most or sum + amount > most) then
     granted, blocked = 0, i
     if amount > most then
       retry = -1
@@ -69,7 +69,7 @@ for i = 1, count do
     end
   end
 end
-if granted == 1 then
+if granted == 1 and not again then
   local taken = {}
   for i = 1, count do
     local length = tonumber(ARGV[3 + 3 * i])
@@ -127,19 +127,8 @@ class RedisLimits(LimitStore):
     ) -> None:
         """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`:
         what counts while Redis is away; this process when None."""
-        try:
-            from redis.asyncio import BlockingConnectionPool, Redis
-        except ImportError as error:
-            raise ConfigError("limits in Redis need a driver: pip install 'penstock[redis]'") from error
-        # More calls than connections wait for each other; a pool that refuses them would look like an outage.
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=TIMEOUT_S,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-        )
-        self._redis: Any = Redis.from_pool(pool)
+        self._redis = connect(url, "counting limits", CONNECTIONS)
+        self._turns = Turns(CONNECTIONS, lambda: RETRY_S)
         self._reserve = self._redis.register_script(_RESERVE)
         self._settle = self._redis.register_script(_SETTLE)
         self._fallback = fallback
@@ -147,8 +136,11 @@ class RedisLimits(LimitStore):
         self._life_s = life_s
         self._clock = clock
         self._local = local or MemoryLimits()
-        self._away_until = 0.0
-        self.up = True
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis answered last."""
+        return self._turns.up
 
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
         now = -1 if self._clock is None else int(self._clock() * 1000)
@@ -186,21 +178,16 @@ class RedisLimits(LimitStore):
 
     async def _call(self, script: Any, keys: list[str], arguments: list[int]) -> list[Any] | None:
         """The script's reply; None when Redis is away and counting goes on here."""
-        from redis.exceptions import RedisError
-
-        if time.monotonic() >= self._away_until:
-            try:
-                reply: Any = await script(keys=keys, args=arguments)
-            except (RedisError, OSError, TimeoutError) as error:
-                if self.up:
-                    log.error("Redis is away (%s); limits are %s", error, _MEANWHILE[self._fallback])
-                self.up = False
-                self._away_until = time.monotonic() + RETRY_S
-            else:
-                if not self.up:
-                    log.info("Redis is back; limits are shared again")
-                self.up = True
-                return reply if isinstance(reply, list) else []
+        was_up = self.up
+        try:
+            reply: Any = await self._turns.call(lambda: script(keys=keys, args=arguments))
+        except Away as error:
+            if error.first:
+                log.error("Redis is away (%s); limits are %s", error, _MEANWHILE[self._fallback])
+        else:
+            if not was_up:
+                log.info("Redis is back; limits are shared again")
+            return reply if isinstance(reply, list) else []
         if self._fallback == "closed":
             raise Overloaded("Limits cannot be checked at the moment; try again.", retry_after=RETRY_S)
         return None

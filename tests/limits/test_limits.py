@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import random
+import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -175,6 +178,50 @@ def test_three_gateways_share_one_limit_exactly(valkey: Any) -> None:
     for gateway in gateways:
         gateway.join()
     assert granted == 100
+
+
+async def test_a_gateway_too_busy_to_listen_does_not_take_redis_for_dead(
+    valkey: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers lie unread for longer than they may take, and most calls have waited for a connection as long."""
+    monkeypatch.setattr("penstock.storage.redis.TIMEOUT_S", 0.3)
+    store = RedisLimits(f"redis://127.0.0.1:{valkey.port}", fallback="closed", prefix="busy:")
+    limit = Limit("shared", "requests", 100, 60.0)
+    for times in (1, 2):
+        calls = [asyncio.create_task(store.reserve(f"{times}-{index}", [limit], Amounts())) for index in range(150)]
+        while not any(call.done() for call in calls):  # noqa: ASYNC110 - the others are on their way then
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 - that is the point
+        granted = sum(decision.refusal is None for decision in await asyncio.gather(*calls))
+        assert granted == (100 if times == 1 else 0), "what was sent twice is counted once"
+    assert store.up
+    await store.close()
+
+
+async def test_while_redis_does_not_answer_one_call_tries_it_and_the_others_go_on(
+    valkey: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.storage.redis.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("penstock.limits.redis.RETRY_S", 0.2)
+    store = RedisLimits(f"redis://127.0.0.1:{valkey.port}", prefix="frozen:")
+    limit = Limit("t", "requests", 1000, 60.0)
+    await store.reserve("first", [limit], Amounts())
+    server = valkey.client().info("server")["process_id"]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        await store.reserve("notices", [limit], Amounts())
+        assert not store.up
+        await asyncio.sleep(0.25)
+        tries, *others = [asyncio.create_task(store.reserve(f"r{index}", [limit], Amounts())) for index in range(50)]
+        await asyncio.gather(*others)
+        assert not tries.done(), "only one waits for it"
+        await tries
+    finally:
+        os.kill(server, signal.SIGCONT)
+    await asyncio.sleep(0.25)
+    await store.reserve("last", [limit], Amounts())
+    assert store.up
+    await store.close()
 
 
 async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Reason
-from penstock.routing.admission.model import BATCH, Entry, Room, Standing, most_waiting
+from penstock.routing.admission.model import BATCH, Entry, Room, Standing, most_waiting, patience_of
 
 TYPICAL_COST = 2000.0
 """Cost at which a request counts as neither short nor long."""
@@ -86,7 +86,11 @@ def predicted_wait(entry: Entry, standing: Standing, rules: AdmissionConfig) -> 
     # Higher classes go first, and those that are still to come do too: only what they leave drains this one.
     share = fair_share(entry, standing) if rules.order == "fair" else 1.0
     above = sum(work[rank] / rates[rank] for rank in range(entry.rank))
-    return above + share * work[entry.rank] / rates[entry.rank]
+    wait = share * work[entry.rank] / rates[entry.rank]
+    if rules.order == "fair" and standing.own_age_s is not None:
+        # A tenant's entries go one after the other, and whoever is before this one has given up by then.
+        wait = min(wait, max(patience_of(rules, entry.rank) - standing.own_age_s, 0.0))
+    return above + wait
 
 
 def fair_share(entry: Entry, standing: Standing) -> float:

@@ -117,7 +117,8 @@ class Desk:
             wait_s = predicted_wait(entry, self.queue.standing(entry.tenant, entry.rank), self.config)
         # By then whoever waits now was served, or has given up.
         wait_s = min(wait_s, patience_of(self.config, entry.rank))
-        return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=wait_s)
+        # To the nearest second: it is an estimate, and rounding it up would make it late on the whole.
+        return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
 
     def answered(self, tokens: float) -> None:
         """An answer came to its end with so many tokens."""

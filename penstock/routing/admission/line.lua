@@ -271,9 +271,10 @@ else
 end
 local tenant, rank = ARGV[10], ARGV[11]
 local value = tonumber(redis.call('ZSCORE', key('c', rank), tenant) or '0')
+local newest = redis.call('ZREVRANGE', key('q', rank) .. ':' .. tenant, 0, 0, 'WITHSCORES')[2]
 return {
   known, granted, dropped, num(s('inflight')), num(s('kv')), num(s('q0')), num(s('q1')), num(s('q2')),
   num(s('w0')), num(s('w1')), num(s('w2')), rates[1], rates[2], rates[3],
   redis.call('HGET', key('n', rank), tenant) or '0',
-  num(s('t' .. rank)), num(math.max(value - s('v' .. rank), 0)),
+  num(s('t' .. rank)), num(math.max(value - s('v' .. rank), 0)), newest and num(now - tonumber(newest)) or 'nan',
 }

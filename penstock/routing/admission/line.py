@@ -152,6 +152,7 @@ class Line:
             own_work=own.work if own else 0.0,
             active_weight=group.weight,
             excess=max(group.counters.get(tenant, 0.0) - group.virtual_time, 0.0),
+            own_age_s=now - next(reversed(own.entries.values())).arrived if own else None,
         )
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:

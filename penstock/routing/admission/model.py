@@ -78,6 +78,9 @@ class Standing(msgspec.Struct, frozen=True):
     excess: float = 0.0
     """How far this tenant is ahead of the class in served cost by weight; 0: not at all."""
 
+    own_age_s: float | None = None
+    """How long ago the newest entry came that this tenant has waiting in this class; None: it has none, or not known."""
+
     @property
     def depth(self) -> int:
         return sum(self.queued)

@@ -23,15 +23,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
-from penstock.errors import ConfigError
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.storage.redis import TIMEOUT_S, connect
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 1.0
 CONNECTIONS = 16
-"""To Redis at one time; more calls wait for each other."""
+"""To Redis at one time; more calls wait for each other, which says nothing about Redis."""
 BEAT_S = 0.5
 RETRY_S = 1.0
 DEAD_S = 5.0
@@ -68,18 +67,10 @@ class RedisQueue(AdmissionQueue):
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`clock`: for tests; Redis's own otherwise."""
-        try:
-            from redis.asyncio import BlockingConnectionPool, Redis
-        except ImportError as error:
-            raise ConfigError("a queue in Redis needs a driver: pip install 'penstock[redis]'") from error
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=TIMEOUT_S,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-        )
-        self._redis: Any = Redis.from_pool(pool)
+        self._redis = connect(url, "a queue", CONNECTIONS + 1)  # one more than calls: for a restoration
+        self._free = asyncio.Semaphore(CONNECTIONS)
+        from redis.asyncio import Redis
+
         self._listening: Any = Redis.from_url(url, socket_connect_timeout=TIMEOUT_S)
         self._script = self._redis.register_script(SCRIPT)
         self._prefix = f"{prefix}{{{model}}}:"
@@ -157,8 +148,14 @@ class RedisQueue(AdmissionQueue):
             return self._local.standing(tenant, rank)
         own = self._tenants.get((tenant, rank))
         if own is None:
-            return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0)
-        return replace(self._standing, own_work=own.own_work, active_weight=own.active_weight, excess=own.excess)
+            return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0, own_age_s=None)
+        return replace(
+            self._standing,
+            own_work=own.own_work,
+            active_weight=own.active_weight,
+            excess=own.excess,
+            own_age_s=own.own_age_s,
+        )
 
     def rate(self) -> float:
         if self._local is not None:
@@ -252,7 +249,9 @@ class RedisQueue(AdmissionQueue):
             return
         self._calls += 1
         try:
-            await self._run(operation, tenant, rank, arguments, room)
+            async with self._free:
+                if self._local is None:  # still
+                    await self._run(operation, tenant, rank, arguments, room)
         finally:
             self._calls -= 1
             if self._restoring and not self._calls:
@@ -322,10 +321,11 @@ def arguments_of(entry: Entry, age: float) -> list[Any]:
 
 def read_standing(values: Sequence[float]) -> Standing:
     """From the numbers at the end of the script's reply."""
-    in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess = values
+    in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess, age = values
     rates = None if r0 != r0 else (r0, r1, r2)
     return Standing(
-        int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), rates, own, active, excess
+        int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), rates, own, active, excess,
+        None if age != age else age,
     )  # fmt: skip
 
 

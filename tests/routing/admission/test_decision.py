@@ -138,6 +138,14 @@ def test_a_flood_is_refused_and_its_neighbour_is_not() -> None:
     assert decide(Ask(Entry("b", "calm")), calm, room, rules, 0.0).action == "queue"
 
 
+def test_nobody_waits_longer_than_those_before_it_have_patience() -> None:
+    rules = AdmissionConfig(wait_s=10.0)
+    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
+    assert predicted_wait(Entry("a", "flood"), flood, rules) == 20.0
+    assert predicted_wait(Entry("a", "flood"), replace(flood, own_age_s=7.0), rules) == 3.0
+    assert predicted_wait(Entry("a", "flood"), replace(flood, own_age_s=70.0), rules) == 0.0
+
+
 def test_missing_memory_is_called_so() -> None:
     standing = Standing(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), (1e4, 1e4, 1e4), own_work=5e5, active_weight=1.0)
     long = Ask(Entry("a", "t", kv_tokens=200))

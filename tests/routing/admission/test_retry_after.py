@@ -31,29 +31,42 @@ class Fleet:
     serial: int = 0
     waits: list[tuple[float, float]] = field(default_factory=list)
     """When entries came, and how long they waited."""
+    granted_at: dict[str, float] = field(default_factory=dict)
+    given_up: list[tuple[float, str]] = field(default_factory=list)
+    """When who will have waited too long, if anybody minds."""
 
     @property
     def room(self) -> Room:
         return Room(slots=self.slots)
 
-    def arrive(self, rank: int, tenant: str) -> float | None:
+    def arrive(self, rank: int, tenant: str, weight: float = 1.0, *, gives_up: bool = False) -> float | None:
         """A request; when it is refused, the seconds that it is told."""
         self.serial += 1
         prompt, output = self.rng.randint(20, 400), self.rng.randint(20, 300)
-        entry = Entry(f"{self.serial:06}", tenant, rank, 1.0, cost_of(prompt, 160), arrived=self.now)
+        entry = Entry(f"{self.serial:06}", tenant, rank, weight, cost_of(prompt, 160), arrived=self.now)
         standing = self.line.standing(tenant, rank, self.now)
         verdict = decide(Ask(entry, patience_s=10.0), standing, self.room, RULES, self.rng.random())
         if verdict.action == "refuse":
             return verdict.wait_s
         self.waiting[entry.id] = (entry, output)
+        if gives_up:
+            self.given_up.append((self.now + RULES.wait_s, entry.id))
         self._start(self.line.enter(entry, self.room, 10_000, self.now).granted)
         return None
 
     def advance(self, until: float) -> None:
+        while self.given_up and self.given_up[0][0] <= until:
+            at, id = self.given_up.pop(0)
+            self._end_until(at)
+            if self.waiting.pop(id, None) is not None:
+                self._start(self.line.leave(id, self.room, at).granted)
+        self._end_until(until)
+        self.now = until
+
+    def _end_until(self, until: float) -> None:
         while self.ends and self.ends[0][0] <= until:
             self.now, id, used = heapq.heappop(self.ends)
             self._start(self.line.release(id, used, self.room, self.now).granted)
-        self.now = until
 
     def drained(self, rank: int) -> float:
         """Seconds until everything that waits now up to this class has started, if no more of it comes; the traffic
@@ -69,6 +82,7 @@ class Fleet:
         for id in granted:
             entry, output = self.waiting.pop(id)
             self.waits.append((entry.arrived, self.now - entry.arrived))
+            self.granted_at[id] = self.now
             seconds = 0.2 + output * 0.02
             heapq.heappush(self.ends, (self.now + seconds, id, cost_of(100, output)))
 
@@ -89,6 +103,30 @@ def test_the_refused_are_told_the_time_within_30_percent(rank: int) -> None:
         assert told >= 5.0
         ratios.append(told / fleet.drained(rank))
     assert all(0.7 <= ratio <= 1.3 for ratio in ratios), ratios
+
+
+def test_in_a_burst_of_several_tenants_nearly_everybody_refused_is_told_the_truth() -> None:
+    """From one moment on three tenants of different weight flood the queue, and a class above takes a fifth of the room.
+    The truth: when the last began of what its tenant had waiting, those that gave up left out."""
+    tenants = {"above": (1.0, 3.0), "flood": (2.0, 30.0), "fair": (2.0, 12.0), "free": (1.0, 6.0)}
+    often = [rate for _, rate in tenants.values()]
+    judged = right = 0
+    for seed in range(2):
+        fleet = Fleet(slots=48, rng=random.Random(seed))
+        told: list[tuple[float, int, list[str]]] = []
+        while fleet.now < 60.0:
+            fleet.advance(fleet.now + fleet.rng.expovariate(sum(often) if fleet.now > 10.0 else 0.1 * sum(often)))
+            tenant = fleet.rng.choices(list(tenants), often)[0]
+            rank = PREMIUM if tenant == "above" else STANDARD
+            wait_s = fleet.arrive(rank, tenant, tenants[tenant][0], gives_up=True)
+            if wait_s is not None and fleet.now < 50.0:
+                before = [id for id, (entry, _) in fleet.waiting.items() if entry.tenant == tenant]
+                told.append((fleet.now, max(1, round(min(wait_s, RULES.wait_s))), before))
+        for now, said, before in told:
+            truth = max((fleet.granted_at[id] for id in before if id in fleet.granted_at), default=now) - now
+            judged += 1
+            right += 0.7 * truth <= said <= 1.3 * truth + 1.0
+    assert judged > 2000 and right > 0.9 * judged, (judged, right)
 
 
 def test_who_is_let_into_the_queue_gets_its_turn_in_time() -> None:

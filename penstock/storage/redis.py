@@ -1,0 +1,84 @@
+"""Connections to Redis or Valkey for what gateways share: limits and queues.
+
+`Turns` tells two things apart that look alike from inside a call: Redis that does not answer, and a gateway that was too
+busy to listen. Calls beyond the number of connections wait here for their turn, which says nothing about Redis; a call
+that ran out of time is sent once more, because its answer may have been lying there unread (so every script that is
+called through this must bear to run twice); and while Redis is away one call at a time tries it, the others go on
+without at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from penstock.errors import ConfigError
+
+TIMEOUT_S = 1.0
+"""How long a connection or an answer may take."""
+RETRY_S = 1.0
+"""How often Redis is tried while it is away."""
+T = TypeVar("T")
+
+
+class Away(Exception):
+    """Redis is away. `first`: the call that noticed."""
+
+    def __init__(self, why: str, *, first: bool = False) -> None:
+        super().__init__(why)
+        self.first = first
+
+
+def connect(url: str, what: str, connections: int) -> Any:
+    """A client that connects when it is used. `what`: what it is for, for who lacks the driver."""
+    try:
+        from redis.asyncio import BlockingConnectionPool, Redis
+    except ImportError as error:
+        raise ConfigError(f"{what} in Redis needs a driver: pip install 'penstock[redis]'") from error
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=TIMEOUT_S,
+        socket_timeout=TIMEOUT_S,
+        socket_connect_timeout=TIMEOUT_S,
+        retry_on_timeout=True,
+    )
+    return Redis.from_pool(pool)
+
+
+class Turns:
+    """Calls to one Redis, as many at a time as it has connections."""
+
+    def __init__(self, connections: int, retry_s: Callable[[], float] = lambda: RETRY_S) -> None:
+        self._free = asyncio.Semaphore(connections)
+        self._retry_s = retry_s
+        self._try_at = 0.0
+        self._trying = False
+        self.up = True
+
+    async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` says; `Away` when Redis does not answer it, or is known not to."""
+        from redis.exceptions import RedisError
+
+        self._check()
+        async with self._free:
+            self._check()  # it may have gone while this call waited
+            probe = not self.up
+            self._trying = self._trying or probe
+            try:
+                answer = await ask()
+            except (RedisError, OSError, TimeoutError) as error:
+                first, self.up = self.up, False
+                self._try_at = time.monotonic() + self._retry_s()
+                raise Away(str(error) or type(error).__name__, first=first) from error
+            finally:
+                if probe:
+                    self._trying = False
+            self.up = True
+            return answer
+
+    def _check(self) -> None:
+        if not self.up and (self._trying or time.monotonic() < self._try_at):
+            raise Away("it did not answer lately")
