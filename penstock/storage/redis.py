@@ -1,10 +1,10 @@
 """Connections to Redis or Valkey for what gateways share: limits and queues.
 
-`Turns` tells two things apart that look alike from inside a call: Redis that does not answer, and a gateway that was too
-busy to listen. Calls beyond the number of connections wait here for their turn, which says nothing about Redis; a call
-that ran out of time is sent once more, because its answer may have been lying there unread (so every script that is
-called through this must bear to run twice); and while Redis is away one call at a time tries it, the others go on
-without at once.
+`Turns` tells two things apart that look alike from inside a call: Redis that does not answer, and a gateway that was
+too busy to listen. Calls beyond the number of connections wait here for their turn, which says nothing about Redis. A
+call that ran out of time is sent once more, because its answer may have been lying there unread; so every script that
+is called through this must bear to run twice. While Redis is away one call at a time tries it, and the others go on
+without it at once.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class Standing(msgspec.Struct, frozen=True):
     """How far this tenant is ahead of the class in served cost by weight; 0: not at all."""
 
     own_age_s: float | None = None
-    """How long ago the newest entry came that this tenant has waiting in this class; None: it has none, or not known."""
+    """How long ago the newest entry came that this tenant has waiting in this class; None: there is none, as far as is
+    known."""
 
     @property
     def depth(self) -> int:

@@ -106,7 +106,7 @@ def test_the_refused_are_told_the_time_within_30_percent(rank: int) -> None:
 
 
 def test_in_a_burst_of_several_tenants_nearly_everybody_refused_is_told_the_truth() -> None:
-    """From one moment on three tenants of different weight flood the queue, and a class above takes a fifth of the room.
+    """From one moment on three tenants of different weight flood the queue, a class above takes a fifth of the room.
     The truth: when the last began of what its tenant had waiting, those that gave up left out."""
     tenants = {"above": (1.0, 3.0), "flood": (2.0, 30.0), "fair": (2.0, 12.0), "free": (1.0, 6.0)}
     often = [rate for _, rate in tenants.values()]
