@@ -8,6 +8,7 @@ the host is the slower half, hence several lanes, each with a thread of its own.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANES = 8
-BUFFER = 16 << 20
+LANES = min(16, os.cpu_count() or 1)
+BUFFER = 8 << 20
 _PIECE = 4 * BUFFER
 """What one lane takes on at a time."""
 

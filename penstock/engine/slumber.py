@@ -1,6 +1,6 @@
 """Putting an engine to sleep and waking it: its process stays, its memory is free for others.
 
-On CUDA the weights move to pinned host memory and come back from there; the KV cache is forgotten. On CPU, where the
+On CUDA the weights move to host memory and come back from there; the KV cache is forgotten. On CPU, where the
 weights are in host memory already, and with several ranks, the whole engine is let go and loaded again when it is
 wanted: the checkpoint is in the page cache then. Either way what it has cached and counted starts anew.
 """

@@ -7,6 +7,7 @@ runs everything else of the CUDA path: the cut weights, the eager steps, tokens 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -24,9 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
+from penstock.engine import lanes  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
+from penstock.engine.memory_pages import Slabs  # noqa: E402
 from penstock.engine.parallel import groups, launch  # noqa: E402
 from penstock.engine.parallel.member import Member  # noqa: E402
 from penstock.engine.parking import park  # noqa: E402
@@ -147,10 +150,48 @@ def bench_sleep() -> Iterator[Row]:
         begin = time.perf_counter()
         parked = park(engine)
         slept = time.perf_counter()
+        graphs = [(item, list(sizes)) for item, sizes in parked.graphs]
         engine = parked.restore()
         woke = time.perf_counter()
+        for item, sizes in graphs:
+            item.forget()
+            for count in sizes:
+                item.capture(count)
+        torch.cuda.synchronize()
+        recorded = time.perf_counter() - woke
         yield f"8B falls asleep, {turn} time", (slept - begin) * 1e6, f"{size / (slept - begin) / 1e9:.1f} GB/s"
-        yield f"8B wakes, {turn} time", (woke - slept) * 1e6, f"{size / (woke - slept) / 1e9:.1f} GB/s with graphs"
+        yield (
+            f"8B wakes, {turn} time",
+            (woke - slept) * 1e6,
+            f"{size / (woke - slept - recorded) / 1e9:.1f} GB/s and {recorded * 1e3:.0f} ms for graphs",
+        )
+
+
+def tune_lanes() -> Iterator[Row]:
+    """Between the device and ordinary host memory: how many lanes, how large their buffers."""
+    if not ON_DEVICE:
+        return
+    device = torch.device("cuda")
+    there = torch.zeros(4 << 30, dtype=torch.uint8, device=device)
+    kind = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    large = kind.read_text().strip() if kind.exists() else "unknown"
+    for count, buffer in itertools.product((4, 8, 12, 16, 24), (4 << 20, 16 << 20)):
+        with (
+            patch.object(lanes, "LANES", count),
+            patch.object(lanes, "BUFFER", buffer),
+            patch.object(lanes, "_PIECE", 4 * buffer),
+        ):
+            here = Slabs().take(there.numel())
+            times = []
+            for carry in (lanes.to_host, lanes.to_host, lanes.to_device):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                carry([(there, here)], device)
+                times.append(time.perf_counter() - begin)
+            del here
+        fresh, again, back = (there.numel() / took / 1e9 for took in times)
+        words = f"{fresh:.1f} GB/s to fresh memory, {again:.1f} again, {back:.1f} back; large pages {large}"
+        yield f"{count} lanes, {buffer >> 20} MiB", sum(times) * 1e6, words
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["nccl"]:

@@ -13,10 +13,10 @@ import bisect
 from collections.abc import Callable, Sequence
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_WEIGHT_UP, _WEIGHT_DOWN = 0.2, 0.5
+_WEIGHT_UP, _WEIGHT_DOWN = 0.2, 0.7
 _OUTLIER = 3.0
 _UNKNOWN_SLOPE = 0.03
-"""Before anything is measured: what one token more adds, as a share of the step. Wrong guesses are corrected by use."""
+"""Beyond what is measured: what one token more adds at least, as a share of the step."""
 MARGIN = 1.03
 """Speculation must promise this much more than plain decoding."""
 
@@ -41,9 +41,19 @@ class StepCosts:
             weight = _WEIGHT_UP if seconds > old else _WEIGHT_DOWN
             self._seconds[size] = old + weight * (min(seconds, old * _OUTLIER) - old)
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest step measured; 0 before any."""
+        return self._known[-1] if self._known else 0
+
     def knows(self, tokens: int) -> bool:
-        """Whether steps of that size were themselves measured."""
-        return _bucket(tokens) in self._seconds
+        """Whether an estimate rests on steps of about that size: measured itself, between sizes not far apart, or
+        somewhat smaller than any measured."""
+        known, size = self._known, _bucket(tokens)
+        at = bisect.bisect_left(known, size)
+        if at == len(known):
+            return False
+        return known[at] == size or known[at] <= (4 * known[at - 1] if at else 2 * size)
 
     def estimate(self, tokens: int) -> float | None:
         """Seconds of a step of `tokens`; between and beyond measured sizes a straight line. None: nothing measured."""
@@ -58,8 +68,13 @@ class StepCosts:
             low, high = known[at - 1], known[at]
             share = (size - low) / (high - low)
             return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
-        nearest = known[0] if at == 0 else known[-1]
-        return self._seconds[nearest] * max(1.0 + _UNKNOWN_SLOPE * (size - nearest), 0.5)
+        if at == 0:
+            return self._seconds[known[0]] * max(1.0 - _UNKNOWN_SLOPE * (known[0] - size), 0.5)
+        last = self._seconds[known[-1]]
+        slope = _UNKNOWN_SLOPE * last
+        if len(known) > 1:
+            slope = max(slope, (last - self._seconds[known[-2]]) / (known[-1] - known[-2]))
+        return last + slope * (size - known[-1])
 
 
 def _bucket(tokens: int) -> int:

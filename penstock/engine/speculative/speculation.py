@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 _PATIENCE = 64
 _MOST_PATIENCE = 1024
 """Steps without speculation, though there were guesses, before a few are verified to see whether they pay by now."""
-_PROBE_STEPS, _PROBE_DEPTH = 4, 2
+_PROBE_STEPS, _PROBE_DEPTHS = 4, 2
+"""How many steps those are. They verify one guess, the next time two."""
 _STALE, _REMEASURED = 512, 4
 """After so many steps that verify, so many plain ones are taken to see what they cost by now."""
 _OBSERVED_SHARE = 8
@@ -87,6 +88,7 @@ class Speculation:
         self._steps = 0
         self._unused = 0
         self._patience = _PATIENCE
+        self._probe = 1
 
     def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
         """How many guesses to verify of which sequences in the next step."""
@@ -98,7 +100,9 @@ class Speculation:
         outlooks = [self._outlook(seq) for seq in decoding]
         if not any(most for _, most in outlooks):
             return {}
-        depths, factor = choose_depths(outlooks, len(decoding), self.most_tokens, plain_s, self._step_s(len(decoding)))
+        # Into sizes never seen in small strides: the first guesses must not be the dearest.
+        limit = min(self.most_tokens, 2 * max(self.verifying.largest, len(decoding)))
+        depths, factor = choose_depths(outlooks, len(decoding), limit, plain_s, self._step_s(len(decoding)))
         self.paying = factor >= MARGIN and not self.balance.losing
         if self.paying:
             self._unused = 0
@@ -108,11 +112,13 @@ class Speculation:
         self._unused += 1
         if self._unused < self._patience:
             return {}
+        probe = self._probe
         if self._unused == self._patience + _PROBE_STEPS:
             self._unused, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
+            self._probe = probe % _PROBE_DEPTHS + 1
             self.balance = Balance()
         index = max(range(len(outlooks)), key=lambda i: (outlooks[i][1] > 0, outlooks[i][0]))
-        most = min(_PROBE_DEPTH, outlooks[index][1], self.most_tokens - len(decoding))
+        most = min(probe, outlooks[index][1], self.most_tokens - len(decoding))
         return {decoding[index]: most}
 
     def propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:

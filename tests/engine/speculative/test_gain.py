@@ -80,6 +80,26 @@ def test_costs_are_learned_and_hiccups_hardly_matter() -> None:
     assert costs.estimate(64) > 2.0
 
 
+def test_costs_are_known_where_something_near_was_measured() -> None:
+    costs = StepCosts()
+    costs.observe(4, 1.0)
+    assert [size for size in range(1, 17) if costs.knows(size)] == [2, 3, 4]
+    costs.observe(16, 2.0)
+    assert [size for size in range(1, 33) if costs.knows(size)] == list(range(2, 17))
+    assert costs.largest == 16
+    assert costs.estimate(28) == pytest.approx(3.0), "as the last two went"
+
+
+def test_sizes_never_seen_are_entered_in_small_strides() -> None:
+    """Where every token costs as much as a step, the first guess must not be six."""
+    machine = _Machine(0.9, 0.9, overlap=False, base=0.0, slope=1.0)
+    seen: list[int] = []
+    observe = machine.speculation.plain.observe
+    machine.speculation.plain.observe = lambda tokens, seconds: (seen.append(tokens), observe(tokens, seconds))  # type: ignore[assignment,func-returns-value]
+    machine.steps(60, sequences=1)
+    assert max(seen) == 2 and seen.count(2) < 5
+
+
 def test_acceptance_starts_from_others_and_follows_its_own() -> None:
     everyone = Acceptance(0.5, decay=0.99)
     for _ in range(50):
