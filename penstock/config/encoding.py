@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.config.fields import setting
 from penstock.engine.config import DType
-from penstock.engine.encoder.config import EncoderEngineConfig
+from penstock.engine.encoder.config import EncoderEngineConfig, EncoderWeights
 
 DEFAULT_ENCODER = "minilm"
 
@@ -29,6 +29,11 @@ class EncoderConfig:
     wait_s: float = setting(30.0, doc="Seconds a request waits for it to start before it gets 503.", least=0)
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
     dtype: DType = setting("auto", doc="Type of weights and activations; auto is float32.")  # noqa: RUF009
+    weights: EncoderWeights = setting(  # noqa: RUF009
+        "auto",
+        doc="int8: products in 8 bits on CPU, about twice as fast, with vectors that differ in the fourth digit of "
+        "their cosine. auto is dense.",
+    )
     max_model_len: int | None = setting(
         None, doc="Longest text in tokens; what the model was trained for when not set.", least=3, example="512"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 
 import pytest
 
 from penstock.knowledge.model import UnreadableDocument
-from penstock.knowledge.reading import Extracted, media_type_of, read
+from penstock.knowledge.reading import Extracted, blocks, media_type_of, read
 from penstock.knowledge.reading.process import ReaderProcess
 from tests.knowledge.files import make_pdf
 
@@ -132,6 +133,36 @@ def test_charsets() -> None:
 )
 def test_media_types(said: str, name: str, kind: str | None) -> None:
     assert media_type_of(said, name) == kind
+
+
+def pdf_bomb(size: int) -> bytes:
+    """A page whose content is compressed a thousandfold: `size` times the same word."""
+    content = zlib.compress(b"BT /F1 12 Tf " + b"(lorem ipsum dolor) Tj T* " * size + b"ET")
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 800] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\nendstream" % (len(content), content),
+    ]
+    body = b"%PDF-1.4\n" + b"".join(b"%d 0 obj\n%s\nendobj\n" % (n, one) for n, one in enumerate(objects, start=1))
+    return body + b"trailer << /Root 1 0 R /Size 5 >>\nstartxref\n0\n%%EOF\n"
+
+
+def test_what_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "lorem ipsum" in read(pdf_bomb(3), "application/pdf").text
+    monkeypatch.setattr(blocks, "MOST_TEXT", 10_000)
+    for body, kind in (
+        (pdf_bomb(1000), "application/pdf"),
+        (b"<p>word " * 3000, "text/html"),
+        (b"w" * 10_001, "text/plain"),
+    ):
+        with pytest.raises(UnreadableDocument, match="cut it into parts"):
+            read(body, kind)
+    monkeypatch.setattr(blocks, "MOST_BLOCKS", 100)
+    for body, kind in ((b"a\n\n" * 101, "text/plain"), (b"# a\n" * 101, "text/markdown"), (b"<p>a" * 101, "text/html")):
+        with pytest.raises(UnreadableDocument, match="cut it into parts"):
+            read(body, kind)
 
 
 async def test_the_reading_process_survives_what_it_is_sent() -> None:

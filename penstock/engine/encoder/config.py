@@ -11,6 +11,7 @@ from penstock.engine.config import DType
 from penstock.errors import CheckpointError
 
 Pooling = Literal["mean", "cls"]
+EncoderWeights = Literal["auto", "dense", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class EncoderEngineConfig:
     """`auto` takes CUDA when there is one with memory left, for language models take nearly all of it."""
     dtype: DType = "auto"
     """`auto`: float32, so that vectors computed on any machine can be compared."""
+    weights: EncoderWeights = "auto"
+    """`int8`: weights, and what they are multiplied with, in 8 bits by the native CPU kernels. `auto` is dense."""
     max_model_len: int | None = None
     """Longest text in tokens; what the checkpoint was made for when not set."""
     token_budget: int | None = None

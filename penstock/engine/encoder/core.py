@@ -18,9 +18,10 @@ from torch import Tensor
 
 from penstock.engine.device import pick_device
 from penstock.engine.encoder.config import EncoderEngineConfig, read_shape
-from penstock.engine.encoder.model import Encoder, Packed, build_encoder
+from penstock.engine.encoder.model import Encoder, MakeProduct, Packed, Product, build_encoder, dense
 from penstock.engine.encoder.queue import Item, Job, TextQueue
 from penstock.engine.encoder.request import EncodeOutput, EncodeRequest, Encoding
+from penstock.engine.kernels import cpu
 from penstock.engine.kernels.interface import torch_dtype
 from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.part import Phases, Progress
@@ -205,7 +206,8 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
     with phases("weights"):
         checkpoint = open_checkpoint(config.model)
         shape = read_shape(Path(config.model), checkpoint.config)
-        encoder = build_encoder(checkpoint, shape, device, dtype)
+        product = int8_product(device, dtype, threads) if config.weights == "int8" else dense
+        encoder = build_encoder(checkpoint, shape, device, dtype, product)
     longest = config.max_model_len or shape.max_model_len
     if longest > shape.positions:
         raise ConfigError(f"max_model_len {longest} is more than the {shape.positions} positions of this encoder")
@@ -232,6 +234,23 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
     with phases("warm up"):
         encoder.warm_up()
     return engine
+
+
+def int8_product(device: torch.device, dtype: torch.dtype, threads: int) -> MakeProduct:
+    """Linears in 8 bits, weights by blocks of 32 inputs and activations by token and block."""
+    kernels = cpu.load(threads) if device.type == "cpu" and dtype is torch.float32 else None
+    if kernels is None:
+        raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
+    handle = kernels.handle
+
+    def make(weight: Tensor, bias: Tensor) -> Product:
+        if not cpu.QuantLinear.supports(tuple(weight.shape)):
+            return dense(weight, bias)
+        linear = cpu.QuantLinear.from_float(handle, weight, bias, bits=8)
+        linear.digits = 1
+        return linear
+
+    return make
 
 
 def _device(name: str) -> torch.device:

@@ -40,13 +40,23 @@ class Norm:
     bias: Tensor
 
 
+Product = Callable[[Tensor], Tensor]
+"""[tokens, in] to [tokens, out]."""
+MakeProduct = Callable[[Tensor, Tensor], Product]
+"""From W [out, in] and b."""
+
+
+def dense(weight: Tensor, bias: Tensor) -> Product:
+    return Linear(weight.t().contiguous(), bias)
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    qkv: Linear
-    out: Linear
+    qkv: Product
+    out: Product
     attention_norm: Norm
-    up: Linear
-    down: Linear
+    up: Product
+    down: Product
     output_norm: Norm
 
 
@@ -54,8 +64,8 @@ class EncoderLayer:
 class ScoreHead:
     """A cross-encoder's: the first token's state through the pooler to one number."""
 
-    pooler: Linear
-    classifier: Linear
+    pooler: Product
+    classifier: Product
 
     def __call__(self, first: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(first))).squeeze(-1)
@@ -170,15 +180,21 @@ class Encoder:
         return mixed.reshape(qkv.shape[0], self.shape.hidden)
 
 
-def build_encoder(checkpoint: Checkpoint, shape: EncoderShape, device: torch.device, dtype: torch.dtype) -> Encoder:
-    """Read the weights and put them where they are used."""
+def build_encoder(
+    checkpoint: Checkpoint,
+    shape: EncoderShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    product: MakeProduct = dense,
+) -> Encoder:
+    """Read the weights and put them where they are used; `product` makes the layers' linears of them."""
     read = _reader(checkpoint, device, dtype)
 
-    def linear(*names: str) -> Linear:
+    def linear(*names: str, make: MakeProduct = product) -> Product:
         """Several of them side by side, as one."""
         weights = [read(f"{name}.weight") for name in names]
         biases = [read(f"{name}.bias") for name in names]
-        return Linear(torch.cat(weights).t().contiguous(), torch.cat(biases))
+        return make(torch.cat(weights), torch.cat(biases))
 
     def norm(name: str) -> Norm:
         return Norm(read(f"{name}.weight"), read(f"{name}.bias"))
@@ -199,7 +215,7 @@ def build_encoder(checkpoint: Checkpoint, shape: EncoderShape, device: torch.dev
     words, positions, segments = (
         read(f"embeddings.{name}_embeddings.weight") for name in ("word", "position", "token_type")
     )
-    head = ScoreHead(linear("pooler.dense"), linear("classifier")) if shape.scores else None
+    head = ScoreHead(linear("pooler.dense", make=dense), linear("classifier", make=dense)) if shape.scores else None
     return Encoder(shape, (words, positions, segments), norm("embeddings.LayerNorm"), layers, head)
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from penstock.knowledge.model import UnreadableDocument
+
 Kind = Literal["heading", "prose", "lines"]
 
 
@@ -28,6 +30,19 @@ class Extracted(msgspec.Struct, array_like=True):
     title: str = ""
 
 
+MOST_TEXT = 32 * 2**20
+"""Characters of a document. A file that unfolds to more was made to do harm, or cannot be searched anyway."""
+MOST_BLOCKS = 200_000
+
+
+def bounded(text: int, blocks: int) -> None:
+    """Refuses what is larger than any document is read."""
+    if text > MOST_TEXT or blocks > MOST_BLOCKS:
+        raise UnreadableDocument(
+            f"The document holds more than {MOST_TEXT:,} characters or {MOST_BLOCKS:,} paragraphs; cut it into parts."
+        )
+
+
 class BlockWriter:
     """Collects pieces of text as blocks, for readers whose text is not a range of their input."""
 
@@ -43,6 +58,7 @@ class BlockWriter:
         self._parts += (text, "\n\n")
         self._length += len(text) + 2
         self.blocks.append(Block(kind, start, start + len(text), level, page))
+        bounded(self._length, len(self.blocks))
 
     def extracted(self, title: str = "") -> Extracted:
         return Extracted("".join(self._parts), self.blocks, title)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from penstock.knowledge.model import UnreadableDocument
-from penstock.knowledge.reading.blocks import Extracted
+from penstock.knowledge.reading.blocks import Extracted, bounded
 from penstock.knowledge.reading.html import read_html
 from penstock.knowledge.reading.markdown import read_markdown
 from penstock.knowledge.reading.pdf import read_pdf
@@ -56,6 +56,7 @@ def read(body: bytes, media_type: str, charset: str = "") -> Extracted:
     if media_type == PDF:
         return read_pdf(body)
     found = _READERS[media_type](_decode(body, media_type, charset))
+    bounded(len(found.text), len(found.blocks))
     if not found.blocks:
         raise UnreadableDocument("The document holds no text.")
     return found

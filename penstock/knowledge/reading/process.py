@@ -13,6 +13,8 @@ from penstock.knowledge.reading.blocks import Extracted
 from penstock.knowledge.reading.worker import HEADER, Result, Task, frame
 
 TIME_LIMIT_S = 60.0
+MOST_ANSWER = 512 * 2**20
+"""Bytes of an answer; the process itself holds to much less."""
 IDLE_S = 30.0
 _results = msgspec.msgpack.Decoder(Result)
 
@@ -84,4 +86,6 @@ async def _exchange(process: asyncio.subprocess.Process, task: Task) -> Result:
     process.stdin.write(frame(task))
     await process.stdin.drain()
     size = int.from_bytes(await process.stdout.readexactly(HEADER), "big")
+    if size > MOST_ANSWER:
+        raise ConnectionError("an answer of no possible size")
     return _results.decode(await process.stdout.readexactly(size))

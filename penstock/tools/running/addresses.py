@@ -22,6 +22,8 @@ from penstock.tools.running.model import ToolError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 R = TypeVar("R")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PUBLIC_6 = ipaddress.ip_network("2000::/3")
+"""All that is given out of IPv6. What lies outside is local, obsolete (site-local, IPv4-compatible) or not in use."""
 
 
 class Addresses:
@@ -40,7 +42,7 @@ class Addresses:
             return self.allows(inner)
         if any(address in network for network in self._allowed):
             return True
-        return address.is_global and not address.is_multicast
+        return address.is_global and not address.is_multicast and (address.version == 4 or address in _PUBLIC_6)
 
     async def resolve(self, host: str, port: int) -> str:
         """An address of `host` that may be connected to."""

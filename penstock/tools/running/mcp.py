@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ FRESH_S = 60.0
 """How long its list of functions is believed."""
 RETRY_S = 2.0
 _PAGES = 16
+_FRAMING = 16
+"""Times as many bytes may come over HTTP as a result may have: JSON escapes, events and other messages take room."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -133,8 +135,11 @@ def stdio(command: Sequence[str], env: Mapping[str, str]) -> Connect:
     return connect
 
 
-def streamable_http(url: str, headers: Mapping[str, str], addresses: Addresses, timeout_s: float) -> Connect:
-    """A server at a URL, at an address that was checked."""
+def streamable_http(
+    url: str, headers: Mapping[str, str], addresses: Addresses, *, timeout_s: float, most_bytes: int
+) -> Connect:
+    """A server at a URL, at an address that was checked. What it answers to a request is bounded and not compressed,
+    which would hide its size."""
     _check_library()
 
     @asynccontextmanager
@@ -142,6 +147,21 @@ def streamable_http(url: str, headers: Mapping[str, str], addresses: Addresses, 
         import httpx2
         import mcp
         from mcp.client.streamable_http import streamable_http_client
+
+        class Bounded(httpx2.AsyncByteStream):
+            def __init__(self, stream: Any) -> None:
+                self._stream = stream
+
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                left = _FRAMING * most_bytes
+                async for part in self._stream:
+                    left -= len(part)
+                    if left < 0:
+                        raise httpx2.ReadError(f"the server sent more than {_FRAMING * most_bytes:,} bytes")
+                    yield part
+
+            async def aclose(self) -> None:
+                await self._stream.aclose()
 
         class Pinned(httpx2.AsyncBaseTransport):
             """As `PinnedTransport`, for the library that MCP uses."""
@@ -151,12 +171,19 @@ def streamable_http(url: str, headers: Mapping[str, str], addresses: Addresses, 
 
             async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
                 await addresses.pin(request)
-                return await self._inner.handle_async_request(request)
+                response = await self._inner.handle_async_request(request)
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    await response.aclose()
+                    raise httpx2.DecodingError("the server sent a compressed answer, which was not asked for")
+                if request.method == "POST":
+                    response.stream = Bounded(response.stream)
+                return response
 
             async def aclose(self) -> None:
                 await self._inner.aclose()
 
-        client = httpx2.AsyncClient(transport=Pinned(), headers=dict(headers), timeout=timeout_s, trust_env=False)
+        asked = {"accept-encoding": "identity", **headers}
+        client = httpx2.AsyncClient(transport=Pinned(), headers=asked, timeout=timeout_s, trust_env=False)
         async with client, mcp.Client(streamable_http_client(url, http_client=client)) as session:
             yield session
 

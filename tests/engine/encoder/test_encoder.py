@@ -84,6 +84,17 @@ def test_minilm_gives_the_reference_vectors(encoder_model: Path) -> None:
         assert np.abs(row - expected.numpy()).max() < 1e-5
 
 
+def test_eight_bits_give_nearly_the_same_vectors(encoder_model: Path) -> None:
+    ids = load_encoder_text(encoder_model).encode(
+        ["The cat sits outside.", "x", "How do I read a file line by line?", "Quarterly revenue rose by 12%. " * 18]
+    )
+    exact = numbers(load(encoder_model), ids).reshape(len(ids), -1)
+    rounded = numbers(load(encoder_model, weights="int8"), ids).reshape(len(ids), -1)
+    assert (exact * rounded).sum(axis=1).min() > 0.999 and not np.array_equal(exact, rounded)
+    with pytest.raises(ConfigError, match="float32 beside them"):
+        load(encoder_model, weights="int8", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("budget", [1, 16, 4096])
 def test_sentences_equal_the_reference_in_batches_of_any_size(

@@ -177,6 +177,11 @@ def crash() -> str:
     os._exit(3)
 
 @server.tool()
+def big(size: int) -> str:
+    """Much to read."""
+    return "x" * size
+
+@server.tool()
 def secret() -> str:
     """What the environment holds."""
     return os.environ.get("DESK_TOKEN", "nothing") + os.environ.get("HIDDEN", "")

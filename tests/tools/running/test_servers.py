@@ -169,7 +169,7 @@ async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPat
     registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=1)])
     try:
         functions = {function.name: function for function in (await registry.available("acme"))["desk"]}
-        assert set(functions) == {"add", "sleep", "fail", "crash", "secret"}
+        assert set(functions) == {"add", "sleep", "fail", "crash", "big", "secret"}
         assert functions["add"].description == "Add two numbers." and functions["add"].parameters
         assert await call(registry, "desk.add", a=2, b=3) == ("5", True)
         assert await call(registry, "desk.secret") == ("t0ken", True)
@@ -222,6 +222,13 @@ async def test_an_mcp_server_over_http_at_a_checked_address() -> None:
             except OSError:
                 await asyncio.sleep(0.05)
         assert await call(allowed, "desk.add", a=20, b=22) == ("42", True)
+        text, ok = await call(allowed, "desk.big", size=200_000)
+        assert ok and text.endswith("[cut: the result has 200,000 bytes]") and len(text) < 33_000
+        try:  # more than can be held: the connection ends, the process does not grow
+            assert not (await call(allowed, "desk.big", size=4_000_000))[1]
+        except ToolError:
+            await asyncio.sleep(RETRY_S)
+        assert await call(allowed, "desk.add", a=1, b=1) == ("2", True)
         with pytest.raises(ToolError):
             await refused.offers("acme", ["desk"])
         await allowed.close()
