@@ -68,9 +68,9 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
                 timeout_s=self.timeout_s,
                 most_bytes=self.max_bytes,
             )
-        bounds = {"timeout_s": self.timeout_s, "most_bytes": self.max_bytes}
-        connect = streamable_http(self.mcp_url, self.headers, addresses, **bounds)
-        return McpTools(self.name, connect, **bounds)
+        timeout_s, most_bytes = self.timeout_s, self.max_bytes
+        connect = streamable_http(self.mcp_url, self.headers, addresses, timeout_s=timeout_s, most_bytes=most_bytes)
+        return McpTools(self.name, connect, timeout_s=timeout_s, most_bytes=most_bytes)
 
 
 def of_config(config: ToolServerConfig, environ: Mapping[str, str] = os.environ) -> ToolSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
@@ -224,10 +225,9 @@ async def test_an_mcp_server_over_http_at_a_checked_address() -> None:
         assert await call(allowed, "desk.add", a=20, b=22) == ("42", True)
         text, ok = await call(allowed, "desk.big", size=200_000)
         assert ok and text.endswith("[cut: the result has 200,000 bytes]") and len(text) < 33_000
-        try:  # more than can be held: the connection ends, the process does not grow
+        with contextlib.suppress(ToolError):  # more than is taken: the connection ends
             assert not (await call(allowed, "desk.big", size=4_000_000))[1]
-        except ToolError:
-            await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(RETRY_S)
         assert await call(allowed, "desk.add", a=1, b=1) == ("2", True)
         with pytest.raises(ToolError):
             await refused.offers("acme", ["desk"])
