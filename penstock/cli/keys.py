@@ -15,8 +15,17 @@ from penstock.cli.options import ConfigFile, Settings
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.identity import IdentityStore, Key
+    from penstock.identity.allowance import Allowance, AllowanceChange
 
 T = TypeVar("T")
+OwnLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help="A limit of its own, such as daily_budget=5; none takes it away. May be repeated.",
+    ),
+]
 
 keys = typer.Typer(
     name="keys",
@@ -31,6 +40,10 @@ keys = typer.Typer(
         penstock keys create --tenant acme --user ann --expires 30d
 
         penstock keys create --scope admin --scope metrics
+
+        penstock keys create --tenant acme --limit requests_per_minute=30 --limit daily_budget=2.5
+
+        penstock keys update psk_1a2B3c4D --limit daily_budget=none
 
         penstock keys list
 
@@ -49,6 +62,8 @@ tenants = typer.Typer(
 
         penstock tenants update acme --tier free
 
+        penstock tenants update acme --limit monthly_budget=500 --limit tokens_per_minute=none
+
         penstock tenants list
     """,
 )
@@ -65,17 +80,21 @@ def create_key(
         list[str] | None, typer.Option(help="inference, admin or metrics; may be repeated. Default: inference.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="How long it works: 12h, 30d, 8w; for ever by default.")] = None,
+    limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Make a key and print it. It is shown this once; only its beginning and a hash are kept."""
     expires_at = None if expires is None else time.time() + _seconds(expires)
+    limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> str:
         if not await store.tenants(tenant):
             await store.create_tenant(tenant)
         scopes: Any = tuple(scope or ("inference",))
-        _, minted = await store.create_key(tenant, user=user, name=name, scopes=scopes, expires_at=expires_at)
+        _, minted = await store.create_key(
+            tenant, user=user, name=name, scopes=scopes, expires_at=expires_at, limits=_none().changed(limits)
+        )
         return minted.text
 
     text = _with_store(config_file, settings, work)
@@ -96,11 +115,30 @@ def list_keys(
     async def work(config: Config, store: IdentityStore) -> list[Key]:
         return await store.keys(tenant)
 
-    table = Table("key", "tenant", "user", "name", "scopes", "made", "state", box=None, pad_edge=False)
+    table = Table("key", "tenant", "user", "name", "scopes", "made", "state", "limits", box=None, pad_edge=False)
     for key in _with_store(config_file, settings, work):
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
-        table.add_row(key.id, key.tenant, key.user, key.name, " ".join(key.scopes), made, _state(key))
+        table.add_row(
+            key.id, key.tenant, key.user, key.name, " ".join(key.scopes), made, _state(key), _shown(key.limits)
+        )
     Console().print(table)
+
+
+@keys.command("update")
+def update_key(
+    key: Annotated[str, typer.Argument(help="The key's beginning, as `keys list` shows it.")],
+    name: Annotated[str | None, typer.Option(help="A note to recognize it by.")] = None,
+    limit: OwnLimits = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Change a key's name or limits. Running gateways notice within seconds."""
+    limits = _limits(limit)
+
+    async def work(config: Config, store: IdentityStore) -> Key:
+        return await store.update_key(key, name=name, limits=limits)
+
+    typer.echo(f"{key}: {_shown(_with_store(config_file, settings, work).limits) or 'no limits of its own'}")
 
 
 @keys.command("revoke")
@@ -125,14 +163,16 @@ def create_tenant(
     id: Annotated[str, typer.Argument(help="Short name, used in keys and accounts.")],
     name: Annotated[str, typer.Option(help="Name for people.")] = "",
     tier: Annotated[str, typer.Option(help="Tier of the configuration; its default when empty.")] = "",
+    limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Make a tenant."""
+    limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
-        await store.create_tenant(id, name=name, tier=tier)
+        await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits))
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} made; its first key: penstock keys create --tenant {id}")
@@ -144,14 +184,16 @@ def update_tenant(
     name: Annotated[str | None, typer.Option(help="Name for people.")] = None,
     tier: Annotated[str | None, typer.Option(help="Tier of the configuration.")] = None,
     disable: Annotated[bool | None, typer.Option("--disable/--enable", help="Whether its keys stop working.")] = None,
+    limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Change a tenant's name or tier, or switch it off."""
+    """Change a tenant's name, tier or limits, or switch it off. Running gateways notice within seconds."""
+    limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
-        await store.update_tenant(id, name=name, tier=tier, disabled=disable)
+        await store.update_tenant(id, name=name, tier=tier, disabled=disable, limits=limits)
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} changed")
@@ -166,11 +208,17 @@ def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> N
     async def work(config: Config, store: IdentityStore) -> list[tuple[str, ...]]:
         default = config.auth.default_tier
         return [
-            (tenant.id, tenant.name, tenant.tier or default, "disabled" if tenant.disabled else "active")
+            (
+                tenant.id,
+                tenant.name,
+                tenant.tier or default,
+                "disabled" if tenant.disabled else "active",
+                _shown(tenant.limits),
+            )
             for tenant in await store.tenants()
         ]
 
-    table = Table("tenant", "name", "tier", "state", box=None, pad_edge=False)
+    table = Table("tenant", "name", "tier", "state", "limits", box=None, pad_edge=False)
     for row in _with_store(config_file, settings, work):
         table.add_row(*row)
     Console().print(table)
@@ -214,6 +262,38 @@ def _check_tier(config: Config, tier: str | None) -> None:
     names = [entry.name for entry in config.tiers]
     if tier and tier not in names:
         raise ConfigError(f"there is no tier {tier!r}; the configuration has {', '.join(names)}")
+
+
+def _limits(given: list[str] | None) -> AllowanceChange | None:
+    import msgspec
+
+    from penstock.errors import ConfigError
+    from penstock.identity.allowance import AllowanceChange
+
+    if not given:
+        return None
+    named: dict[str, str | None] = {}
+    for entry in given:
+        name, separator, value = entry.partition("=")
+        if not separator:
+            raise ConfigError(f"--limit {entry}: write NAME=VALUE, for example daily_budget=5, or NAME=none")
+        named[name] = None if value == "none" else value
+    try:
+        return msgspec.convert(named, AllowanceChange, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--limit: {error}; there are {', '.join(AllowanceChange.__struct_fields__)}") from error
+
+
+def _none() -> Allowance:
+    from penstock.identity.allowance import NO_ALLOWANCE
+
+    return NO_ALLOWANCE
+
+
+def _shown(limits: Allowance) -> str:
+    import msgspec
+
+    return " ".join(f"{name}={value:g}" for name, value in msgspec.to_builtins(limits).items())
 
 
 def _seconds(text: str) -> float:

@@ -1,8 +1,8 @@
 """The ASGI application: every request becomes an `Exchange`, every failure one OpenAI-shaped error.
 
-FastAPI holds the routes and writes `/docs` and `/openapi.json`; the paths that carry the load are looked up in
-a dictionary first and never enter it. There is no middleware: ids, errors, metrics and the request log are all
-in `App`, so that there is one place where an answer can come from.
+FastAPI holds the routes and writes `/openapi.json`, of which `/docs` is made; the paths that carry the load are looked
+up in a dictionary first and never enter it. There is no middleware: ids, errors, metrics and the request log are all in
+`App`, so that there is one place where an answer can come from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 import penstock
 from penstock.gateway.cors import Cors
@@ -22,6 +22,7 @@ from penstock.gateway.endpoints import ENDPOINTS, Door, Endpoint
 from penstock.gateway.exchange import ClientGone, Exchange, Receive, Send, StalledReader
 from penstock.gateway.http.request import Message, Scope
 from penstock.gateway.openapi import openapi_of
+from penstock.gateway.reference import page
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.logging import log_request
@@ -154,6 +155,7 @@ class App:
             title="Penstock",
             version=penstock.__version__,
             description="OpenAI-compatible serving of language models.",
+            docs_url=None,
             redoc_url=None,
         )
 
@@ -181,6 +183,11 @@ class App:
 
         api.add_exception_handler(HTTPException, http_error)
         api.openapi = openapi_of(api, self._endpoints)  # type: ignore[method-assign]
+
+        async def reference() -> HTMLResponse:
+            return HTMLResponse(page(api.openapi()))
+
+        api.add_api_route("/docs", reference, include_in_schema=False)
         return api
 
     async def _answer_unrouted(self, exchange: Exchange, error: HTTPException) -> None:

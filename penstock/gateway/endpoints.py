@@ -70,12 +70,15 @@ from penstock.gateway.api.files import (
 )
 from penstock.gateway.api.health import live, ready
 from penstock.gateway.api.identity import (
+    KeyChange,
     KeyRequest,
     TenantChange,
     TenantRequest,
+    change_key,
     change_tenant,
     create_key,
     create_tenant,
+    get_tenant,
     list_keys,
     list_tenants,
     revoke_key,
@@ -428,8 +431,12 @@ ENDPOINTS = (
     Endpoint(
         "PATCH", "/v1/admin/tenants/{tenant}", change_tenant, "Change a tenant.", "Admin", TenantChange, scope="admin"
     ),
+    Endpoint(
+        "GET", "/v1/admin/tenants/{tenant}", get_tenant, "A tenant, its limits, what it spent.", "Admin", scope="admin"
+    ),
     Endpoint("GET", "/v1/admin/keys", list_keys, "The keys there are, without their secrets.", "Admin", scope="admin"),
     Endpoint("POST", "/v1/admin/keys", create_key, "Make a key.", "Admin", KeyRequest, scope="admin"),
+    Endpoint("PATCH", "/v1/admin/keys/{key}", change_key, "Change a key.", "Admin", KeyChange, scope="admin"),
     Endpoint("DELETE", "/v1/admin/keys/{key}", revoke_key, "Revoke a key.", "Admin", scope="admin"),
     Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),

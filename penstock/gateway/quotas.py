@@ -1,24 +1,27 @@
 """What a request takes of its caller's limits: reserved before it reaches an engine, settled with what it really used.
 
-The tier's numbers hold per tenant; entries under `limits` add others per user, key or model. A reservation counts the
-prompt and the most that may be generated; the rest is given back when the answer ends, however it ends.
+The tier's numbers hold per tenant, unless the tenant has some of its own; a key may have more, and entries under
+`limits` add others per user, key or model. A reservation counts the prompt and the most that may be generated; the rest
+is given back when the answer ends, however it ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.dialects import Dialect
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.metered import Metered
 from penstock.identity import Caller
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
 from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, RateLimitExceeded
@@ -99,8 +102,13 @@ class Quotas:
         tier = self._tiers.get(caller.tier)
         if tier is None or not caller.key:
             return None
-        fields = dataclasses.asdict(tier)
-        return {"tier": fields.pop("name"), **fields}
+        fields = {**dataclasses.asdict(tier), **_set(caller.limits)}
+        return {"tier": fields.pop("name"), **fields, **({"key": own} if (own := _set(caller.key_limits)) else {})}
+
+    def allowed(self, tier: str, own: Allowance) -> dict[str, Any]:
+        """The limits of a tenant: its own, and its tier's where it has none."""
+        rules = self._tiers.get(tier)
+        return {name: getattr(_either(own, rules), name) for name in Allowance.__struct_fields__}
 
     def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""
@@ -108,8 +116,11 @@ class Quotas:
         user = exchange.record.user_id or ""
         found: list[Limit] = []
         tier = self._tiers.get(caller.tier)
-        if tier is not None and caller.key:  # without keys there is nobody to tell apart
-            found += _limits(f"tenant:{caller.tenant}", tier)
+        if caller.key:  # without keys there is nobody to tell apart
+            if tier is not None or caller.limits is not NO_ALLOWANCE:
+                found += _limits(f"tenant:{caller.tenant}", _either(caller.limits, tier))
+            if caller.key_limits is not NO_ALLOWANCE:
+                found += _limits(f"key:{caller.tenant}:{caller.key}:own", caller.key_limits)
         for entry in self._limits:
             if (entry.tier and entry.tier != caller.tier) or (entry.tenant and entry.tenant != caller.tenant):
                 continue
@@ -123,8 +134,18 @@ class Quotas:
         return found
 
 
-def _limits(subject: str, source: TierConfig | LimitConfig) -> list[Limit]:
-    now = datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
+def _set(allowance: Allowance) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(allowance).items() if value is not None}
+
+
+def _either(own: Allowance, tier: TierConfig | None) -> TierConfig | Allowance:
+    """A tenant's limits: its own before its tier's."""
+    if tier is None or own is NO_ALLOWANCE:
+        return own if tier is None else tier
+    return dataclasses.replace(tier, **_set(own))
+
+
+def _limits(subject: str, source: TierConfig | LimitConfig | Allowance) -> list[Limit]:
     found: list[Limit] = []
     if source.requests_per_minute is not None:
         found.append(Limit(f"{subject}:requests", "requests", source.requests_per_minute, _MINUTE))
@@ -135,7 +156,7 @@ def _limits(subject: str, source: TierConfig | LimitConfig) -> list[Limit]:
     # Calendar periods: the date is part of the name, and the window long enough never to slide inside the period.
     for budget, period, days in ((source.daily_budget, "%Y-%m-%d", 2), (source.monthly_budget, "%Y-%m", 62)):
         if budget is not None:
-            name = f"{subject}:budget:{now.strftime(period)}"
+            name = f"{subject}:budget:{datetime.datetime.now(datetime.UTC).strftime(period)}"
             found.append(Limit(name, "budget", round(budget * NANOS), days * _DAY))
     return found
 

@@ -86,7 +86,8 @@ class KeyRing:
             raise AuthenticationError(f"The API key {key.id} is {'revoked' if key.revoked_at else 'expired'}.")
         if tenant.disabled:
             raise AuthenticationError(f"The tenant of API key {key.id} is disabled.")
-        return Caller(tenant.id, key.user, key.id, tenant.tier or self._default_tier, frozenset(key.scopes))
+        tier = tenant.tier or self._default_tier
+        return Caller(tenant.id, key.user, key.id, tier, frozenset(key.scopes), tenant.limits, key.limits)
 
     def refresh(self) -> None:
         """Ask the store again about everything: something was changed through this process."""

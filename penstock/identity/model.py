@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance
+
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: tuple[Scope, ...] = ("inference", "admin", "metrics")
 DEFAULT_TENANT = "default"
@@ -19,6 +21,8 @@ class Tenant:
     tier: str = ""
     disabled: bool = False
     created_at: float = 0.0
+    limits: Allowance = NO_ALLOWANCE
+    """Instead of the tier's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Key:
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    limits: Allowance = NO_ALLOWANCE
+    """Besides its tenant's."""
 
     def usable(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -49,6 +55,9 @@ class Caller:
     key: str = ""
     tier: str = ""
     scopes: frozenset[Scope] = field(default_factory=lambda: frozenset[Scope](("inference",)))
+    limits: Allowance = NO_ALLOWANCE
+    """Of the tenant, instead of its tier's."""
+    key_limits: Allowance = NO_ALLOWANCE
 
 
 OPEN_CALLER = Caller(DEFAULT_TENANT, scopes=frozenset(SCOPES))

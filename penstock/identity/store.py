@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
 from penstock.identity.model import SCOPES, Key, Scope, Tenant
 from penstock.identity.secrets import Minted, mint
 from penstock.storage import Database, Row
@@ -22,9 +23,13 @@ _VERSIONS = (
         "revoked_at DOUBLE PRECISION)",
         "CREATE INDEX IF NOT EXISTS keys_by_tenant ON keys (tenant)",
     ),
+    (
+        "ALTER TABLE tenants ADD COLUMN limits TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE keys ADD COLUMN limits TEXT NOT NULL DEFAULT ''",
+    ),
 )
-_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at"
-_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at"
+_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, k.limits"
+_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, t.limits"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
 
@@ -51,29 +56,39 @@ class IdentityStore:
     async def prepare(self) -> None:
         await self._database.migrate("identity", _VERSIONS)
 
-    async def create_tenant(self, id: str, *, name: str = "", tier: str = "") -> Tenant:
+    async def create_tenant(
+        self, id: str, *, name: str = "", tier: str = "", limits: Allowance = NO_ALLOWANCE
+    ) -> Tenant:
         _check_name(id, "tenant")
-        tenant = Tenant(id, name, tier, created_at=self._clock())
+        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits)
         made = await self._database.execute(
-            "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
+            "INSERT INTO tenants (id, name, tier, disabled, created_at, limits) VALUES (?, ?, ?, 0, ?, ?) "
             "ON CONFLICT (id) DO NOTHING",
-            tenant.id, tenant.name, tenant.tier, tenant.created_at,
+            tenant.id, tenant.name, tenant.tier, tenant.created_at, stored(limits),
         )  # fmt: skip
         if not made:
             raise IdentityError(f"tenant {id!r} exists already")
         return tenant
 
     async def update_tenant(
-        self, id: str, *, name: str | None = None, tier: str | None = None, disabled: bool | None = None
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        tier: str | None = None,
+        disabled: bool | None = None,
+        limits: AllowanceChange | None = None,
     ) -> Tenant:
         """Change what is given. The keys of a disabled tenant stop working."""
-        changed = await self._database.execute(
-            "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
-            "disabled = COALESCE(?, disabled) WHERE id = ?",
-            name, tier, None if disabled is None else int(disabled), id,
-        )  # fmt: skip
-        if not changed:
+        known = await self.tenants(id)
+        if not known:
             raise IdentityError(f"there is no tenant {id!r}")
+        await self._database.execute(
+            "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
+            "disabled = COALESCE(?, disabled), limits = COALESCE(?, limits) WHERE id = ?",
+            name, tier, None if disabled is None else int(disabled),
+            None if limits is None else stored(known[0].limits.changed(limits)), id,
+        )  # fmt: skip
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:
@@ -89,6 +104,7 @@ class IdentityStore:
         name: str = "",
         scopes: Sequence[Scope] = ("inference",),
         expires_at: float | None = None,
+        limits: Allowance = NO_ALLOWANCE,
     ) -> tuple[Key, Minted]:
         """A new key, and its text, which is not kept."""
         if user:
@@ -99,14 +115,27 @@ class IdentityStore:
         if not await self.tenants(tenant):
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
-        key = Key(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at)
+        key = Key(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
         await self._database.execute(
-            "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at, limits) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             key.id, minted.digest, key.tenant, key.user, key.name, " ".join(key.scopes), key.created_at,
-            key.expires_at,
+            key.expires_at, stored(limits),
         )  # fmt: skip
         return key, minted
+
+    async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> Key:
+        """Change what is given, of a key that still works."""
+        found = await self.find(id)
+        if found is None or found.key.revoked_at is not None:
+            raise IdentityError(f"there is no key {id!r} that still works")
+        await self._database.execute(
+            "UPDATE keys SET name = COALESCE(?, name), limits = COALESCE(?, limits) WHERE id = ?",
+            name, None if limits is None else stored(found.key.limits.changed(limits)), id,
+        )  # fmt: skip
+        changed = await self.find(id)
+        assert changed is not None, "keys are never deleted"
+        return changed.key
 
     async def revoke_key(self, id: str) -> bool:
         """Whether there was such a key, still usable."""
@@ -127,7 +156,7 @@ class IdentityStore:
         if not rows:
             return None
         row = rows[0]
-        return StoredKey(_key(row[:8]), row[8], _tenant(row[9:]))
+        return StoredKey(_key(row[:9]), row[9], _tenant(row[10:]))
 
     async def has_keys(self) -> bool:
         """Whether a key was ever made: revoking the last one does not open the doors."""
@@ -135,13 +164,13 @@ class IdentityStore:
 
 
 def _key(row: Row) -> Key:
-    id, tenant, user, name, scopes, created_at, expires_at, revoked_at = row
-    return Key(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at)
+    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits = row
+    return Key(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at, read(limits))
 
 
 def _tenant(row: Row) -> Tenant:
-    id, name, tier, disabled, created_at = row
-    return Tenant(id, name, tier, bool(disabled), created_at)
+    id, name, tier, disabled, created_at, limits = row
+    return Tenant(id, name, tier, bool(disabled), created_at, read(limits))
 
 
 def _check_name(name: str, what: str) -> None:

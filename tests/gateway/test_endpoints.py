@@ -211,6 +211,8 @@ async def test_documents(serving: Serving) -> None:
         page = await gateway.client.get("/docs")
         assert page.status_code == 200
         assert "x-request-id" in page.headers
+        assert "/v1/chat/completions" in page.text and "ChatRequest" in page.text
+        assert "http://" not in page.text and "https://" not in page.text and "<script" not in page.text, "it is whole"
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: Serving, text: TextModel) -> None:

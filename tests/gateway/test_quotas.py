@@ -123,3 +123,48 @@ async def test_two_gateways_share_limits_through_redis(serving: Serving, tmp_pat
 @pytest.mark.parametrize(("seconds", "shown"), [(0.02, "20ms"), (6.4, "6s"), (360.0, "6m0s"), (61.0, "1m1s")])
 def test_durations(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+async def test_limits_of_a_tenant_and_a_key_are_changed_while_it_runs(serving: Serving, tmp_path: Path) -> None:
+    tier = TierConfig(name="free", requests_per_minute=100, concurrent_requests=7)
+    async with serving(**settings(tmp_path, tier)) as running:
+        await sign_in(running)
+        client = running.client
+        key = (await client.get("/v1/admin/keys")).json()["data"][0]["id"]
+
+        async def change(path: str, **limits: Any) -> Any:
+            reply = await client.patch(f"/v1/admin/{path}", json={"limits": limits})
+            return reply.json() if reply.status_code == 200 else reply
+
+        assert (await change("tenants/acme", requests_per_minute=2))["limits"] == {"requests_per_minute": 2}
+        replies = [await running.chat(max_tokens=1) for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [200, 200, 429], "instead of the tier's 100"
+        assert (await change("tenants/acme", daily_budget=5.0))["limits"]["requests_per_minute"] == 2, "others stay"
+        shown = (await client.get("/v1/admin/tenants/acme")).json()
+        assert shown["allowed"] == {
+            "requests_per_minute": 2,
+            "tokens_per_minute": None,
+            "concurrent_requests": 7,
+            "daily_budget": 5.0,
+            "monthly_budget": None,
+        }
+        assert shown["spent"]["today"] == shown["spent"]["month"] > 0
+        assert (await client.get("/v1/models")).json()["data"][0]["limits"]["requests_per_minute"] == 2
+        await change("tenants/acme", requests_per_minute=None)
+        assert (await running.chat(max_tokens=1)).status_code == 200, "the tier's again"
+
+        await change(f"keys/{key}", daily_budget=0.0)
+        refused = await running.chat(max_tokens=1)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "insufficient_quota"
+        assert "budget of this key" in refused.json()["error"]["message"]
+        made = await client.post("/v1/admin/keys", json={"tenant": "acme", "limits": {"requests_per_minute": 1}})
+        other = {"authorization": f"Bearer {made.json()['key']}"}
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+        statuses = [(await client.post("/v1/completions", json=body, headers=other)).status_code for _ in range(2)]
+        assert statuses == [200, 429], "a key's hold for that key alone"
+
+        for wrong in ({"requests_per_minute": 0}, {"daily_budget": -1}, {"nothing": 1}, {"tokens_per_minute": "many"}):
+            assert (await change("tenants/acme", **wrong)).status_code == 400
+        assert (await change("tenants/nobody", daily_budget=1)).status_code == 404
+        assert (await change("keys/psk_nothing0", daily_budget=1)).status_code == 404
+        assert (await client.get("/v1/admin/tenants/nobody")).status_code == 404

@@ -187,7 +187,11 @@ async def test_keys_made_or_revoked_through_one_worker_hold_for_all_at_once(work
     # Changes made elsewhere would be seen after fresh_s, a minute here.
     key = await asyncio.to_thread(workers.key, "plain")
     assert {(await workers.ask(key)).status_code for _ in range(6)} == {200}
-    await asyncio.to_thread(httpx.delete, f"{workers.url}/v1/admin/keys/{key['x-key-id']}", headers=workers.admin)
+    where = f"{workers.url}/v1/admin/keys/{key['x-key-id']}"
+    one = {"limits": {"requests_per_minute": 1}}
+    await asyncio.to_thread(httpx.patch, where, json=one, headers=workers.admin)
+    assert [(await workers.ask(key)).status_code for _ in range(6)] == [200, *[429] * 5], "limits of its own, too"
+    await asyncio.to_thread(httpx.delete, where, headers=workers.admin)
     assert {(await workers.ask(key)).status_code for _ in range(6)} == {401}
 
 

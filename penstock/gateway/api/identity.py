@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,9 @@ from penstock.gateway.decoding import decode
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.service import Service
 from penstock.identity import IdentityStore, Key, Scope, Tenant
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.store import IdentityError
+from penstock.metering.prices import NANOS
 from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound
 from penstock.storage import DatabaseError
 
@@ -20,12 +23,15 @@ class TenantRequest(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     name: str = ""
     tier: str = ""
+    limits: Allowance = NO_ALLOWANCE
+    """Instead of the tier's."""
 
 
 class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     tier: str | None = None
     disabled: bool | None = None
+    limits: AllowanceChange | None = None
 
 
 class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,11 +41,19 @@ class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
     scopes: list[Scope] = msgspec.field(default_factory=lambda: ["inference"])
     expires_at: float | None = None
     """Seconds since 1970; null: never."""
+    limits: Allowance = NO_ALLOWANCE
+    """Besides those of its tenant."""
+
+
+class KeyChange(msgspec.Struct, forbid_unknown_fields=True):
+    name: str | None = None
+    limits: AllowanceChange | None = None
 
 
 _tenant_request = msgspec.json.Decoder(TenantRequest)
 _tenant_change = msgspec.json.Decoder(TenantChange)
 _key_request = msgspec.json.Decoder(KeyRequest)
+_key_change = msgspec.json.Decoder(KeyChange)
 
 
 async def list_tenants(service: Service, exchange: Exchange) -> None:
@@ -50,7 +64,9 @@ async def list_tenants(service: Service, exchange: Exchange) -> None:
 async def create_tenant(service: Service, exchange: Exchange) -> None:
     request = decode(_tenant_request, await exchange.body(service.settings.body_limit))
     _check_tier(service, request.tier)
-    made = await _guard(_store(service).create_tenant(request.id, name=request.name, tier=request.tier))
+    made = await _guard(
+        _store(service).create_tenant(request.id, name=request.name, tier=request.tier, limits=request.limits)
+    )
     service.identities_changed()
     await exchange.reply_json(_tenant(service, made))
 
@@ -58,12 +74,37 @@ async def create_tenant(service: Service, exchange: Exchange) -> None:
 async def change_tenant(service: Service, exchange: Exchange) -> None:
     request = decode(_tenant_change, await exchange.body(service.settings.body_limit))
     _check_tier(service, request.tier)
-    store, id = _store(service), exchange.path.rpartition("/")[2]
-    if not await _guard(store.tenants(id)):
-        raise NotFound(f"There is no tenant `{id[:128]}`.")
-    changed = await _guard(store.update_tenant(id, name=request.name, tier=request.tier, disabled=request.disabled))
+    known = await _known(service, exchange)
+    work = _store(service).update_tenant(
+        known.id, name=request.name, tier=request.tier, disabled=request.disabled, limits=request.limits
+    )
+    changed = await _guard(work)
     service.identities_changed()
     await exchange.reply_json(_tenant(service, changed))
+
+
+async def get_tenant(service: Service, exchange: Exchange) -> None:
+    """With what it may use, and what it has spent of its budgets."""
+    tenant = await _known(service, exchange)
+    now = datetime.datetime.now(datetime.UTC)
+    today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    spent: dict[str, float | None] = {"today": None, "month": None}
+    if service.accounts is not None:
+        for period, since in (("today", today), ("month", today.replace(day=1))):
+            totals = service.accounts.ledger.totals(since=since.timestamp(), tenant=tenant.id)
+            spent[period] = (await _guard(totals))[0].cost_nanos / NANOS
+    shown = _tenant(service, tenant)
+    await exchange.reply_json(
+        {**shown, "allowed": service.quotas.allowed(shown["tier"], tenant.limits), "spent": spent}
+    )
+
+
+async def _known(service: Service, exchange: Exchange) -> Tenant:
+    id = exchange.path.rpartition("/")[2]
+    found: list[Tenant] = await _guard(_store(service).tenants(id))
+    if not found:
+        raise NotFound(f"There is no tenant `{id[:128]}`.")
+    return found[0]
 
 
 async def list_keys(service: Service, exchange: Exchange) -> None:
@@ -80,10 +121,22 @@ async def create_key(service: Service, exchange: Exchange) -> None:
             name=request.name,
             scopes=request.scopes,
             expires_at=request.expires_at,
+            limits=request.limits,
         )
     )
     service.identities_changed()
     await exchange.reply_json({**_key(key), "key": minted.text})
+
+
+async def change_key(service: Service, exchange: Exchange) -> None:
+    request = decode(_key_change, await exchange.body(service.settings.body_limit))
+    store, id = _store(service), exchange.path.rpartition("/")[2]
+    found = await _guard(store.find(id))
+    if found is None or found.key.revoked_at is not None:
+        raise NotFound(f"There is no key `{id[:128]}` that still works.")
+    changed = await _guard(store.update_key(id, name=request.name, limits=request.limits))
+    service.identities_changed()
+    await exchange.reply_json(_key(changed))
 
 
 async def revoke_key(service: Service, exchange: Exchange) -> None:

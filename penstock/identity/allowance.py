@@ -1,0 +1,51 @@
+"""Limits that a tenant or a key has of its own, beside the tier's; kept with it in the store.
+
+A tenant's take the place of its tier's, one by one; a key's hold in addition, for that key alone. What is not set here
+says nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+Money = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+class Allowance(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+    daily_budget: Money | None = None
+    monthly_budget: Money | None = None
+
+    def changed(self, change: AllowanceChange | None) -> Allowance:
+        """With what `change` names set, or taken away."""
+        named = {} if change is None else msgspec.structs.asdict(change)
+        return msgspec.structs.replace(self, **{name: value for name, value in named.items() if value is not UNSET})
+
+
+class AllowanceChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is left out stays as it is; null takes a limit away."""
+
+    requests_per_minute: Count | UnsetType | None = UNSET
+    tokens_per_minute: Count | UnsetType | None = UNSET
+    concurrent_requests: Count | UnsetType | None = UNSET
+    daily_budget: Money | UnsetType | None = UNSET
+    monthly_budget: Money | UnsetType | None = UNSET
+
+
+NO_ALLOWANCE = Allowance()
+_decoder = msgspec.json.Decoder(Allowance)
+
+
+def stored(allowance: Allowance) -> str:
+    """As the store keeps it; nothing where nothing is set."""
+    return "" if allowance == NO_ALLOWANCE else msgspec.json.encode(allowance).decode()
+
+
+def read(text: str) -> Allowance:
+    return _decoder.decode(text) if text else NO_ALLOWANCE
