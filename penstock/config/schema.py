@@ -262,6 +262,10 @@ class StoreConfig:
         "process", doc="What charges survive. process: the end of any process, kill -9 too; a machine that loses power "
         "may lose the last 5 s. machine: that too, and every answer waits for the disk.",
     )  # fmt: skip
+    wait_s: float = setting(
+        5.0, doc="Seconds a request waits for the ledger to be written before it gets 503; new ones get it at once.",
+        least=0.1,
+    )  # fmt: skip
     keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is forgotten.", least=1)
     responses_per_tenant: int = setting(
         10_000, doc="Stored responses a tenant has at most; the oldest go first. 0: none are stored.", least=0

@@ -4,6 +4,9 @@ A charge is opened while the engine already works on the prompt; no token is del
 the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
 error, a drain) is settled with the tokens produced until it ended.
 
+Where the ledger cannot be written (its disk is full, its server away), a request that has got nothing yet is refused
+and free, and the end of one that has is kept here until it can be written.
+
 What a dead gateway left open is settled by whoever notices, with what the engine says it produced. An engine that knows
 nothing of a charge has been restarted since, or never saw it: then the count that the gateway noted last stands.
 """
@@ -23,10 +26,10 @@ import msgspec
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.metered import Metered
 from penstock.metering.counting import merged, usage_of
-from penstock.metering.journal import Journal
+from penstock.metering.journal import PATIENCE_S, Journal
 from penstock.metering.ledger import Charge, Ledger, OpenCharge, Settlement, cost_of
 from penstock.metering.prices import PriceBook, Usage
-from penstock.protocol.errors import ApiError
+from penstock.protocol.errors import ApiError, LedgerUnavailable
 from penstock.protocol.messages import Produced
 from penstock.protocol.tally import KEEP_S, group_of
 from penstock.routing.registry import Registry
@@ -45,7 +48,7 @@ _USER_LENGTH = 256
 class Account:
     """The charge of one request."""
 
-    __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled")
+    __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled", "_void")
 
     def __init__(
         self, journal: Journal, charge: Charge, generation: Metered, metrics: UsageMetrics | None = None
@@ -54,33 +57,54 @@ class Account:
         self._metrics = metrics
         self._charge = charge
         self._generation = generation
-        self._opened: asyncio.Future[None] | None = None
-        self._settled: asyncio.Future[None] | None = None
+        self._opened: asyncio.Future[bool] | None = None
+        self._settled: asyncio.Future[bool] | None = None
+        self._void = False
+        """It was never written, so it was refused."""
 
     def open(self) -> None:
         self._opened = self._journal.open(self._charge)
 
     async def opened(self) -> None:
-        """Returns when the charge is in the ledger."""
-        if self._opened is not None and not self._opened.done():
-            await asyncio.shield(self._opened)
+        """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
+        if self._opened is None:
+            return
+        written = self._opened.result() if self._opened.done() else await asyncio.shield(self._opened)
+        if not written:
+            self._void = True
+            raise LedgerUnavailable
 
     def note(self) -> None:
         self._journal.note(self._charge.id, self._generation.cached_tokens, self._generation.completion_tokens)
 
-    def settle(self, finish_reason: str) -> asyncio.Future[None]:
-        """Write the end of the charge, once; the first reason stands."""
+    async def ended(self, finish_reason: str) -> None:
+        """Write the end of the charge; returns when that is done, or is left to be done when it can be. Raises
+        `LedgerUnavailable` when not even its beginning could be written."""
+        if await self.settle(finish_reason) or self._opened is None:
+            return
+        if not (self._opened.done() and self._opened.result()):
+            self._void = True
+            assert self._settled is not None
+            self._journal.amend(self._settled, self._settlement(finish_reason))
+            raise LedgerUnavailable
+
+    def settle(self, finish_reason: str) -> asyncio.Future[bool]:
+        """Write the end of the charge, once; the first reason stands. Tells whether it was written in time."""
         if self._settled is None:
-            cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
-            charge, prompt = self._charge, self._generation.prompt_tokens
-            if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
-                charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
-            cost = cost_of(charge, cached, completion) if self._generation.billable else 0
-            settlement = Settlement(charge, time.time(), cached, completion, cost, finish_reason)
+            settlement = self._settlement(finish_reason)
             self._settled = self._journal.settle(settlement)
             if self._metrics is not None:
                 _count(self._metrics, settlement)
         return self._settled
+
+    def _settlement(self, finish_reason: str) -> Settlement:
+        cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
+        charge, prompt = self._charge, self._generation.prompt_tokens
+        if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
+            charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
+        pays = self._generation.billable and not self._void
+        cost = cost_of(charge, cached, completion) if pays else 0
+        return Settlement(charge, time.time(), cached, completion, cost, finish_reason)
 
 
 class LineAccount(Account):
@@ -92,11 +116,11 @@ class LineAccount(Account):
     def note(self) -> None:
         return
 
-    def settle(self, finish_reason: str) -> asyncio.Future[None]:
+    def settle(self, finish_reason: str) -> asyncio.Future[bool]:
         if self._settled is None:
             if not self._generation.complete:
                 self._settled = asyncio.get_running_loop().create_future()
-                self._settled.set_result(None)
+                self._settled.set_result(True)
                 return self._settled
             self.open()
         return super().settle(finish_reason)
@@ -113,14 +137,16 @@ class Accounts:
         metrics: UsageMetrics | None = None,
         *,
         dead_after_s: float = 20.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`dead_after_s`: a gateway that has not been seen for this long has died."""
+        """`dead_after_s`: a gateway that has not been seen for this long has died. `patience_s`: how long a request
+        waits for the ledger."""
         self.ledger = ledger
         self._metrics = metrics
         self.prices = prices
         self._registry = registry
         self._dead_after_s = dead_after_s
-        self.journal = Journal(ledger)
+        self.journal = Journal(ledger, patience_s=patience_s)
         self.gateway = uuid.uuid4().hex
         self._keeper: asyncio.Task[None] | None = None
 

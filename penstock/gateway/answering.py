@@ -169,7 +169,7 @@ async def complete(service: Service, exchange: Exchange, generation: Generation,
             if account is not None:
                 account.note()
         if account is not None:
-            await account.settle(generation.outcome or "stop")
+            await account.ended(generation.outcome or "stop")
     return "".join(parts)
 
 
@@ -181,7 +181,7 @@ async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer,
         if account is not None:
             account.note()
     if account is not None:
-        await account.settle(generation.outcome or "stop")
+        await account.ended(generation.outcome or "stop")
     began = monotonic()
     try:
         body = renderer.whole(pieces)
@@ -212,7 +212,7 @@ async def _stream(
                 account.note()
             if generation.all_shown:
                 if account is not None:
-                    await account.settle(generation.outcome or "stop")
+                    await account.ended(generation.outcome or "stop")
                 data += renderer.closing()
                 await renderer.before_end()
                 await exchange.end_stream(data)

@@ -62,7 +62,7 @@ async def metered(
         exchange.record.finish_reason = "stop"
         service.encoder_metrics.encoded(embedder.name, texts, tokens, time.monotonic() - begin)
         if account is not None:
-            await account.settle("stop")
+            await account.ended("stop")
         return result
     finally:
         exchange.timeline.note("encode", begin)

@@ -160,6 +160,7 @@ class Service:
                 self.registry,
                 self.metrics.usage,
                 dead_after_s=self.settings.gateway_timeout_s,
+                patience_s=self.settings.ledger_wait_s,
             )
             await self.accounts.start()
         await self.routes.start(self.database)

@@ -104,6 +104,7 @@ class GatewaySettings:
     keep_responses_s: float = 30 * 86400.0
     responses_per_tenant: int = 10_000
     gateway_timeout_s: float = 20.0
+    ledger_wait_s: float = 5.0
     """A gateway that shows no sign of life for this long has died."""
     default_tier: str = ""
     key_fresh_s: float = 5.0
@@ -213,6 +214,7 @@ class GatewaySettings:
             keep_responses_s=config.store.keep_responses_s,
             responses_per_tenant=config.store.responses_per_tenant,
             gateway_timeout_s=config.store.gateway_timeout_s,
+            ledger_wait_s=config.store.wait_s,
             default_tier=config.auth.default_tier,
             key_fresh_s=config.auth.fresh_s,
             key_grace_s=config.auth.grace_s,

@@ -257,7 +257,7 @@ class _Loop:
                         account.note()
                     yield pieces
                 if account is not None:
-                    await account.settle(generation.outcome or "stop")
+                    await account.ended(generation.outcome or "stop")
             finally:
                 self._totals.add(generation)
 

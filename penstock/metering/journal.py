@@ -1,8 +1,9 @@
 """Writing to the ledger from a gateway: many requests, few transactions, and nobody waits for more than his own entry.
 
-Entries gather while a transaction is under way and go together in the next one (group commit). The queue is bounded;
-what does not fit is refused at admission, before any token exists. While the store is away entries wait and are written
-when it is back; `lag_s` says how long the oldest has waited.
+Entries gather while a transaction is under way and go together in the next one (group commit). While the store is away,
+or its disk full, entries stay and are written when it is back; `lag_s` says how long the oldest has waited. Whoever
+waits for one is told after `patience_s` that it is not written yet, and from then on new charges are refused, before
+any token exists. So the queue is bounded, and nobody hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
-from penstock.protocol.errors import Overloaded
+from penstock.protocol.errors import LedgerUnavailable
 from penstock.storage import DatabaseError, Statement
 from penstock.storage.database import merged
 
@@ -24,18 +25,24 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 100_000
 MOST_TOGETHER = 1_000
 RETRY_S = 0.5
+PATIENCE_S = 5.0
 
 
 class Journal:
     """One per gateway process; `run` is its task."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ledger: Ledger, clock: Callable[[], float] = time.monotonic, *, patience_s: float = PATIENCE_S
+    ) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._waiting: deque[tuple[list[Statement], asyncio.Future[None], float]] = deque()
+        self._patience_s = patience_s
+        self._waiting: deque[tuple[list[Statement], asyncio.Future[bool], float]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle
+        """While a transaction is under way."""
         self.store_up = True
 
     def start(self) -> None:
@@ -60,23 +67,30 @@ class Journal:
     def lag_s(self) -> float:
         return self._clock() - self._waiting[0][2] if self._waiting else 0.0
 
-    def open(self, charge: Charge) -> asyncio.Future[None]:
-        """Done when the charge is in the ledger. Nothing may be delivered before."""
-        if len(self._waiting) >= MOST_WAITING:
-            raise Overloaded("The ledger cannot be written at the moment, so no new request is taken.", retry_after=2.0)
+    def open(self, charge: Charge) -> asyncio.Future[bool]:
+        """Whether the charge is in the ledger, when it is or has waited too long. Nothing may be delivered before."""
+        if len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s:
+            raise LedgerUnavailable
         return self._add(opened(charge))
 
-    def settle(self, settlement: Settlement) -> asyncio.Future[None]:
-        """Done when the end of the charge is in the ledger. Never refused: it was admitted."""
+    def settle(self, settlement: Settlement) -> asyncio.Future[bool]:
+        """The same for the end of the charge. Never refused: it was admitted."""
         self._progress.pop(settlement.charge.id, None)
         return self._add(settled(settlement))
+
+    def amend(self, written: asyncio.Future[bool], settlement: Settlement) -> None:
+        """Put another end in the place of one that has not been written."""
+        for index, (_, future, at) in enumerate(self._waiting):
+            if future is written:
+                self._waiting[index] = (settled(settlement), future, at)
+                return
 
     def note(self, id: str, cached_tokens: int, completion_tokens: int) -> None:
         """How far an open charge is; only the newest count matters, so it waits for the next transaction."""
         self._progress[id] = (cached_tokens, completion_tokens)
 
-    def _add(self, statements: list[Statement]) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _add(self, statements: list[Statement]) -> asyncio.Future[bool]:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((statements, future, self._clock()))
         self._wake.set()
         return future
@@ -98,16 +112,20 @@ class Journal:
         count = min(len(self._waiting), MOST_TOGETHER)
         notes = dict(self._progress)
         statements = [statement for index in range(count) for statement in self._waiting[index][0]]
+        self._late = asyncio.get_running_loop().call_later(self._patience_s, self._tell_late)
         try:
             # Repeating or reordering them changes nothing.
             await self._ledger.write([*merged(statements), *progressed(notes)])
         except Exception as error:
+            self._tell_late()
             if not isinstance(error, DatabaseError):
                 log.exception("writing to the ledger failed")  # the task must outlive it
             elif self.store_up:
                 log.error("the ledger cannot be written (%s); entries wait", error)
             self.store_up = False
             return False
+        finally:
+            self._late.cancel()
         if not self.store_up:
             log.info("the ledger is written again")
         self.store_up = True
@@ -117,5 +135,15 @@ class Journal:
         for _ in range(count):
             _, future, _ = self._waiting.popleft()
             if not future.done():
-                future.set_result(None)
+                future.set_result(True)
         return True
+
+    def _tell_late(self) -> None:
+        """Nobody waits any longer for what has not been written for so long."""
+        before = self._clock() - self._patience_s
+        for _, future, since in self._waiting:
+            if since > before:
+                break
+            if not future.done():
+                future.set_result(False)
+        self._late = asyncio.get_running_loop().call_later(RETRY_S, self._tell_late)  # until the write has ended

@@ -278,6 +278,15 @@ class KeyStoreUnavailable(ServiceUnavailable):
         super().__init__(message, retry_after=2.0)
 
 
+class LedgerUnavailable(ServiceUnavailable):
+    """What a request uses cannot be written down at the moment, so it gets nothing and pays nothing."""
+
+    code = "ledger_unavailable"
+
+    def __init__(self, message: str = "The ledger cannot be written at the moment; try again.") -> None:
+        super().__init__(message, retry_after=2.0)
+
+
 class EngineUnavailable(ServiceUnavailable):
     """No engine serves this model at the moment (starting, or restarting)."""
 

@@ -122,7 +122,8 @@ class SQLiteDatabase(Database):
                     break
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # a full disk has ended it already
+                connection.execute("ROLLBACK")
             raise
         self._transactions += 1
         if self._transactions % LOOK_EVERY == 0:

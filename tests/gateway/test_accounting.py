@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,33 @@ async def test_a_request_that_broke_off_before_its_first_token_is_free(
                 break
             await asyncio.sleep(0.02)
         assert (used["requests"], used["completion_tokens"], float(used["cost"])) == (1, 0, 0.0)
+
+
+async def test_while_the_ledger_cannot_be_written_new_requests_are_refused_and_free_and_begun_ones_end(
+    serving: Serving, tmp_path: Path, text: Any
+) -> None:
+    engine = ScriptedEngine(text, step_s=0.02)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with serving(engine, **settings(tmp_path, ledger_wait_s=0.4)) as running:
+        assert (await running.chat()).status_code == 200
+        price = float((await total(running))["cost"])
+        other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+        async with running.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as begun:
+            lines = begun.aiter_lines()
+            await anext(lines)
+            other.execute("BEGIN IMMEDIATE")
+            try:
+                assert [line async for line in lines if line][-1] == "data: [DONE]", "its charge is in the ledger"
+                refused = [await running.chat(stream=stream) for stream in (False, True, False)]
+            finally:
+                other.execute("ROLLBACK")
+                other.close()
+        assert {reply.status_code for reply in refused} == {503}
+        assert {reply.json()["error"]["code"] for reply in refused} == {"ledger_unavailable"}
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        for _ in range(100):
+            if (await running.chat()).status_code == 200:
+                break
+            await asyncio.sleep(0.05)
+        assert float((await total(running))["cost"]) == pytest.approx(3 * price), "three answers, and nothing else"
+        assert not await running.service.accounts.ledger.open_charges()  # type: ignore[union-attr]

@@ -40,6 +40,7 @@ EVERY = [
     (errors.KeyStoreUnavailable(), 503, "server_error", "key_store_unavailable"),
     (errors.EngineUnavailable("starting"), 503, "server_error", "engine_unavailable"),
     (errors.ModelAsleep("x"), 503, "server_error", "model_asleep"),
+    (errors.LedgerUnavailable(), 503, "server_error", "ledger_unavailable"),
     (errors.EngineLost(), 503, "server_error", "engine_lost"),
 ]
 
