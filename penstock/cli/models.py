@@ -11,7 +11,7 @@ from penstock.cli.admin import DEFAULT_URL, Key, Url, call
 
 app = typer.Typer(
     name="models",
-    help="List the models of a running server, put them to sleep and wake them.",
+    help="List the models of a running server, load and unload them, put them to sleep and wake them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -60,6 +60,63 @@ def wake(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
         penstock models wake smollm2-135m
     """
     _tell(name, "wake", url, key)
+
+
+@app.command()
+def load(
+    source: Annotated[str, typer.Argument(help="A known name, hf:ORG/NAME, a folder or a .gguf file of the server.")],
+    name: Annotated[str | None, typer.Option(help="What clients call it; made from the source by default.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key of models[N] in the configuration; may be repeated."),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """
+    Serve one more model, until it is unloaded or the server stops; returns when it answers.
+
+    Example:
+
+        penstock models load hf:Qwen/Qwen3-0.6B --name qwen --set max_model_len=4096 --set memory_share=0.3
+    """
+    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import wait as wait_for
+
+    import yaml
+
+    from penstock.cli.console import stderr
+    from penstock.errors import PenstockError
+
+    options = {}
+    for entry in option or ():
+        where, separator, value = entry.partition("=")
+        if not separator:
+            raise PenstockError(f"--set {entry}: write KEY=VALUE, for example max_model_len=4096")
+        options[where] = yaml.safe_load(value)
+    body = {"source": source, "options": options, **({"name": name} if name else {})}
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as thread, stderr().status("loading") as shown:
+        answer = thread.submit(call, "POST", url, key, "/models", body)
+        while not wait_for([answer], timeout=0.5).done:
+            for entry in call("GET", url, key, "/models")["data"]:
+                if entry["state"] == "loading":
+                    shown.update(f"{entry['id']}: {entry['phase']} {entry['fraction']:.0%}")
+        model = answer.result()
+    typer.echo(f"{model['id']}: {model['state']} after {time.monotonic() - begin:.1f} s")
+
+
+@app.command()
+def unload(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """
+    Let a model finish what it runs, then end its engines; clients do not find it any more.
+
+    Example:
+
+        penstock models unload qwen
+    """
+    call("DELETE", url, key, f"/models/{name}")
+    typer.echo(f"{name}: unloaded")
 
 
 def _tell(name: str, verb: str, url: str, key: str | None) -> None:

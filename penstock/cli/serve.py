@@ -48,9 +48,10 @@ def serve(
     from penstock.cli.reporting import ConsoleReporter
     from penstock.config import load
     from penstock.identity.doors import check_doors
+    from penstock.supervisor.catalogue import Catalogue
     from penstock.supervisor.control import Control
     from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import desk, replica, resolved, units
+    from penstock.supervisor.launch import desk, resolved, units
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.supervisor import Supervisor
@@ -91,7 +92,8 @@ def serve(
                 reporter=ConsoleReporter(console, config),
                 gateways_up=gateways_up,
             )
-            replicas = Replicas(supervisor, engines, lambda name, index: replica(config, folder, name, index))
+            catalogue = Catalogue(config, folder)
+            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue)
             async with Control(folder.control, replicas):
                 await supervisor.run()
 

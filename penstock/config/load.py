@@ -74,7 +74,7 @@ def check(root: Node) -> Config:
             ),
             remotes=tuple(dataclasses.replace(each, name=each.name or each.model) for each in config.remotes),
         )
-        problems = list(_conflicts(config))
+        problems = conflicts(config)
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -93,7 +93,16 @@ def _named(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, name=model.name or model_name(model.source), adapters=adapters)
 
 
-def _conflicts(config: Config) -> list[str]:
+def check_model(described: Mapping[str, Any]) -> ModelConfig:
+    """One model, described like an entry of `models`; ConfigError says what is wrong with it."""
+    try:
+        return check(parse_yaml(json.dumps({"models": [described]}), "model")).models[0]
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"models\[0\](\.|: )|^model:\d+: ", "", str(error), flags=re.MULTILINE)) from None
+
+
+def conflicts(config: Config) -> list[str]:
+    """What does not go together."""
     problems = [] if config.models else ["models: name at least one model to serve"]
     seen: dict[str, str] = {}
     for index, model in enumerate(config.models):

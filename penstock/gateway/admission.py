@@ -30,7 +30,7 @@ class Admissions:
     def __init__(self, settings: GatewaySettings, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._tiers = {tier.name: tier for tier in settings.tiers}
-        self._smaller = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
+        self.smaller = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         self._admission = (
             Admission(settings.admission, registry, metrics.registry) if settings.admission.enabled else None
         )
@@ -42,6 +42,18 @@ class Admissions:
     async def close(self) -> None:
         if self._admission is not None:
             await self._admission.close()
+
+    async def add(self, model: ServedModel, smaller: str) -> None:
+        """A model that has come; `smaller`: what answers best-effort callers instead of it."""
+        if smaller:
+            self.smaller[model.name] = smaller
+        if self._admission is not None:
+            await self._admission.add(model)
+
+    async def remove(self, model: ServedModel) -> None:
+        self.smaller.pop(model.name, None)
+        if self._admission is not None:
+            await self._admission.remove(model)
 
     def priority(self, exchange: Exchange, service_tier: str | None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that was asked for."""
@@ -90,7 +102,7 @@ class Admissions:
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
         """The route to take: to the smaller model, where too many wait for the one that was asked for and the caller
         does not pay for waiting. `needs`: tokens that the request takes at most; it must fit there too."""
-        name = self._smaller.get(route.model.name)
+        name = self.smaller.get(route.model.name)
         if name is None or self._admission is None or not self._tier(exchange.caller).best_effort:
             return route
         smaller = self._registry.route(name).model

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.control import Done, Operation, Topology, decode_from_supervisor, line
+from penstock.protocol.control import Done, Loading, Operation, Topology, decode_from_supervisor, line
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 
 log = logging.getLogger("penstock.gateway")
@@ -35,6 +35,8 @@ class ControlLine:
         self._waiting: dict[int, asyncio.Future[Done]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
+        self.loading: dict[str, Loading] = {}
+        """How far models are that are being loaded."""
 
     async def start(self) -> None:
         try:
@@ -69,6 +71,10 @@ class ControlLine:
                 match decode_from_supervisor(sent):
                     case Topology() as topology:
                         await self._follow(topology)
+                    case Loading(model, phase) as progress:
+                        self.loading.pop(model, None)
+                        if phase:
+                            self.loading[model] = progress
                     case Done(number) as done:
                         waiting = self._waiting.get(number)
                         if waiting is not None and not waiting.done():

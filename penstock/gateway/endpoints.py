@@ -83,6 +83,7 @@ from penstock.gateway.api.identity import (
     list_tenants,
     revoke_key,
 )
+from penstock.gateway.api.loading import ModelLoadRequest, admin_models, load_model, unload_model
 from penstock.gateway.api.messages import count_tokens, create_message
 from penstock.gateway.api.metrics import metrics
 from penstock.gateway.api.models import get_model, list_models
@@ -310,6 +311,9 @@ ENDPOINTS = (
         scope="admin",
     ),
     Endpoint("DELETE", "/v1/admin/adapters/{name:path}", unload_adapter, "Unload an adapter.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/models", admin_models, "Models, and those being loaded.", "Admin", scope="admin"),
+    Endpoint("POST", "/v1/admin/models", load_model, "Serve one more model.", "Admin", ModelLoadRequest, scope="admin"),
+    Endpoint("DELETE", "/v1/admin/models/{model:path}", unload_model, "Serve it no more.", "Admin", scope="admin"),
     Endpoint(
         "POST", "/v1/admin/models/{model:path}/sleep", sleep_model, "Free a model's memory.", "Admin", scope="admin"
     ),

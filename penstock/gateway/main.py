@@ -14,19 +14,16 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.backends.native import NativeBackend
 from penstock.backends.openai import OpenAIServer, Upstream
 from penstock.config.encoding import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
-from penstock.engine.loading.sources import resolve
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway import interpreter
 from penstock.gateway.app import App
@@ -35,18 +32,15 @@ from penstock.gateway.control import ControlLine
 from penstock.gateway.endpoints import Door
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
+from penstock.gateway.models import Follower, served
 from penstock.gateway.service import Service
-from penstock.gateway.settings import GatewaySettings, ModelSettings, Worker
+from penstock.gateway.settings import GatewaySettings, Worker
 from penstock.identity.doors import check_doors
-from penstock.protocol.control import Topology
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.policies import make_policy
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import Registry
 from penstock.routing.remotes import RemoteModel
-from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry import logging as telemetry_logging
-from penstock.text import load_text
 
 log = logging.getLogger("penstock.gateway")
 
@@ -95,7 +89,7 @@ async def _run(
     if settings.admin_port is not None:
         await check_doors(settings.admin_host, settings.store_url or "")
     registry = Registry(
-        (_served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
+        (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
         (_remote(settings, remote) for remote in settings.remotes),
     )
     encoders = Encoders(
@@ -114,31 +108,6 @@ async def _run(
         )
 
 
-def _served(
-    settings: GatewaySettings, model: ModelSettings, endpoints: Sequence[str], curve: CurveClient | None
-) -> ServedModel:
-    replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
-    return ServedModel(
-        name=model.name,
-        text=load_text(resolve(model.source)),
-        backend=ReplicaSet(
-            model.name,
-            replicas,
-            resilience=settings.how_resilient(),
-            policy=make_policy(settings.routing.policy),
-        ),
-        aliases=model.aliases,
-        time_slice=model.time_slice,
-        adapters=model.adapters,
-        input_price=model.input_price,
-        output_price=model.output_price,
-        cost_per_hour=model.cost_per_hour,
-        tool_format=model.tool_format,
-        fallback=model.fallback,
-        overflow_at=model.overflow_at,
-    )
-
-
 def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
     resilience = settings.how_resilient()
     upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
@@ -155,25 +124,6 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         breaker=resilience.breaker,
         retry_share=resilience.retry_share,
     )
-
-
-def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
-    """The client of one replica's engine."""
-    return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
-
-
-async def follow(settings: GatewaySettings, registry: Registry, topology: Topology) -> None:
-    """Use the replicas that the supervisor runs: new ones join, those that go get nothing new."""
-    for model in settings.models:
-        backend = registry.route(model.name).model.backend
-        wanted = {replica.name: replica.endpoint for replica in topology.models.get(model.name, ())}
-        if not isinstance(backend, ReplicaSet) or not wanted:
-            continue
-        known = {member.name for member in backend.members if not member.retiring}
-        for name in known - wanted.keys():
-            backend.retire(name)
-        for name in wanted.keys() - known:
-            await backend.join(native(model, name, wanted[name]))
 
 
 def served_encoder(
@@ -199,7 +149,7 @@ async def serve(
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
     service = Service(settings, registry, encoders)
     if control is not None:
-        service.control = ControlLine(control, partial(follow, settings, registry))
+        service.control = ControlLine(control, Follower(service).follow)
     await service.start()
     room = connections()
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]

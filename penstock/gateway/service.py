@@ -122,9 +122,8 @@ class Service:
                 changed=self._identities_changed_elsewhere,
                 traces=self.watch.recent.find,
             )
-        self.quotas = Quotas(
-            _counters(settings.counters, self.desk), settings.tiers, settings.limits, settings.price_book()
-        )
+        self.prices = settings.price_book()
+        self.quotas = Quotas(_counters(settings.counters, self.desk), settings.tiers, settings.limits, self.prices)
         self.admissions = Admissions(settings, registry, self.metrics)
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
         self._background: set[asyncio.Task[None]] = set()
@@ -156,7 +155,7 @@ class Service:
             await self.batches.prepare()
             self.accounts = Accounts(
                 Ledger(self.database, durable=self.settings.durable_charges),
-                self.settings.price_book(),
+                self.prices,
                 self.registry,
                 self.metrics.usage,
                 dead_after_s=self.settings.gateway_timeout_s,

@@ -18,6 +18,7 @@ from penstock.config.schema import (
     Config,
     CountersConfig,
     LimitConfig,
+    ModelConfig,
     PriceConfig,
     RequestLogConfig,
     ResilienceConfig,
@@ -55,6 +56,29 @@ class ModelSettings:
     """Requests running or waiting in its engine; more are refused."""
     silence_s: float = 75.0
     """An engine that says nothing for this long is taken for dead: longer than its own watchdog."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelSettings:
+        return cls(
+            name=model.name,
+            source=model.source,
+            aliases=model.aliases,
+            adapters=tuple(spec.name for spec in model.adapters),
+            time_slice=model.time_slice,
+            silence_s=model.watchdog_s + 15.0,
+            input_price=model.input_price,
+            output_price=model.output_price,
+            cost_per_hour=model.cost_per_hour,
+            tool_format=model.tool_format,
+            downgrade_to=model.downgrade_to,
+            fallback=model.fallback,
+            overflow_at=model.overflow_at,
+            max_in_flight=model.max_waiting + (model.max_running or 0),
+        )
+
+    @property
+    def price(self) -> PriceEntry:
+        return PriceEntry(Price.per_million(self.input_price, self.output_price), model=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +158,7 @@ class GatewaySettings:
 
     def price_book(self) -> PriceBook:
         """The configured prices; a model's own are what is left when no entry is for it."""
-        own = [
-            PriceEntry(Price.per_million(model.input_price, model.output_price), model=model.name)
-            for model in self.models
-        ]
+        own = [model.price for model in self.models]
         own += [
             PriceEntry(Price.per_million(remote.input_price, remote.output_price), model=remote.name)
             for remote in self.remotes
@@ -173,25 +194,7 @@ class GatewaySettings:
         server, generation = config.server, config.generation
         return cls(
             worker=worker,
-            models=tuple(
-                ModelSettings(
-                    name=model.name,
-                    source=model.source,
-                    aliases=model.aliases,
-                    adapters=tuple(spec.name for spec in model.adapters),
-                    time_slice=model.time_slice,
-                    silence_s=model.watchdog_s + 15.0,
-                    input_price=model.input_price,
-                    output_price=model.output_price,
-                    cost_per_hour=model.cost_per_hour,
-                    tool_format=model.tool_format,
-                    downgrade_to=model.downgrade_to,
-                    fallback=model.fallback,
-                    overflow_at=model.overflow_at,
-                    max_in_flight=model.max_waiting + (model.max_running or 0),
-                )
-                for model in config.models
-            ),
+            models=tuple(map(ModelSettings.of, config.models)),
             encoders=config.encoders,
             host=server.host,
             port=server.port,

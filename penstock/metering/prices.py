@@ -58,12 +58,24 @@ class PriceEntry:
     tier: str = ""
 
 
+def _specific(entry: PriceEntry) -> tuple[bool, bool, bool]:
+    return entry.adapter == "", entry.model == "", entry.tier == ""
+
+
 class PriceBook:
     """Finds the price of a request. `batch_tiers`: those whose requests all run as batches do, last and for less."""
 
     def __init__(self, entries: Sequence[PriceEntry], *, batch_tiers: Collection[str] = ()) -> None:
         self._batch_tiers = frozenset(batch_tiers)
-        self._entries = sorted(entries, key=lambda entry: (entry.adapter == "", entry.model == "", entry.tier == ""))
+        self._entries = sorted(entries, key=_specific)
+
+    def add(self, entry: PriceEntry) -> None:
+        """A price more, for a model that has come; it is found after those that were there."""
+        self._entries.append(entry)
+        self._entries.sort(key=_specific)
+
+    def remove(self, entry: PriceEntry) -> None:
+        self._entries.remove(entry)
 
     def price(self, model: str, adapter: str = "", tier: str = "") -> Price:
         for entry in self._entries:

@@ -2,7 +2,8 @@
 
     gateway                              supervisor
     (connects)       ◄──────────────────  Topology   at once, and whenever it changes
-    Scale, Restart, Drain, Stop ────────►
+    Scale, Restart, Drain, Stop, Load, Unload ─►
+                     ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
 
 The socket lies in the server's runtime folder, which only its user may enter; what a gateway passes on from HTTP has
@@ -11,7 +12,7 @@ been asked for with an admin key.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -24,9 +25,10 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True, tag="topology"):
-    """The replicas of every model."""
+    """The replicas of every model. `loaded`: the configurations of models that came while the server ran."""
 
     models: dict[str, list[Replica]]
+    loaded: dict[str, dict[str, Any]] = {}
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
@@ -59,6 +61,28 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     operation: int
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Serve one more model, described as in the configuration. Over when its engines are ready."""
+
+    operation: int
+    model: dict[str, Any]
+
+
+class Unload(msgspec.Struct, frozen=True, tag="unload"):
+    """Serve a model no more. Over when its engines have finished what they ran."""
+
+    operation: int
+    model: str
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far the loading of a model is: in which phase, and how much of that is done (0..1). No phase: it is over."""
+
+    model: str
+    phase: str = ""
+    fraction: float = 0.0
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """An operation is over; `error` says why it could not be done."""
 
@@ -66,8 +90,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: str = ""
 
 
-Operation: TypeAlias = Scale | Restart | Drain | Stop
-FromSupervisor: TypeAlias = Topology | Done
+Operation: TypeAlias = Scale | Restart | Drain | Stop | Load | Unload
+FromSupervisor: TypeAlias = Topology | Loading | Done
 
 decode_operation = msgspec.json.Decoder(Operation).decode
 decode_from_supervisor = msgspec.json.Decoder(FromSupervisor).decode

@@ -134,7 +134,22 @@ class Registry:
                 self._remote_names[name] = remote
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
+        return iter(list(self._models.values()))
+
+    def add(self, model: ServedModel) -> None:
+        """A model more; ConfigError when one of its names is taken."""
+        taken = [name for name in (model.name, *model.aliases) if self.named(name)]
+        if taken:
+            raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
+        self._models[model.name] = model
+        self._routes |= {alias: Route(model, "alias") for alias in model.aliases}
+        self._routes[model.name] = Route(model, "direct")
+
+    def remove(self, name: str) -> ServedModel:
+        """From now on nobody finds it; who has it already may finish."""
+        model = self._models.pop(name)
+        self._routes = {known: route for known, route in self._routes.items() if route.model is not model}
+        return model
 
     def route(self, name: str) -> Route:
         route = self._routes.get(name)

@@ -14,7 +14,20 @@ from types import TracebackType
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.control import Done, Drain, Operation, Restart, Scale, Stop, Topology, decode_operation, line
+from penstock.protocol.control import (
+    Done,
+    Drain,
+    Load,
+    Loading,
+    Operation,
+    Restart,
+    Scale,
+    Stop,
+    Topology,
+    Unload,
+    decode_operation,
+    line,
+)
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
@@ -34,6 +47,8 @@ class Control:
         self._server: asyncio.Server | None = None
         self._worker: asyncio.Task[None] | None = None
         replicas.on_change = self._publish
+        if replicas.catalogue is not None:
+            replicas.catalogue.on_progress = self._tell_progress
 
     async def __aenter__(self) -> Control:
         self._server = await asyncio.start_unix_server(self._converse, self._path)
@@ -65,8 +80,14 @@ class Control:
             writer.close()
 
     def _publish(self, topology: Topology) -> None:
+        self._tell(topology)
+
+    def _tell_progress(self, model: str, phase: str, fraction: float) -> None:
+        self._tell(Loading(model, phase, fraction))
+
+    def _tell(self, message: Topology | Loading) -> None:
         for writer in self._gateways:
-            writer.write(line(topology))
+            writer.write(line(message))
 
     async def _work(self) -> None:
         while True:
@@ -90,5 +111,12 @@ class Control:
                 await self._replicas.restart(model, replica)
             case Drain(_, model, replica):
                 await self._replicas.drain(model, replica)
+            case Load(_, described):
+                try:
+                    await self._replicas.load(described)
+                finally:
+                    self._tell(Loading(str(described.get("name", ""))))
+            case Unload(_, model):
+                await self._replicas.unload(model)
             case Stop():
                 self._replicas.stop()

@@ -41,11 +41,12 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
 
 
-def replica(config: Config, folder: RuntimeFolder, name: str, index: int) -> Unit:
-    """The engine process of a model's replica with this number."""
+def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None) -> Unit:
+    """The engine process of a model's replica with this number. `place`: of a model that came later, whose `config` is
+    its own; it tells endpoints and files apart."""
     position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
-    endpoint = folder.endpoint(position, index)
-    command = [*_run("engine", config, folder), model.name, "--endpoint", endpoint]
+    endpoint = folder.endpoint(position if place is None else place, index)
+    command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
     if model.replica_devices:
         command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
     return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
@@ -80,7 +81,7 @@ async def desk(config: Config, folder: RuntimeFolder) -> AsyncIterator[Callable[
         yield lambda: found.workers == config.server.workers
 
 
-def _run(command: str, config: Config, folder: RuntimeFolder) -> list[str]:
-    file = folder.path / "config.json"
+def _run(command: str, config: Config, folder: RuntimeFolder, place: int | None = None) -> list[str]:
+    file = folder.path / ("config.json" if place is None else f"config-{place}.json")
     dump(config, file)
     return [sys.executable, "-m", "penstock", command, "--resolved", str(file), "--supervised", STATUS_FD]

@@ -1,4 +1,4 @@
-"""How many engines serve each model: more, fewer, or all of them anew, while the server runs.
+"""Which models there are and how many engines serve each: more, fewer, or all of them anew, while the server runs.
 
 A replica that has to go drains by itself: it finishes what it runs, gateways send it nothing new, and what it cannot
 finish in time goes on elsewhere. Operations come one at a time (`Control` sees to that).
@@ -7,10 +7,12 @@ finish in time goes on elsewhere. Operations come one at a time (`Control` sees 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
+from penstock.supervisor.catalogue import Catalogue
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
@@ -22,10 +24,17 @@ MOST = 256
 class Replicas:
     """The engines of one supervisor, by model."""
 
-    def __init__(self, supervisor: Supervisor, units: Iterable[Unit], make: Callable[[str, int], Unit]) -> None:
-        """`make`: a further replica of a model, with this number."""
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        units: Iterable[Unit],
+        make: Callable[[str, int], Unit],
+        catalogue: Catalogue | None = None,
+    ) -> None:
+        """`make`: a further replica of a model, with this number. `catalogue`: knows models that come later."""
         self._supervisor = supervisor
         self._make = make
+        self.catalogue = catalogue
         self._units: dict[str, list[Unit]] = {}
         for unit in units:
             if unit.replica:
@@ -34,8 +43,34 @@ class Replicas:
 
     def topology(self) -> Topology:
         return Topology(
-            {model: [Replica(unit.replica, unit.endpoint) for unit in units] for model, units in self._units.items()}
+            {model: [Replica(unit.replica, unit.endpoint) for unit in units] for model, units in self._units.items()},
+            {} if self.catalogue is None else self.catalogue.loaded,
         )
+
+    async def load(self, described: Mapping[str, Any]) -> None:
+        """Serve one more model; gateways hear of it when its engines are ready."""
+        if self.catalogue is None:
+            raise PenstockError("this server cannot load models")
+        model = await self.catalogue.add(described)
+        units = [self._make(model.name, number) for number in range(model.replicas)]
+        results = await asyncio.gather(*(self._supervisor.add(unit) for unit in units), return_exceptions=True)
+        problem = next((result for result in results if isinstance(result, BaseException)), None)
+        if problem is not None:
+            self.catalogue.remove(model.name)
+            await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units if not unit.dismissed))
+            raise problem
+        self._units[model.name] = units
+        self._changed()
+
+    async def unload(self, model: str) -> None:
+        units = self._of(model)
+        if len(self._units) == 1:
+            raise PenstockError(f"`{model}` is the only model here; stop the server instead")
+        del self._units[model]
+        if self.catalogue is not None:
+            self.catalogue.remove(model)
+        self._changed()
+        await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units))
 
     async def scale(self, model: str, count: int) -> None:
         units = self._of(model)

@@ -201,6 +201,8 @@ class Supervisor:
         match status:
             case Progress(phase, fraction):
                 self._reporter.progress(unit.name, phase, fraction)
+                if unit.on_progress is not None:
+                    unit.on_progress(phase, fraction)
             case Started(info):
                 unit.info = info
                 unit.ready_at = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.request import EngineInfo
@@ -20,6 +20,8 @@ class Unit:
     """Of an engine: what it serves, as which replica, and where it listens."""
     replica: str = ""
     endpoint: str = ""
+    on_progress: Callable[[str, float], None] | None = None
+    """Told how far its start is."""
     optional: bool = False
     """Started when somebody asks for it; the rest can do without."""
     early: bool = False

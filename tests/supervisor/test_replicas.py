@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from penstock.config import Config, ModelConfig
+from penstock.config.load import check_model
+from penstock.errors import PenstockError
 from penstock.gateway.control import ControlLine
-from penstock.protocol.control import Drain, Restart, Scale, Stop, Topology
+from penstock.protocol.control import Drain, Load, Restart, Scale, Stop, Topology, Unload
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.supervisor import replicas as module
+from penstock.supervisor.catalogue import Catalogue
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.control import Control
 from penstock.supervisor.replicas import Replicas
+from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 from tests.supervisor.test_supervisor import alive, folder, supervised, until
@@ -39,6 +45,20 @@ class World:
         return [replica.name for replica in self.seen[-1].models["m"]]
 
 
+class Known(Catalogue):
+    """Takes any model that is not called `wrong`, and fetches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(), cast(RuntimeFolder, None))
+
+    async def add(self, described: Mapping[str, Any]) -> ModelConfig:
+        model = check_model(described)
+        if model.name == "wrong":
+            raise PenstockError("there is no such model")
+        self.on_progress(model.name, "fetching", 0.0)
+        return model
+
+
 @asynccontextmanager
 async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(module, "FOUND_S", 0.0)
@@ -48,7 +68,7 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
         def make(model: str, index: int) -> Unit:
             run = [sys.executable, "-m", "tests.supervisor.fakes", "engine"]
-            endpoint = f"ipc://{folder}/engine-{index}"
+            endpoint = f"ipc://{folder}/{model}-{index}"
             command = [*run, endpoint, STATUS_FD, kinds.get(index, "good")]
             unit = Unit(f"engine {index}", command, model=model, replica=str(index), endpoint=endpoint)
             it.made.append(unit)
@@ -57,13 +77,35 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         async def follow(topology: Topology) -> None:
             it.seen.append(topology)
 
-        async with Control(folder / "control", Replicas(supervisor, [engine], make)):
+        async with Control(folder / "control", Replicas(supervisor, [engine], make, Known())):
             line = ControlLine(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
             await until(lambda: bool(it.seen))
             yield it
             await line.close()
+
+
+async def test_models_come_and_go_and_gateways_hear_of_them_when_they_are_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(folder, monkeypatch) as it:
+        with pytest.raises(InvalidRequest, match="only model"):
+            await it.line.ask(lambda number: Unload(number, "m"))
+        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "new", "replicas": 2}))
+        assert [len(seen.models) for seen in it.seen] == [1, 2], "told once, when it was there"
+        assert len(it.seen[-1].models["new"]) == 2 and all(unit.up.is_set() for unit in it.made)
+        assert not it.line.loading, "it is over"
+        with pytest.raises(InvalidRequest, match="no such model"):
+            await it.line.ask(lambda number: Load(number, {"source": "x", "name": "wrong"}))
+        it.kinds[1] = "broken"
+        with pytest.raises(InvalidRequest, match="no such model"):
+            await it.line.ask(lambda number: Load(number, {"source": "x", "name": "half", "replicas": 2}))
+        assert "half" not in it.seen[-1].models
+        assert not it.made[2].child or not it.made[2].child.alive, "one replica of two is none"
+        await it.line.ask(lambda number: Unload(number, "new"))
+        assert list(it.seen[-1].models) == ["m"]
+        assert not any(unit.child.alive for unit in it.made if unit.child is not None)
 
 
 async def test_scaling_up_and_down_starts_and_drains_and_tells_every_gateway(

@@ -56,30 +56,31 @@ async def scale_model(service: Service, exchange: Exchange) -> None:
     model = _model(service, exchange, "/scale")
     if model.time_slice:
         raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
-    await _ask(service, lambda number: Scale(number, model.name, request.replicas))
+    await ask(service, lambda number: Scale(number, model.name, request.replicas))
     await _reply(exchange, model)
 
 
 async def restart_model(service: Service, exchange: Exchange) -> None:
     request = decode(_restart, await exchange.body(service.settings.body_limit) or b"{}")
     model = _model(service, exchange, "/restart")
-    await _ask(service, lambda number: Restart(number, model.name, request.replica or ""))
+    await ask(service, lambda number: Restart(number, model.name, request.replica or ""))
     await _reply(exchange, model)
 
 
 async def drain_replica(service: Service, exchange: Exchange) -> None:
     request = decode(_drain, await exchange.body(service.settings.body_limit))
     model = _model(service, exchange, "/drain")
-    await _ask(service, lambda number: Drain(number, model.name, request.replica))
+    await ask(service, lambda number: Drain(number, model.name, request.replica))
     await _reply(exchange, model)
 
 
 async def drain_server(service: Service, exchange: Exchange) -> None:
-    await _ask(service, lambda number: Stop(number))
+    await ask(service, lambda number: Stop(number))
     await exchange.reply_json({"object": "server", "state": "draining"}, 202)
 
 
-async def _ask(service: Service, operation: Callable[[int], Operation]) -> None:
+async def ask(service: Service, operation: Callable[[int], Operation]) -> None:
+    """Have the supervisor do something; returns when it is done."""
     if service.control is None:
         raise InvalidRequest(
             "This gateway was not started by `penstock serve`; whoever started its engines can start and stop them.",

@@ -190,6 +190,7 @@ class Admission:
 
     def __init__(self, config: AdmissionConfig, models: Registry, metrics: MetricRegistry) -> None:
         self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
+        self._config = config
         self._desks = {model.name: Desk(model, config, self.metrics) for model in models}
 
     async def start(self) -> None:
@@ -198,6 +199,16 @@ class Admission:
 
     async def close(self) -> None:
         for desk in self._desks.values():
+            await desk.queue.close()
+
+    async def add(self, model: ServedModel) -> None:
+        desk = self._desks[model.name] = Desk(model, self._config, self.metrics)
+        await desk.queue.start()
+
+    async def remove(self, model: ServedModel) -> None:
+        """Whoever waits for it is told that it is gone."""
+        desk = self._desks.pop(model.name, None)
+        if desk is not None:
             await desk.queue.close()
 
     def desk(self, model: ServedModel) -> Desk:
