@@ -20,15 +20,15 @@ from penstock.engine.speculative.gain import MARGIN, Balance, StepCosts, choose_
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 64
+_PATIENCE = 128
 _MOST_PATIENCE = 1024
 """Steps without speculation, though there were guesses, before a few are verified to see whether they pay by now."""
 _PROBE_STEPS, _PROBE_DEPTHS = 4, 2
 """How many steps those are. They verify one guess, the next time two."""
 _STALE, _REMEASURED = 512, 4
 """After so many steps that verify, so many plain ones are taken to see what they cost by now."""
-_OBSERVED_SHARE = 8
-"""While nothing pays, a sequence's new tokens are looked at once in so many steps."""
+_OBSERVED = 8
+"""While nothing pays, the new tokens of so many sequences are looked at in a step, by turns."""
 
 
 class Proposer(Protocol):
@@ -86,12 +86,14 @@ class Speculation:
         self._last_step: float | None = None
         self._spent = 0.0
         self._steps = 0
+        self._turns = 1
         self._unused = 0
         self._patience = _PATIENCE
         self._probe = 1
 
     def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
         """How many guesses to verify of which sequences in the next step."""
+        self._turns = -(-len(decoding) // _OBSERVED) or 1
         if self.broken or not 0 < len(decoding) < self.most_tokens or self._owed:
             return {}
         plain_s = self.plain.estimate(len(decoding))
@@ -146,7 +148,7 @@ class Speculation:
             self.drafts += 1
             self.draft_tokens += len(chunk.drafts)
             self.accepted_tokens += len(tokens) - 1
-        elif not self.paying and (self._steps + seq.row) % _OBSERVED_SHARE:
+        elif not self.paying and (self._steps + seq.row) % self._turns:
             return
         if seq.request.speculation:
             self.proposer.learn(seq, chunk.drafts, tokens)
