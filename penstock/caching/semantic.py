@@ -84,9 +84,9 @@ class SemanticIndex:
         if index.matrix is None:
             return found
         likeness = index.matrix @ vector
-        near = sorted((i for i in range(len(likeness)) if likeness[i] >= self._threshold), key=lambda i: -likeness[i])
+        near = (likeness >= self._threshold).nonzero()[0]
         asked = read(text)
-        for i in near[:MOST_CANDIDATES]:
+        for i in near[(-likeness[near]).argsort(kind="stable")][:MOST_CANDIDATES].tolist():
             known = index.readings.get(i)
             if known is None:
                 known = index.readings[i] = read(index.questions[i].text)

@@ -145,6 +145,7 @@ class CrossEncoder(Reranker):
 
     async def ready(self, question: Question) -> Scorer:
         encoder = self._encoder
+        await encoder.open()  # the first to ask has it started, while the candidates are searched for
 
         async def score(store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
             return (await encoder.rerank(question.text, [one.stored.chunk.embedded for one in candidates])).values

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXACT = 20_000
 """Up to this many vectors every one is compared: still a few milliseconds, and nothing is missed."""
-EXPANSION_ADD = 128
+EXPANSION_ADD = 64
 EXPANSION_SEARCH = 96
 SUFFIX = "i8.usearch"
 """Says what is inside: a file from when it was something else is not read."""
