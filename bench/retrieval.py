@@ -5,6 +5,7 @@ The documentation of the Python standard library (some 5,000 chunks), questions 
 
     python bench/retrieval.py                      some minutes on two cores, most of them for embedding
     python bench/retrieval.py --library FOLDER     keeps the collection, so that the next run only asks
+    python bench/retrieval.py --weights int8       the encoder in 8 bits; with a library made otherwise, its questions
 
 The half of the questions called `tuned` was looked at when the fusion and the reranker were chosen; the figures that
 count are those of the other half. It ends with status 1 unless hybrid search with reranking is the best there.
@@ -105,8 +106,8 @@ def figures(answers: Iterable[Answer]) -> tuple[float, float, float]:
     )
 
 
-async def run(folder: Path, console: Console) -> bool:
-    async with encoder() as embedder:
+async def run(folder: Path, weights: str, console: Console) -> bool:
+    async with encoder(weights=weights) as embedder:
         library = await Library.open(f"sqlite:///{folder}", embedder, limits=LibraryLimits(readers=4))
         try:
             collection = await fill(library, console)
@@ -139,10 +140,11 @@ async def run(folder: Path, console: Console) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, help="folder of the collection; a temporary one when not given")
+    parser.add_argument("--weights", choices=("auto", "int8"), default="auto", help="form of the encoder's weights")
     options = parser.parse_args()
     console = Console(width=160)
     with tempfile.TemporaryDirectory(prefix="penstock-retrieval-") as temporary:
-        won = asyncio.run(run(options.library or Path(temporary), console))
+        won = asyncio.run(run(options.library or Path(temporary), options.weights, console))
     console.print("hybrid + rerank is the best" if won else "hybrid + rerank is not the best")
     sys.exit(0 if won else 1)
 

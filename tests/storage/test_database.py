@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.storage.database import merged, redacted
 from penstock.storage.postgres import numbered
+from penstock.storage.sqlite import SQLiteDatabase
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -48,6 +50,26 @@ async def test_many_writers_lose_nothing(database: Database) -> None:
     await database.execute("INSERT INTO notes VALUES ('n', '', 0)")
     await asyncio.gather(*(database.execute("UPDATE notes SET size = size + 1 WHERE id = 'n'") for _ in range(200)))
     assert await database.fetch("SELECT size FROM notes") == [(200,)]
+
+
+async def test_several_reads_see_one_state_whatever_others_write(tmp_path: Path) -> None:
+    path = tmp_path / "test.db"
+    database = await SQLiteDatabase.open(path)
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    await database.execute("CREATE TABLE notes (id TEXT PRIMARY KEY)")
+
+    def twice(connection: sqlite3.Connection) -> list[int]:
+        count = "SELECT COUNT(*) FROM notes"
+        before = connection.execute(count).fetchone()[0]
+        other.execute("INSERT INTO notes VALUES (?)", (str(before),))
+        return [before, connection.execute(count).fetchone()[0]]
+
+    assert await database.read(twice) == [0, 0] and await database.read(twice) == [1, 1]
+    with pytest.raises(DatabaseError, match="no such table"):
+        await database.read(lambda connection: connection.execute("SELECT * FROM nowhere"))
+    assert await database.fetch("SELECT COUNT(*) FROM notes") == [(2,)], "and goes on"
+    await database.close()
+    other.close()
 
 
 async def test_a_slow_statement_does_not_stop_the_loop(database: Database) -> None:

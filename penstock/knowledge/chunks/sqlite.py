@@ -102,8 +102,8 @@ class SQLiteChunks(ChunkStore):
             )
         )
         await self._database.transact(statements)
-        if self._index is not None:
-            await self._current_index()
+        if chunks or self._index is not None:
+            await self._current_index()  # while documents come in: the first to ask does not wait for all of them
 
     async def nearest(self, vector: Vectors, count: int) -> Ranked:
         index = await self._current_index()
