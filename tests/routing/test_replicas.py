@@ -69,6 +69,50 @@ async def world(count: int = 2, *, step_s: float = 0.01, resilience: Resilience 
         yield World(replicas, engines, servers, stack)
 
 
+class Cable:
+    """A TCP path that can be cut: as with a real one, nobody is told, and what was sent arrives once it is mended."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def lay(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for end in self._ends:
+            end.cancel()
+        await asyncio.gather(*self._ends, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._whole.wait()
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        for source, sink in ((reader, back), (there, writer)):
+            self._ends.add(asyncio.create_task(self._carry(source, sink)))
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self._whole.wait()
+                sink.write(data)
+        except ConnectionError:
+            pass  # the other end has hung up, and so does this one
+        finally:
+            sink.close()
+
+
 def request(id: str, tokens: int = 40, **options: Any) -> Request:
     return Request(id, [100], SamplingParams(max_tokens=tokens), **options)
 
@@ -153,6 +197,32 @@ async def test_a_stuck_replica_is_left_and_gets_nothing_new() -> None:
             assert it.replicas.members[0].breaker.state != "closed"
         finally:
             thaw.set()
+
+
+async def test_a_cut_network_is_a_lost_replica_and_a_mended_one_brings_it_back() -> None:
+    async with AsyncExitStack() as stack:
+        engines = [ScriptedEngine(instance=str(index), step_s=0.02) for index in range(2)]
+        servers = [stack.enter_context(serving(engine)) for engine in engines]
+        cable = Cable(int(servers[0].endpoint.rpartition(":")[2]))
+        stack.push_async_callback(cable.close)
+        ends = (await cable.lay(), servers[1].endpoint)
+        backends = [NativeBackend(end, name=str(index), silence_s=1.5) for index, end in enumerate(ends)]
+        replicas = ReplicaSet("scripted", backends, resilience=Resilience(stall_s=60.0, park_s=5.0))
+        await replicas.start()
+        stack.push_async_callback(replicas.close)
+        await eventually(lambda: all(backend.ready for backend in backends))
+        streams = [asyncio.create_task(read(replicas, request(f"r{i}"))) for i in range(6)]
+        await eventually(lambda: all(engine.steps > 5 for engine in engines))
+        cable.cut()
+        assert await asyncio.gather(*streams) == [list(range(100, 140))] * 6
+        assert replicas.dispatcher.counts.failovers == 3 and not backends[0].ready
+        assert await read(replicas, request("meanwhile", 5)) == list(range(100, 105))
+        cable.mend()
+        await eventually(lambda: backends[0].ready, 10.0)
+        await eventually(lambda: not engines[0].running)
+        before = engines[0].steps
+        answers = await asyncio.gather(*(read(replicas, request(f"late{i}", 10)) for i in range(4)))
+        assert answers == [list(range(100, 110))] * 4 and engines[0].steps > before, "it works again"
 
 
 async def test_a_draining_replica_finishes_what_it_has_and_new_requests_go_elsewhere() -> None:
