@@ -1,7 +1,7 @@
 """Disasters on real processes, under load: what is lost, what is said, and that all is well afterwards (R-OPS-5).
 
-Engines and gateways that die are in test_failover, test_streams, test_supervisor and test_settlement; damaged weights in
-tests/engine/loading.
+Engines and gateways that die are in test_failover, test_streams, test_supervisor and test_settlement; damaged weights
+in tests/engine/loading.
 """
 
 from __future__ import annotations
