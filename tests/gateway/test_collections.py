@@ -383,6 +383,19 @@ async def test_bad_requests_are_told_what_is_wrong(serving: Serving, encoder_end
         assert error(await client.post(documents, content=b"x" * 3000, headers=text))[0] == 413
         assert error(await client.post(documents, content=b"x", headers=text, params={"nam": "y"}))[2] == "nam"
         assert error(await client.put(f"{documents}/a b", content=b"x", headers=text))[0] == 400
+        for url in (
+            "javascript:alert(1)",
+            "JavaScript:x",
+            " javascript:x",
+            "java\nscript:x",
+            "data:text/html,x",
+            "http:x",
+        ):
+            assert error(await client.post(documents, content=b"x", headers=text, params={"url": url}))[2] == "url", url
+        for url in ("https://a.example/b?c=d:e", "/wiki/Page:1", "page.html#a:b", ""):
+            assert (await client.post(documents, content=b"x", headers=text, params={"url": url})).status_code == 200, (
+                url
+            )
         assert error(await client.get(documents, params={"limit": 0}))[2] == "limit"
         assert error(await client.get(documents, params={"status": "lost"}))[2] == "status"
         assert error(await client.get(f"/v1/collections/{id}/chunks/chunk_77"))[0] == 404

@@ -37,6 +37,8 @@ DOCUMENT_FORM: dict[str, Any] = {
     },
 }
 _ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+_LINK = re.compile(r"(?:https?://|(?![^/?#]*:))[^\x00-\x20\x7f]*|", re.I)
+"""Citations carry it, and clients make it something to click on: no scheme that runs what it names."""
 
 
 class DocumentRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -173,6 +175,8 @@ async def _sent(service: Service, exchange: Exchange) -> _Sent:
         )
     if not sent.body.strip():
         raise InvalidRequest("The document is empty.", param="text")
+    if not _LINK.fullmatch(sent.url):
+        raise InvalidRequest("`url` begins with http:// or https://, or is a path.", param="url")
     if len(sent.body) > limit:
         raise PayloadTooLarge(limit=limit, size=len(sent.body))
     return sent
