@@ -69,7 +69,9 @@ class Account:
         """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
         if self._opened is None:
             return
-        written = self._opened.result() if self._opened.done() else await asyncio.shield(self._opened)
+        if not self._opened.done():
+            self._journal.hurry()
+        written = await asyncio.shield(self._opened)
         if not written:
             self._void = True
             raise LedgerUnavailable

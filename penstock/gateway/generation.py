@@ -75,6 +75,7 @@ class EngineGeneration(Generation):
         self.model = model
         self.text = model.text
         self.prompts = prompts
+        self._prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.mailbox = Mailbox()
         self.choices = []
         self._requests: list[Request] = []
@@ -302,7 +303,7 @@ class EngineGeneration(Generation):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        return self._prompt_tokens
 
     @property
     def most_completion_tokens(self) -> int:

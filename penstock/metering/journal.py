@@ -1,9 +1,10 @@
 """Writing to the ledger from a gateway: many requests, few transactions, and nobody waits for more than his own entry.
 
-Entries gather while a transaction is under way and go together in the next one (group commit). While the store is away,
-or its disk full, entries stay and are written when it is back; `lag_s` says how long the oldest has waited. Whoever
-waits for one is told after `patience_s` that it is not written yet, and from then on new charges are refused, before
-any token exists. So the queue is bounded, and nobody hangs.
+Entries gather while a transaction is under way and go together in the next one (group commit). The beginning of a
+charge is written after `GATHER_S`, or when somebody waits for it, so that a short answer is one transaction. While the
+store is away, or its disk full, entries stay and are written when it is back; `lag_s` says how long the oldest has
+waited. Whoever waits for one is told after `patience_s` that it is not written yet, and from then on new charges are
+refused, before any token exists. So the queue is bounded, and nobody hangs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 100_000
 MOST_TOGETHER = 1_000
 RETRY_S = 0.5
+GATHER_S = 0.01
 PATIENCE_S = 5.0
 
 
@@ -40,6 +42,7 @@ class Journal:
         self._waiting: deque[tuple[list[Statement], asyncio.Future[bool], float]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
         self._wake = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle
         """While a transaction is under way."""
@@ -60,6 +63,8 @@ class Journal:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
+        if self._later is not None:
+            self._later.cancel()
         if self._waiting:
             log.error("%d ledger entries could not be written; they are settled at the next start", len(self._waiting))
 
@@ -71,12 +76,25 @@ class Journal:
         """Whether the charge is in the ledger, when it is or has waited too long. Nothing may be delivered before."""
         if len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s:
             raise LedgerUnavailable
-        return self._add(opened(charge))
+        written = self._add(opened(charge))
+        if self._later is None and not self._wake.is_set():
+            self._later = asyncio.get_running_loop().call_later(GATHER_S, self.hurry)
+        return written
+
+    def hurry(self) -> None:
+        """Write what waits now."""
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        if self._waiting:
+            self._wake.set()
 
     def settle(self, settlement: Settlement) -> asyncio.Future[bool]:
         """The same for the end of the charge. Never refused: it was admitted."""
         self._progress.pop(settlement.charge.id, None)
-        return self._add(settled(settlement))
+        written = self._add(settled(settlement))
+        self._wake.set()
+        return written
 
     def amend(self, written: asyncio.Future[bool], settlement: Settlement) -> None:
         """Put another end in the place of one that has not been written."""
@@ -92,7 +110,6 @@ class Journal:
     def _add(self, statements: list[Statement]) -> asyncio.Future[bool]:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((statements, future, self._clock()))
-        self._wake.set()
         return future
 
     async def _run(self) -> None:
@@ -101,11 +118,13 @@ class Journal:
                 async with asyncio.timeout(0.25 if self._progress else None):
                     await self._wake.wait()
             self._wake.clear()
-            while self._waiting or self._progress:
-                if not await self._write():
-                    await asyncio.sleep(RETRY_S)
-                if not self._waiting:
-                    break
+            if not (self._waiting or self._progress):
+                continue
+            if len(self._waiting) > MOST_TOGETHER:
+                self._wake.set()
+            if not await self._write():
+                await asyncio.sleep(RETRY_S)
+                self._wake.set()
 
     async def _write(self) -> bool:
         """One transaction; what it held stays in the queue until it is done."""
