@@ -23,13 +23,21 @@ _VERSIONS = (
         "revoked_at DOUBLE PRECISION)",
         "CREATE INDEX IF NOT EXISTS keys_by_tenant ON keys (tenant)",
     ),
+)
+_LIMITS_VERSIONS = (
     (
-        "ALTER TABLE tenants ADD COLUMN limits TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE keys ADD COLUMN limits TEXT NOT NULL DEFAULT ''",
+        "CREATE TABLE IF NOT EXISTS own_limits (kind TEXT NOT NULL, id TEXT NOT NULL, limits TEXT NOT NULL, "
+        "PRIMARY KEY (kind, id))",
     ),
 )
-_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, k.limits"
-_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, t.limits"
+_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, '')"
+_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, '')"
+_KEYS = "keys k LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id"
+_TENANTS = "tenants t LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id"
+_LIMIT = (
+    "INSERT INTO own_limits (kind, id, limits) VALUES (?, ?, ?) "
+    "ON CONFLICT (kind, id) DO UPDATE SET limits = excluded.limits"
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
 
@@ -55,6 +63,7 @@ class IdentityStore:
 
     async def prepare(self) -> None:
         await self._database.migrate("identity", _VERSIONS)
+        await self._database.migrate("own limits", _LIMITS_VERSIONS)
 
     async def create_tenant(
         self, id: str, *, name: str = "", tier: str = "", limits: Allowance = NO_ALLOWANCE
@@ -62,12 +71,14 @@ class IdentityStore:
         _check_name(id, "tenant")
         tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits)
         made = await self._database.execute(
-            "INSERT INTO tenants (id, name, tier, disabled, created_at, limits) VALUES (?, ?, ?, 0, ?, ?) "
+            "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
             "ON CONFLICT (id) DO NOTHING",
-            tenant.id, tenant.name, tenant.tier, tenant.created_at, stored(limits),
+            tenant.id, tenant.name, tenant.tier, tenant.created_at,
         )  # fmt: skip
         if not made:
             raise IdentityError(f"tenant {id!r} exists already")
+        if limits is not NO_ALLOWANCE:
+            await self._database.execute(_LIMIT, "tenant", id, stored(limits))
         return tenant
 
     async def update_tenant(
@@ -85,15 +96,16 @@ class IdentityStore:
             raise IdentityError(f"there is no tenant {id!r}")
         await self._database.execute(
             "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
-            "disabled = COALESCE(?, disabled), limits = COALESCE(?, limits) WHERE id = ?",
-            name, tier, None if disabled is None else int(disabled),
-            None if limits is None else stored(known[0].limits.changed(limits)), id,
+            "disabled = COALESCE(?, disabled) WHERE id = ?",
+            name, tier, None if disabled is None else int(disabled), id,
         )  # fmt: skip
+        if limits is not None:
+            await self._database.execute(_LIMIT, "tenant", id, stored(known[0].limits.changed(limits)))
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:
         where, values = ("WHERE t.id = ? ", (id,)) if id is not None else ("", ())
-        rows = await self._database.fetch(f"SELECT {_TENANT} FROM tenants t {where}ORDER BY t.id", *values)
+        rows = await self._database.fetch(f"SELECT {_TENANT} FROM {_TENANTS} {where}ORDER BY t.id", *values)
         return [_tenant(row) for row in rows]
 
     async def create_key(
@@ -116,11 +128,13 @@ class IdentityStore:
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
         key = Key(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
+        if limits is not NO_ALLOWANCE:  # before the key, so that it never works without them
+            await self._database.execute(_LIMIT, "key", key.id, stored(limits))
         await self._database.execute(
-            "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at, limits) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             key.id, minted.digest, key.tenant, key.user, key.name, " ".join(key.scopes), key.created_at,
-            key.expires_at, stored(limits),
+            key.expires_at,
         )  # fmt: skip
         return key, minted
 
@@ -129,10 +143,10 @@ class IdentityStore:
         found = await self.find(id)
         if found is None or found.key.revoked_at is not None:
             raise IdentityError(f"there is no key {id!r} that still works")
-        await self._database.execute(
-            "UPDATE keys SET name = COALESCE(?, name), limits = COALESCE(?, limits) WHERE id = ?",
-            name, None if limits is None else stored(found.key.limits.changed(limits)), id,
-        )  # fmt: skip
+        if name is not None:
+            await self._database.execute("UPDATE keys SET name = ? WHERE id = ?", name, id)
+        if limits is not None:
+            await self._database.execute(_LIMIT, "key", id, stored(found.key.limits.changed(limits)))
         changed = await self.find(id)
         assert changed is not None, "keys are never deleted"
         return changed.key
@@ -146,12 +160,14 @@ class IdentityStore:
 
     async def keys(self, tenant: str | None = None) -> list[Key]:
         where, values = ("WHERE k.tenant = ? ", (tenant,)) if tenant is not None else ("", ())
-        rows = await self._database.fetch(f"SELECT {_KEY} FROM keys k {where}ORDER BY k.created_at, k.id", *values)
+        rows = await self._database.fetch(f"SELECT {_KEY} FROM {_KEYS} {where}ORDER BY k.created_at, k.id", *values)
         return [_key(row) for row in rows]
 
     async def find(self, id: str) -> StoredKey | None:
         rows = await self._database.fetch(
-            f"SELECT {_KEY}, k.digest, {_TENANT} FROM keys k JOIN tenants t ON t.id = k.tenant WHERE k.id = ?", id
+            f"SELECT {_KEY}, k.digest, {_TENANT} FROM {_KEYS} JOIN tenants t ON t.id = k.tenant "
+            "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id WHERE k.id = ?",
+            id,
         )
         if not rows:
             return None
