@@ -17,6 +17,8 @@ from penstock.engine.quantization.cpu_groups import linear_of_groups
 from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
+_COLUMN_BUDGET = 1 << 30
+"""Bytes for second, int8 forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -37,6 +39,7 @@ class BlockQuantizer:
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
+        self._column_budget = _COLUMN_BUDGET
         self.form = form
         self.digits = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
@@ -69,8 +72,14 @@ class BlockQuantizer:
         if self.fixed:
             linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
             return linear
+        size = linear.in_features * linear.out_features
+        if self.matrix and linear.bits < 16 and size <= self._column_budget:
+            self._column_budget -= size
+            linear.keep_columns()
         if self._tuner is not None:
             self._tuner.tune(linear)
+        if linear.column_rows > 1:
+            linear.column_rows = max(linear.column_rows, self.steady_rows)
         if linear.block_rows > 1:
             linear.block_rows = max(linear.block_rows, self.steady_rows)
         if linear.half_rows:

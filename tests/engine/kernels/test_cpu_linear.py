@@ -109,7 +109,7 @@ def test_dequantized_weights_come_back_to_their_values(handle: Handle, kind: Ggu
 def test_dtypes_bias_and_float32_logits(handle: Handle, dtype: torch.dtype, bits: int) -> None:
     torch.manual_seed(2)
     weight, bias = torch.randn(50, 64), torch.randn(50)
-    layer = QuantLinear.from_float(handle, weight, bias, bits=bits)
+    layer = digits_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
     plain = QuantLinear.from_float(handle, weight, bits=bits)
     x = torch.randn(9, 64).to(dtype)
     wide = layer(x, out_dtype=torch.float32)
@@ -169,6 +169,11 @@ def test_two_digits_leave_next_to_no_rounding_of_activations(handle: Handle) -> 
     assert errors[2] < errors[1] / 100
 
 
+def digits_only(layer: QuantLinear) -> QuantLinear:
+    layer.block_rows = layer.matrix_rows = 0
+    return layer
+
+
 def half_or_skip(layer: QuantLinear) -> QuantLinear:
     if not layer.has_half:
         pytest.skip(f"no float16 vectors in {layer._handle.isa}")
@@ -201,46 +206,71 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(handle: Handle) -> N
     assert torch.allclose(layer(x)[0], torch.full((40,), 64.0))
 
 
-def matrix_or_skip(layer: QuantLinear, *, blocks: bool) -> QuantLinear:
+def on_tiles(layer: QuantLinear, form: str) -> QuantLinear:
+    """The layer in one of its forms on matrix tiles, for any number of rows."""
     if not layer._handle.has_matrix:
         pytest.skip("no matrix tiles on this CPU")
-    layer.block_rows, layer.matrix_rows = (1, 0) if blocks else (0, 1)
+    layer.block_rows, layer.matrix_rows = int(form == "blocks"), int(form == "widened")
+    if form == "columns":
+        layer.keep_columns()
     return layer
 
 
+TILE_FORMS = ("blocks", "widened", "columns")
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("blocks", [True, False])
-def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits: int, blocks: bool) -> None:
-    """Blocks are multiplied as they are; widened, a weight is rounded to bfloat16."""
+@pytest.mark.parametrize("form", TILE_FORMS)
+def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits: int, form: str) -> None:
+    """Blocks are multiplied as they are; widened, a weight is rounded to bfloat16; by columns, to a 127th of the
+    column's largest."""
     generator = torch.Generator().manual_seed(bits)
     for columns, depth in (*SHAPES, (96, 1536)):
         weight, bias = torch.randn(columns, depth, generator=generator) * 0.1, torch.randn(columns, generator=generator)
-        layer = matrix_or_skip(QuantLinear.from_float(handle, weight, bias, bits=bits), blocks=blocks)
-        exact = QuantLinear.from_float(handle, weight, bias, bits=bits)
-        exact.block_rows = exact.matrix_rows = 0
+        layer = on_tiles(QuantLinear.from_float(handle, weight, bias, bits=bits), form)
+        exact = digits_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
+        most = weight.abs().amax(1)
         for rows in (*ROWS, 16, 17, 33, 64, 100):
             x = torch.randn(rows, depth, generator=generator).bfloat16()
             size = x.float().abs() @ (weight.abs().T + 0.1) + bias.abs()
             error = (layer(x, torch.float32) - exact(x, torch.float32)).abs()
-            assert (error <= (2e-5 if blocks else 3e-3) * size).all(), (columns, depth, rows, (error / size).max())
+            if form == "columns":
+                allowed = x.float().norm(dim=1, keepdim=True) * most * 4 / 254 + 1e-4 * size
+            else:
+                allowed = (2e-5 if form == "blocks" else 3e-3) * size
+            assert (error <= allowed).all(), (columns, depth, rows, (error / allowed).max())
 
 
-def test_blocks_on_matrix_tiles_give_a_row_the_same_bits_in_any_company(handle: Handle) -> None:
+@pytest.mark.parametrize("form", ["blocks", "columns"])
+def test_on_matrix_tiles_a_row_gets_the_same_bits_in_any_company(handle: Handle, form: str) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(80, 576, generator=generator)
-    layer = matrix_or_skip(QuantLinear.from_float(handle, weight, bits=4), blocks=True)
+    layer = on_tiles(QuantLinear.from_float(handle, weight, bits=4), form)
     x = torch.randn(70, 576, generator=generator).bfloat16()
     together = layer(x)
     for begin, end in ((0, 1), (3, 7), (5, 13), (20, 37), (69, 70)):
         assert torch.equal(layer(x[begin:end].contiguous()), together[begin:end])
 
 
-def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Handle) -> None:
-    layer = matrix_or_skip(QuantLinear.from_float(handle, torch.ones(40, 64), bits=4), blocks=True)
+@pytest.mark.parametrize("form", TILE_FORMS)
+def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Handle, form: str) -> None:
+    layer = on_tiles(QuantLinear.from_float(handle, torch.ones(40, 64), bits=4), form)
     x = torch.ones(9, 64).bfloat16()
-    x[3, 5], x[8, 0] = float("inf"), float("nan")
+    x[3, 5], x[8, 0], x[6] = float("inf"), float("nan"), 0
     finite = layer(x).isfinite().all(dim=1)
     assert finite.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert torch.allclose(layer(x)[0].float(), torch.full((40,), 64.0)) and (layer(x)[6] == 0).all()
+
+
+def test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle: Handle) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(256, 576, generator=generator)
+    x = torch.randn(32, 576, generator=generator).bfloat16()
+    exact = x.double() @ weight.double().T
+    columns = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "columns")
+    blocks = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "blocks")
+    error = [float((layer(x, torch.float32).double() - exact).norm()) for layer in (blocks, columns)]
+    assert error[1] < 1.03 * error[0]
 
 
 def test_weights_beyond_the_range_of_float16_sums_do_not_use_them(handle: Handle) -> None:

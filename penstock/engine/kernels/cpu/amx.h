@@ -10,7 +10,8 @@
 
 #include "dot.h"
 
-#if defined(PK_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(PK_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
+    defined(__AVX512BF16__)
 #define PK_AMX 1
 
 #include <sys/syscall.h>

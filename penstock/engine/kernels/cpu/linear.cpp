@@ -1,11 +1,13 @@
 // Linear layers on quantized weights: y = x W^T + b with W in blocks of 32 along the input.
 //
-// Activations are quantized here, per row and block, to int8 digits (linear_digits.h). On CPUs with matrix tiles, a few
-// rows take the blocks' integers to those (linear_blocks.h), many rows the widened weights (linear_matrix.h), and dense
-// weights always do; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
+// Activations are quantized here, per row and block, to int8 digits (linear_digits.h). On CPUs with matrix tiles, more
+// than a few rows take a second form of the weights, int8 by columns, where memory allows (linear_columns.h); else a few
+// rows take the blocks' integers (linear_blocks.h) and many the widened weights (linear_matrix.h) to the tiles, and dense
+// weights always go there; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
 // measured at load.
 
 #include "linear_blocks.h"
+#include "linear_columns.h"
 #include "linear_digits.h"
 #include "linear_half.h"
 #include "linear_matrix.h"
@@ -94,11 +96,40 @@ PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, i
     return bad.load();
 }
 
+// Bytes of the form by columns.
+PK_API int64_t pk_linear_column_bytes(int64_t columns, int64_t depth) {
+#if defined(PK_AMX)
+    return round_up(columns, kColumns) / kColumns * column_tile_bytes(depth);
+#else
+    (void)columns, (void)depth;
+    return 0;
+#endif
+}
+
+// The form by columns of packed few-bit weights.
+PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, uint8_t* out, int64_t columns, int64_t depth,
+                              int bits) {
+#if defined(PK_AMX)
+    Guard hold(ctx->busy);
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    std::memset(out, 0, size_t(tiles * column_tile_bytes(depth)));
+    for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(size_t(depth));
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t t = begin; t < end; ++t)
+            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, ctx->scratch[thread].floats(0),
+                             out + t * column_tile_bytes(depth));
+    });
+#else
+    (void)ctx, (void)weights, (void)out, (void)columns, (void)depth, (void)bits;
+#endif
+}
+
 PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     Guard hold(ctx->busy);
     const LinearArgs& a = *args;
     if (a.rows == 0) return;
 #if defined(PK_AMX)
+    if (by_columns(a)) return linear_by_columns(ctx, a);
     if (by_matrix(a)) return linear_by_matrix(ctx, a);
     if (by_blocks(a)) return linear_by_blocks(ctx, a);
 #endif

@@ -16,8 +16,9 @@ struct LinearArgs {
     int64_t rows, columns, depth;
     int32_t bits, dtype, out_dtype;
     int32_t digits;  // int8 digits per activation: 1 or 2
-    // From how many rows on (0: never): blocks on matrix tiles, widened weights on matrix tiles, float16 vectors.
-    int64_t block_rows, matrix_rows, half_rows;
+    const uint8_t* column_form;  // the weights in int8 with a scale per column, or null
+    // From how many rows on (0: never): that form on matrix tiles, blocks there, widened weights there, float16 vectors.
+    int64_t column_rows, block_rows, matrix_rows, half_rows;
 };
 
 namespace pk {

@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 _FEW: Final = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _MANY: Final = (32, 64, 128, 256, 512)
 """Where two forms are compared, in this order; the first at which the one for more rows wins is the answer."""
+_THRESHOLDS: Final = ("column_rows", "block_rows", "matrix_rows", "half_rows")
 _COLUMNS: Final = 768
 """Outputs that take part: enough for every thread, little enough to be quick."""
 _REPEATS: Final = 5
 
 
 class Tuner:
-    """Sets `half_rows`, `block_rows` and `matrix_rows` of linears. One per engine that is being built."""
+    """Sets the numbers of rows from which a linear takes another form. One per engine that is being built."""
 
     def __init__(self, handle: Handle, path: Path | None = None) -> None:
         self._handle = handle
@@ -40,7 +41,10 @@ class Tuner:
 
     def tune(self, linear: QuantLinear) -> None:
         """Choose the numbers of rows for this linear."""
-        if linear.bits < 16 and self._handle.has_matrix:
+        if linear.columns is not None:
+            linear.block_rows = linear.matrix_rows = linear.column_rows = 0
+            linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW)
+        elif linear.bits < 16 and self._handle.has_matrix:
             linear.matrix_rows = 0
             linear.block_rows = self._crossover(linear, "block_rows", torch.bfloat16, _FEW)
             linear.matrix_rows = self._crossover(linear, "matrix_rows", torch.bfloat16, _MANY)
@@ -52,7 +56,8 @@ class Tuner:
         key = f"{name} {columns}x{linear.in_features} {linear.bits} bits {self._handle.threads} threads"
         if key not in self._known:
             part = linear.narrowed(columns)
-            part.block_rows, part.matrix_rows, part.half_rows = linear.block_rows, linear.matrix_rows, linear.half_rows
+            for other in _THRESHOLDS:
+                setattr(part, other, getattr(linear, other))
             self._known[key] = _measure(part, name, dtype, choices)
             log.info("linear %s: %s", key, self._known[key] or "never")
             self._write()

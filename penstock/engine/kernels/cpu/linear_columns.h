@@ -1,0 +1,184 @@
+// Linears on AMX tiles in int8: weights with one scale per output column, activations with one per row.
+//
+// With scales that hold for the whole depth, a sum stays in a tile register from the first product to the last: no
+// scaling, no widening on the way, and one byte per weight from memory. Activations are 16-bit integers in two int8
+// digits, v = 256 high + low, so a product is two instructions for 64 depths. Sums are exact integers: a row gets the
+// same bits in any company. Rounding few-bit weights to this form adds an error far below their own (see
+// `penstock bench perplexity`).
+
+#pragma once
+
+#include "amx.h"
+#include "linear.h"
+#include "linear_pack.h"
+
+#if defined(PK_AMX)
+
+namespace pk {
+
+constexpr int64_t kStep = 64;  // depths of a tile of bytes
+
+inline bool by_columns(const LinearArgs& a) {
+    return a.dtype == 2 && a.column_form && a.column_rows > 0 && a.rows >= a.column_rows && amx_granted();
+}
+
+inline int64_t column_steps(int64_t depth) { return (depth + kStep - 1) / kStep; }
+
+// A tile of 16 columns: its steps, then the columns' scales.
+inline int64_t column_tile_bytes(int64_t depth) { return column_steps(depth) * kTileBytes + kColumns * 4; }
+
+// Values [depth] of column `n` of the few-bit form.
+inline void read_column(const Tile& tile, int bits, int64_t blocks, int n, float* to) {
+    for (int64_t b = 0; b < blocks; ++b) {
+        const float scale = to_float(tile.scale[b * kColumns + n]);
+        const float minimum = bits == 4 ? to_float(tile.minimum[b * kColumns + n]) : 0;
+        for (int k = 0; k < kDepth; ++k, ++to) {
+            if (bits == 4) {
+                const uint8_t pair = tile.q[b * Q4::kBytes + k % 16 / 4 * 64 + n * 4 + k % 4] ^ kStoredFlip;
+                *to = scale * float(k < 16 ? pair & 15 : pair >> 4) + minimum;
+            } else {
+                *to = scale * float(int8_t(tile.q[b * Q8::kBytes + k / 4 * 64 + n * 4 + k % 4]));
+            }
+        }
+    }
+}
+
+// One tile of the column form from one of the few-bit form. `line`: room for a column.
+inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, float* line, uint8_t* to) {
+    const int64_t depth = blocks * kDepth;
+    float* scales = reinterpret_cast<float*>(to + column_steps(depth) * kTileBytes);
+    for (int n = 0; n < kColumns; ++n) {
+        read_column(tile, bits, blocks, n, line);
+        float most = 0;
+        for (int64_t k = 0; k < depth; ++k) most = std::max(most, std::fabs(line[k]));
+        scales[n] = most / 127.0f;
+        const float inverse = most > 0 ? 127.0f / most : 0.0f;
+        for (int64_t k = 0; k < depth; ++k)
+            to[k / kStep * kTileBytes + k % kStep / 4 * 64 + n * 4 + k % 4] =
+                uint8_t(int8_t(std::nearbyint(line[k] * inverse)));
+    }
+}
+
+class ColumnProduct {
+  public:
+    ColumnProduct(const LinearArgs& args, void* packed)
+        : a(args),
+          steps_(column_steps(a.depth)),
+          groups_((a.rows + 15) / 16),
+          digits_(static_cast<uint8_t*>(packed)),
+          scales_(reinterpret_cast<float*>(digits_ + groups_ * steps_ * 2 * kTileBytes)) {}
+
+    static size_t packed_bytes(const LinearArgs& a) {
+        const int64_t groups = (a.rows + 15) / 16;
+        return size_t(groups * (column_steps(a.depth) * 2 * kTileBytes + 16 * 4));
+    }
+    int64_t groups() const { return groups_; }
+
+    // Rows as tiles of digits: [group][step][high, low][16 rows].
+    void pack(int64_t begin, int64_t end) const {
+        for (int64_t row = begin * 16; row < end * 16; ++row) {
+            uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
+            const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
+            const float most = x ? largest_of(x) : 0.0f;
+            const bool finite = most < INFINITY;
+            scales_[row] = finite ? most / 32512.0f : NAN;
+            const vf inverse = splat(finite && most > 0 ? 32512.0f / most : 0.0f);
+            for (int64_t k = 0; k < steps_ * kStep; k += VL) {
+                uint8_t* at = to + k / kStep * 2 * kTileBytes + k % kStep;
+                vi v = vi{};
+                if (x && finite && k < a.depth) v = (vi)(load(x + k) * inverse + splat(12582912.0f)) - 0x4b400000;
+                const vi low = ((v + 128) & 255) - 128;
+                store_bytes16(at, (v - low) >> 8);
+                store_bytes16(at + kTileBytes, low);
+            }
+        }
+    }
+
+    template <class O>
+    void pairs(int64_t begin, int64_t end) const {
+        const int64_t tiles = round_up(a.columns, kColumns) / kColumns, stride = column_tile_bytes(a.depth);
+        const int rows = int(std::min<int64_t>(a.rows, 16));
+        shape_tiles(rows, rows);
+        for (int64_t pair = begin; pair < end; ++pair) {
+            const uint8_t* left = a.column_form + 2 * pair * stride;
+            const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
+            for (int64_t group = 0; group < groups_; ++group) {
+                alignas(64) int32_t sums[4][16 * kColumns];
+                zero_sums();
+                group == 0 ? add<true>(group, left, right) : add<false>(group, left, right);
+                _tile_stored(0, sums[0], 64);
+                _tile_stored(1, sums[1], 64);
+                _tile_stored(2, sums[2], 64);
+                _tile_stored(3, sums[3], 64);
+                const vf scale[2] = {load(reinterpret_cast<const float*>(left + steps_ * kTileBytes)),
+                                     load(reinterpret_cast<const float*>(right + steps_ * kTileBytes))};
+                write_columns<O>(a, group * 16, int(std::min<int64_t>(16, a.rows - group * 16)), pair * kPair, kPair,
+                                 [&](int m, int i) {
+                                     const int side = i / kColumns;
+                                     const vf high = float_of(sums[side] + m * kColumns);
+                                     const vf low = float_of(sums[2 + side] + m * kColumns);
+                                     const vf unit = scale[side] * splat(scales_[group * 16 + m]);
+                                     return (high * splat(256.0f) + low) * unit;
+                                 });
+            }
+        }
+        _tile_release();
+    }
+
+  private:
+    // The largest magnitude; infinity or NaN if there is one.
+    float largest_of(const bf16* x) const {
+        vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
+        for (int64_t k = 0; k < a.depth; k += VL) top = max_bits(top, (vi)vabs(load(x + k)));
+        const int32_t bits = hmax_bits(top);
+        float most;
+        std::memcpy(&most, &bits, 4);
+        return most;
+    }
+
+    PK_INLINE static void store_bytes16(uint8_t* to, vi v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8((__m512i)v));
+    }
+
+    PK_INLINE static vf float_of(const int32_t* v) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(v)); }
+
+    // Registers 0, 1: high digits by left and right columns; 2, 3: low digits.
+    template <bool AHEAD>
+    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right) const {
+        const uint8_t* x = digits_ + group * steps_ * 2 * kTileBytes;
+        for (int64_t s = 0; s < steps_; ++s, x += 2 * kTileBytes, left += kTileBytes, right += kTileBytes) {
+            if (AHEAD) {
+                prefetch_tile(left);
+                prefetch_tile(right);
+            }
+            _tile_loadd(4, x, 64);
+            _tile_loadd(6, left, 64);
+            _tile_dpbssd(0, 4, 6);
+            _tile_loadd(7, right, 64);
+            _tile_dpbssd(1, 4, 7);
+            _tile_loadd(5, x + kTileBytes, 64);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+    }
+
+    const LinearArgs& a;
+    const int64_t steps_, groups_;
+    uint8_t* const digits_;
+    float* const scales_;
+};
+
+inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
+    const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
+    ctx->pool.rows(product.groups(), std::max<int64_t>(1, 32768 / (16 * a.depth)),
+                   [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
+    dispatch(a.out_dtype, [&](auto* o) {
+        using O = elem<decltype(o)>;
+        ctx->pool.rows(round_up(a.columns, kPair) / kPair, 1,
+                       [&](int64_t begin, int64_t end, int) { product.pairs<O>(begin, end); });
+    });
+}
+
+}  // namespace pk
+
+#endif
