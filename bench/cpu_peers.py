@@ -168,6 +168,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="interpreter of a peer")
     parser.add_argument("--peer", action="append", help="only these peers")
+    parser.add_argument(
+        "--peer-model", action="append", default=[], metavar="PEER=PATH", help="the same model in a peer's best form"
+    )
     parser.add_argument("--flash-attention", action="store_true", help="llama.cpp with it (off is faster on most CPUs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
@@ -192,9 +195,10 @@ def main() -> None:
         console.print(f"not here: {reason}", style="dim")
     running: list[Peer] = []
     try:
+        forms = dict(item.split("=", 1) for item in options.peer_model)
         for peer in peers:
             try:
-                peer.start(settings)
+                peer.start(settings | {"model": forms.get(peer.name, settings["model"])})
                 running.append(peer)
             except RuntimeError as error:
                 console.print(f"left out: {error}", style="yellow")
