@@ -39,13 +39,13 @@ def compare_adapters(
     engine: Engine, chosen: Sequence[Workload], settings: Settings, json_file: Path | None, console: Console
 ) -> None:
     """Run each workload both ways and print a table."""
-    names = add_random(engine, settings.adapters, settings.adapter_rank)
+    names = insert_random(engine, "random", settings.adapters, settings.adapter_rank)
     title = f"{settings.adapters} adapters of rank {settings.adapter_rank} on every linear, every request uses one"
     rows = report.table(title, "workload", "side", "ms/step", "TTFT p50 ms", "request ms", "output tok/s")
     results = []
     for workload in chosen:
         console.print(f"{workload.name}: {workload.summary}", style="dim")
-        plain, adapted = _both(engine, workload, settings, names)
+        plain, adapted = compare(engine, workload, settings, names)
         for side, figures in (("without", plain), ("with", adapted)):
             rows.add_row(workload.name, side, *(report.number(v, 2) for v in dataclasses.astuple(figures)))
         ratios = [b / a for a, b in zip(dataclasses.astuple(plain), dataclasses.astuple(adapted), strict=True)]
@@ -57,20 +57,25 @@ def compare_adapters(
         report.write_json(json_file, "adapters", dataclasses.asdict(settings), results)
 
 
-def add_random(engine: Engine, count: int, rank: int) -> list[str]:
-    """Put `count` adapters of noise into the engine's host memory; their names."""
+def insert_random(
+    engine: Engine, label: str, count: int, rank: int, modules: tuple[str, ...] | None = None
+) -> list[str]:
+    """Put `count` adapters of noise into the engine's host memory, on `modules` or on all linears; their names."""
     adapters = engine.runner.adapters
     assert adapters is not None, "the engine was loaded with slots"
-    decoder = adapters.decoder
-    dtype, pin = adapters.dtype, decoder.embedding.is_cuda
-    names = [f"random-{index}" for index in range(count)]
-    for seed, name in enumerate(names):
-        made = random_adapter(name, adapters.layout, rank=rank, dtype=dtype, pin=pin, seed=seed)
-        adapters.pool.registry.insert(made)
+    dtype, pin = adapters.dtype, adapters.decoder.embedding.is_cuda
+    noise = random_adapter(label, adapters.layout, rank=rank, dtype=dtype, pin=False, seed=count, modules=modules)
+    names = [f"{label} {index}" for index in range(count)]
+    for name in names:
+        # The same numbers in memory of their own: that is what a step reads.
+        data = noise.data.pin_memory() if pin else noise.data.clone()
+        ranks = noise.ranks.pin_memory() if pin else noise.ranks
+        adapters.pool.registry.insert(dataclasses.replace(noise, name=name, data=data, ranks=ranks))
     return names
 
 
-def _both(engine: Engine, workload: Workload, settings: Settings, names: list[str]) -> tuple[Side, Side]:
+def compare(engine: Engine, workload: Workload, settings: Settings, names: list[str]) -> tuple[Side, Side]:
+    """Without and with the adapters of these names, turn by turn."""
     sides: dict[str, list[Side]] = {"without": [], "with": []}
     if settings.warm_up:
         warm = workloads.warm_up(workload, engine.info.vocab_size)
@@ -82,7 +87,7 @@ def _both(engine: Engine, workload: Workload, settings: Settings, names: list[st
         Run(engine, adapted, None)()
     for attempt in range(settings.repeat):
         for side, used in (("without", []), ("with", names)):
-            trace = run(engine, workload, salt=f"{side}-{attempt}", adapters=used)
+            trace = run(engine, workload, salt=f"{side}-{names[0]}-{len(names)}-{attempt}", adapters=used)
             sides[side].append(_figures(trace))
     return _median(sides["without"]), _median(sides["with"])
 

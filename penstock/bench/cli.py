@@ -126,6 +126,56 @@ def engine(
     _run(body)
 
 
+ADAPTERS_HELP = """
+What LoRA adapters cost: decode steps with and without them, on every linear and on PEFT's default targets.
+
+Examples:
+
+    penstock bench adapters
+
+    penstock bench adapters --shape llama-8b --device cuda --repeat 3
+
+    penstock bench adapters --batch 16 --count 8 --json results.json
+"""
+
+
+@app.command(help=ADAPTERS_HELP)
+def adapters(
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at once; repeat for several. Default: 1, 8, 64.")
+    ] = None,
+    count: Annotated[
+        list[int] | None, typer.Option(min=1, help="Adapters they share; repeat for several. Default: 1, 20.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of the adapters.")] = 16,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request generates.")] = 64,
+    model: Model = "smollm2-135m",
+    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Turns of each side; medians are shown.")] = 3,
+    device: Device = "auto",
+    dtype: Annotated[_DType, typer.Option(help="Type of activations, KV cache and dense weights.")] = _DType.auto,
+    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import adapter_cost, offline
+
+        settings = offline.Settings(
+            model=model,
+            shape=shape,
+            device=device,
+            dtype=dtype.value,
+            weights=weights.value,
+            threads=threads,
+            repeat=repeat,
+            adapter_rank=rank,
+        )
+        adapter_cost.main(settings, batch or [1, 8, 64], count or [1, 20], tokens, json_file, _console())
+
+    _run(body)
+
+
 OFFLOAD_HELP = """
 Coming back to a conversation whose KV blocks went to host memory, against computing it again.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,21 @@ def _digest(data: Tensor) -> str:
 
 
 def random_adapter(
-    name: str, layout: AdapterLayout, *, rank: int, dtype: torch.dtype, pin: bool, seed: int
+    name: str,
+    layout: AdapterLayout,
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    pin: bool,
+    seed: int,
+    modules: Collection[str] | None = None,
 ) -> LoadedAdapter:
-    """An adapter of small noise on every site, for benchmarks: it costs what a trained one does."""
+    """An adapter of small noise on `modules`, or on all, for benchmarks: it costs what a trained one does."""
     noise = torch.randn(rank * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
-    ranks = torch.full((len(layout.sites),), rank, dtype=torch.int32)
+    ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
+    for index, site in enumerate(layout.sites):
+        if modules is None or any(module in modules for module in site.modules):
+            ranks[index] = rank
     if pin:
         noise, ranks = noise.pin_memory(), ranks.pin_memory()
     return LoadedAdapter(name, rank, _digest(noise), noise, ranks)

@@ -1,8 +1,10 @@
 // Adapters behind a linear: y[t] += B(A x[t]), each token with the matrices of its own slot.
 //
 // Tokens come in tiles that share a slot, so a row of A or B is read once for up to four tokens at a time. First all
-// products with A, in rows; then all products with B, in columns: two passes of the pool per call. An adapter is one
-// buffer whose parts begin at multiples of its rank (adapters/layout.py): A [parts * rank, inputs], B [rank, outputs].
+// products with A, in rows; then all products with B, in columns: two passes of the pool per call. Matrices come from
+// memory, each used for a token or two, in runs too short for the hardware to foresee: they are asked for ahead of use.
+// An adapter is one buffer whose parts begin at multiples of its rank (adapters/layout.py): A [parts * rank, inputs],
+// B [rank, outputs].
 
 #include "context.h"
 #include "simd.h"
@@ -32,15 +34,22 @@ namespace {
 constexpr int kTokens = 4, kRows = 4;
 constexpr int kRowsPerTask = 16;
 constexpr int64_t kColumnsPerTask = 512;
+constexpr int64_t kLine = 32;  // numbers of two bytes in a cache line: how far apart requests ahead of use are
 
 // sums[m][r] = x[m] . a[r]
 template <class T, class W, int M, int R>
 void dots(const T* const* x, const W* a, int64_t n, float* const* sums, int at) {
     vf acc[M][R];
+    PK_UNROLL
     for (int m = 0; m < M; ++m)
+        PK_UNROLL
         for (int r = 0; r < R; ++r) acc[m][r] = splat(0.0f);
     int64_t k = 0;
     for (; k + VL <= n; k += VL) {
+        if (k % kLine == 0) {
+            PK_UNROLL
+            for (int r = 0; r < R; ++r) __builtin_prefetch(a + (R + r) * n + k);
+        }
         vf v[M];
         PK_UNROLL
         for (int m = 0; m < M; ++m) v[m] = load(x[m] + k);
@@ -51,26 +60,28 @@ void dots(const T* const* x, const W* a, int64_t n, float* const* sums, int at) 
             for (int m = 0; m < M; ++m) acc[m][r] += v[m] * w;
         }
     }
-    const int rest = int(n - k);
-    if (rest) {
-        for (int r = 0; r < R; ++r) {
-            const vf w = load_part(a + r * n + k, rest);
-            for (int m = 0; m < M; ++m) acc[m][r] += load_part(x[m] + k, rest) * w;
-        }
-    }
-    for (int m = 0; m < M; ++m)
+    PK_UNROLL
+    for (int m = 0; m < M; ++m) {
+        PK_UNROLL
         for (int r = 0; r < R; ++r) sums[m][at + r] = hsum(acc[m][r]);
+    }
+    for (; k < n; ++k)  // apart: one use of the sums in a loop of unknown length would keep all of them in memory
+        for (int m = 0; m < M; ++m)
+            for (int r = 0; r < R; ++r) sums[m][at + r] += to_float(x[m][k]) * to_float(a[r * n + k]);
 }
 
 // y[m][column .. column + V * VL) += sums[m][0 .. rank) B; `part` > 0: only that many columns of one vector.
 template <class T, class W, int M, int V>
 void products(T* const* y, const W* b, int64_t stride, int rank, const float* const* sums, int64_t column, int part) {
     vf acc[M][V];
+    PK_UNROLL
     for (int m = 0; m < M; ++m)
+        PK_UNROLL
         for (int v = 0; v < V; ++v)
             acc[m][v] = part ? load_part(y[m] + column, part) : load(y[m] + column + v * VL);
     for (int r = 0; r < rank; ++r) {
         const W* row = b + r * stride + column;
+        __builtin_prefetch(row + 2 * kLine);
         vf w[V];
         PK_UNROLL
         for (int v = 0; v < V; ++v) w[v] = part ? load_part(row, part) : load(row + v * VL);
@@ -81,7 +92,9 @@ void products(T* const* y, const W* b, int64_t stride, int rank, const float* co
             for (int v = 0; v < V; ++v) acc[m][v] += w[v] * s;
         }
     }
+    PK_UNROLL
     for (int m = 0; m < M; ++m)
+        PK_UNROLL
         for (int v = 0; v < V; ++v) {
             if (part) store_part(y[m] + column, acc[m][v], part);
             else store(y[m] + column + v * VL, acc[m][v]);
