@@ -174,7 +174,10 @@ class Speculation:
             self._owed = _REMEASURED
         plain_s, verifying_s = self.plain.estimate(decodes), self.verifying.estimate(tokens)
         if plain_s is not None and verifying_s is not None:
-            self.balance.add(self._gained / decodes, (verifying_s + self._spent) / plain_s)
+            # A proposer that reads a new prompt invests in all steps to come: this one pays for some of it.
+            drawing_s = self.proposer.seconds(decodes) * max(len(chunk.drafts) for chunk in batch.chunks)
+            proposing_s = min(self._spent, drawing_s + plain_s)
+            self.balance.add(self._gained / decodes, (verifying_s + proposing_s) / plain_s)
 
     def pause(self) -> None:
         """The engine has nothing to do; the time until its next step is nobody's."""

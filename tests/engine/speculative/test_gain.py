@@ -224,6 +224,22 @@ def test_a_wait_for_guesses_that_are_gone_by_then_is_charged_to_speculation() ->
     assert machine.steps(2000)[1] > 0.98
 
 
+def test_a_proposer_that_reads_a_prompt_first_is_not_switched_off_for_it() -> None:
+    machine = _Machine(0.9, 0.9, overlap=False, slope=0.01)
+    machine.steps(5)
+    guesser = machine.speculation.proposer
+    propose = guesser.propose
+
+    def reads(depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        machine.now += 50.0
+        guesser.propose = propose  # type: ignore[method-assign]
+        return propose(depths)
+
+    guesser.propose = reads  # type: ignore[method-assign]
+    verifying, _ = machine.steps(50)
+    assert verifying == 50
+
+
 def test_a_full_batch_is_left_alone() -> None:
     speculation = Speculation(_Guesser(0.9), depth=4, most_tokens=4, overlap=False, clock=lambda: 0.0)
     speculation.plain.observe(3, 1.0)
