@@ -63,7 +63,9 @@ class ScriptedEngine:
         self.seen.append(request)
         self._first.add(request.request_id)
         self._prompt_tokens += len(request.prompt)
-        self._left[request.request_id] = (request, self.script(request))
+        done = len(request.produced)  # by another engine, before it died
+        self._counts[request.request_id] = done
+        self._left[request.request_id] = (request, self.script(request)[done:])
 
     adapters = None
 

@@ -174,13 +174,14 @@ class Dispatcher:
         refusal: ApiError = EngineUnavailable("No replica of this model can take this request now; try again.")
         while able:
             member = able.pop(0 if alone else self._choose(request, able, expected, now))
-            leg = Leg(flight, member, self._on_delta, self._on_failure)
+            leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
             try:
                 member.backend.submit(request, leg, flight.index)
             except ApiError as error:
                 refusal = error
                 continue
             flight.legs.append(leg)
+            flight.resumed = flight.begun
             member.legs[flight.id] = leg
             if not alone:
                 member.breaker.began()
@@ -211,7 +212,8 @@ class Dispatcher:
 
     def _end(self, leg: Leg, *, abort: bool) -> None:
         leg.member.legs.pop(leg.flight.id, None)
-        leg.member.meter.ended(leg.flight.id, self._clock())
+        if leg.metered:
+            leg.member.meter.ended(leg.flight.id, self._clock())
         if abort:
             leg.member.backend.abort(leg.flight.id)
 
@@ -219,10 +221,16 @@ class Dispatcher:
         flight = leg.flight
         if leg not in flight.legs:
             return
+        if flight.begun and delta.finish_reason is None:  # as nearly all of them
+            if leg.metered:
+                leg.member.meter.received(delta, self._clock())
+            flight.deliver(delta)
+            return
         if delta.finish_reason == "abort" and not flight.stopping:
             self._on_failure(leg, EngineLost("The engine gave up this request; try again."))
             return
-        leg.member.meter.received(delta, self._clock())
+        if leg.metered:
+            leg.member.meter.received(delta, self._clock())
         if not flight.begun:
             flight.stop_hedging()
             for other in flight.legs:

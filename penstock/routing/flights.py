@@ -25,7 +25,7 @@ class Flight:
 
     __slots__ = (
         *("began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced", "request"),
-        "stopping",
+        *("resumed", "stopping"),
     )
 
     def __init__(self, request: Request, inbox: Inbox, index: int, began_at: float) -> None:
@@ -42,6 +42,8 @@ class Flight:
         self.parked_at = began_at
         """When it was parked, if it is: since when no replica could take it."""
         self.hedge: asyncio.TimerHandle | None = None
+        self.resumed = False
+        """Whether a further replica went on behind what the reader had got."""
         self.stopping = False
         """Whether it was aborted; it ends with the last word of its replica."""
 
@@ -71,11 +73,11 @@ class Flight:
 
     def deliver(self, delta: Delta) -> None:
         """Pass on what a replica produced."""
-        if self.begun:
+        if self.resumed:
             # Only the reader's first delta tells of the prompt; what the next replica found is not what was asked for.
             delta.cached_tokens = delta.queue_s = delta.prefill_s = delta.prompt_logprobs = None
         self.begun = True
-        self.produced.extend(delta.tokens)
+        self.produced += delta.tokens
         self.inbox.put(self.index, delta)
 
     def stop_hedging(self) -> None:
@@ -87,7 +89,7 @@ class Flight:
 class Leg:
     """A flight on one replica: where that replica's deltas go. A dead leg hears nothing any more."""
 
-    __slots__ = ("_on_delta", "_on_failure", "flight", "member")
+    __slots__ = ("_on_delta", "_on_failure", "flight", "member", "metered")
 
     def __init__(
         self,
@@ -95,11 +97,15 @@ class Leg:
         member: Member,
         on_delta: Callable[[Leg, Delta], None],
         on_failure: Callable[[Leg, Exception], None],
+        *,
+        metered: bool,
     ) -> None:
+        """`metered`: the replica's meter counts it."""
         self.flight = flight
         self.member = member
         self._on_delta = on_delta
         self._on_failure = on_failure
+        self.metered = metered
 
     def put(self, index: int, delta: Delta) -> None:
         self._on_delta(self, delta)

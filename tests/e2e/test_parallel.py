@@ -23,7 +23,8 @@ def ranks(engine: int) -> list[int]:
 
 @pytest.mark.slow
 def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> None:
-    server = Server("--tensor-parallel", "3")
+    patient = ("resilience.resume_s=120", "generation.time_limit_s=300")
+    server = Server("--tensor-parallel", "3", *(word for setting in patient for word in ("--set", setting)))
     try:
         server.wait_for("curl http")
         assert "Paris" in server.ask().json()["choices"][0]["message"]["content"]
@@ -33,16 +34,17 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
 
         replies: list[httpx.Response] = []
         running = threading.Thread(
-            target=lambda: replies.append(server.ask(max_tokens=500, ignore_eos=True)), daemon=True
+            target=lambda: replies.append(server.ask(timeout_s=180, max_tokens=200, ignore_eos=True)), daemon=True
         )
         running.start()
         time.sleep(2.0)
         os.kill(before[0], signal.SIGKILL)
         server.wait_for("is gone (killed by SIGKILL)")
         server.wait_for("up on 3 ranks", times=2)
-        running.join(60)
+        running.join(180)
         (reply,) = replies
-        assert reply.status_code == 200, "it went on with the new ranks"
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] == 200, "it went on with the new ranks"
         assert not any(alive(pid) for pid in before)
         assert eventually(lambda: server.ask().status_code == 200, 30)
         assert set(ranks(server.children()["engine"])).isdisjoint(before)

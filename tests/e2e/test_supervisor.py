@@ -80,10 +80,10 @@ class Server:
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
         return [pid for pid, line in lines.items() if set(words) <= set(line)]
 
-    def ask(self, **options: object) -> httpx.Response:
+    def ask(self, *, timeout_s: float = 60, **options: object) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
         body |= {"model": "smollm2-135m", "max_tokens": 12, **options}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
 
     def close(self) -> None:
         self.process.kill()
