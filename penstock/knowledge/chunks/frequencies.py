@@ -40,13 +40,14 @@ class Frequencies:
         return abs(self.size - size_then) > STALE * size_then
 
 
-def affordable(terms: Sequence[str], counts: Sequence[int], total: int) -> list[str]:
-    """The terms to search for, rarest first; those that are nowhere are left out."""
+def affordable(terms: Sequence[str], counts: Sequence[int], total: int, most: int = AFFORDABLE) -> list[str]:
+    """The terms to search for, rarest first, until `most` chunks (or a hundredth of all) are to be scored; those that
+    are nowhere are left out."""
     chosen: list[str] = []
     scored = 0
     for count, term in sorted((count, term) for count, term in zip(counts, terms, strict=True) if count):
         scored += count
-        if chosen and scored > max(AFFORDABLE, total // 100):
+        if chosen and scored > max(most, total // 100):
             break
         chosen.append(term)
     return chosen

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 EXPANSION_SEARCH = 200
 """Candidates HNSW keeps while searching; also the most it returns."""
+AFFORDABLE = 2000
+"""Chunks a search may score: PostgreSQL ranks each of them anew, at ten times the cost of arrays in memory."""
 MOST_KNOWN = 1024
 """Collections whose tables are known to exist."""
 _ID = re.compile(r"col_([0-9a-f]{32})")
@@ -96,7 +98,12 @@ class PostgresChunks(ChunkStore):
                     "RETURNS TABLE (key BIGINT, distance DOUBLE PRECISION) LANGUAGE sql STABLE "
                     f"SET hnsw.ef_search = {EXPANSION_SEARCH} AS "
                     f"'SELECT t.key, t.vector <=> asked FROM {table} t ORDER BY t.vector <=> asked LIMIT most'",
-                ]
+                ],
+                # What is ranked stays in the row; what only the index and the reranker read moves out of it.
+                [
+                    f"ALTER TABLE {table} ALTER COLUMN words SET STORAGE MAIN, "
+                    "ALTER COLUMN vector SET STORAGE EXTERNAL, ALTER COLUMN late SET STORAGE EXTERNAL"
+                ],
             ],
         )
 
@@ -126,7 +133,7 @@ class PostgresChunks(ChunkStore):
     async def matching(self, terms: Sequence[str], count: int) -> Ranked:
         counts, total = await self.frequencies(terms)
         known = dict(zip(terms, counts, strict=True))
-        chosen = affordable(terms, counts, total)
+        chosen = affordable(terms, counts, total, AFFORDABLE)
         if not chosen:
             return []
         # 1: divided by the logarithm of the length; weights D, C, B, A: text is B and headings are A.
