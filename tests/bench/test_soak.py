@@ -84,6 +84,7 @@ def test_sequences_that_stay_in_memory_are_noticed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [11])
 def test_ten_minutes_of_everything(seed: int) -> None:
     report = soak(seed=seed, minutes=10.0)

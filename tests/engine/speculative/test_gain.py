@@ -192,7 +192,7 @@ def test_good_guesses_in_cheap_steps_keep_what_they_promise(overlap: bool) -> No
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("slope", [0.01, 0.5])
 def test_guesses_that_never_hold_cost_next_to_nothing_whatever_was_said_of_them(overlap: bool, slope: float) -> None:
     """By its own account the proposer is nearly always right; the clock says otherwise."""
     machine = _Machine(0.9, 0.0, overlap=overlap, slope=slope)
