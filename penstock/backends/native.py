@@ -49,6 +49,9 @@ from penstock.protocol.transport import CurveClient
 
 log = logging.getLogger("penstock.backends.native")
 
+_ARRIVED = int(zmq.POLLIN)
+"""A plain number: the flags of an enumeration are slow to combine."""
+
 
 class NativeBackend(EngineClient):
     """Client of one engine process."""
@@ -160,16 +163,14 @@ class NativeBackend(EngineClient):
             return False
         finally:
             # A send may swallow the signal that a message has arrived: the descriptor is edge-triggered.
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
                 self._loop.call_soon(self._on_socket)
         return True
 
     def _on_socket(self) -> None:
-        while self._socket is not None:
-            try:
-                frame = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
+        # Asked first: the exception of a receive that finds nothing costs more than a message.
+        while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
+            frame = self._socket.recv(zmq.DONTWAIT)
             self._heard_at = self._clock()
             try:
                 self._on_message(decode_from_engine(frame))

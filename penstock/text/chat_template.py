@@ -18,6 +18,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from jinja2.runtime import new_context
 
 from penstock.errors import CheckpointError, PenstockError
 
@@ -102,7 +103,8 @@ class ChatTemplate:
         }
         try:
             # `shared`: the globals are among the variables already, and need not be gathered every time.
-            return "".join(template.root_render_func(template.new_context(variables, shared=True)))
+            context = new_context(template.environment, template.name, template.blocks, variables, shared=True)
+            return "".join(template.root_render_func(context))
         except ChatTemplateError:
             raise
         except jinja2.exceptions.SecurityError as error:
