@@ -163,25 +163,14 @@ class EngineGeneration(Generation):
         ]
 
     def runs(self, purpose: str = "") -> list[Run]:
-        now = time.monotonic()
         return [
-            Run(
-                engine=self.replica,
-                model=self.model.name,
-                choice=choice.index,
-                asked_at=self.asks_at,
-                submitted_at=self._submitted_at,
-                ended_at=now,
-                first_at=choice.first_at,
-                last_at=choice.last_at,
-                queue_s=choice.queue_s,
-                prefill_s=choice.prefill_s,
-                decode_s=choice.decode_s,
-                prompt_tokens=len(self._requests[choice.index].prompt),
-                cached_tokens=self.mailbox.cached.get(choice.index, 0),
-                completion_tokens=self._tokens(choice),
-                outcome=choice.outcome or "abort",
-                purpose=purpose,
+            self._run(
+                choice,
+                purpose,
+                len(self._requests[choice.index].prompt),
+                self.mailbox.cached.get(choice.index, 0),
+                self._tokens(choice),
+                (choice.queue_s, choice.prefill_s, choice.decode_s),
             )
             for choice in self.choices
         ]

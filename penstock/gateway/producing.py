@@ -6,6 +6,7 @@ writes. Everything around an answer (charges, limits, guardrails, rendering) wor
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -36,6 +37,9 @@ class ChoiceState(Protocol):
     finished: bool
     outcome: str | None
     completion_tokens: int
+    first_at: float | None
+    last_at: float | None
+    """When its first and its newest token arrived."""
 
 
 class Generation(ABC):
@@ -59,6 +63,8 @@ class Generation(ABC):
     """What was asked, when the answer is to be judged."""
     on_submit: Callable[[str], None] | None = None
     """Called with the name of the engine or server that begins it."""
+
+    _submitted_at: float | None = None
 
     screen: Screen | None = None
     """What holds its text back until a moderation model has seen it."""
@@ -110,6 +116,36 @@ class Generation(ABC):
     @abstractmethod
     def runs(self, purpose: str = "") -> list[Run]:
         """What each choice did, for the request's timeline."""
+
+    def _run(
+        self,
+        choice: ChoiceState,
+        purpose: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        completion_tokens: int,
+        engine_s: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> Run:
+        """`engine_s`: how long the engine says that the queue, the prompt and decoding took."""
+        queue_s, prefill_s, decode_s = engine_s
+        return Run(
+            engine=self.replica,
+            model=self.model.name,
+            choice=choice.index,
+            asked_at=self.asks_at,
+            submitted_at=self._submitted_at,
+            ended_at=time.monotonic(),
+            first_at=choice.first_at,
+            last_at=choice.last_at,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            outcome=choice.outcome or "abort",
+            purpose=purpose,
+        )
 
     @property
     @abstractmethod

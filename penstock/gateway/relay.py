@@ -180,26 +180,8 @@ class Relay(Generation):
         return [(prompt, "".join(choice.parts or ())[:most]) for choice in self.choices]
 
     def runs(self, purpose: str = "") -> list[Run]:
-        now = time.monotonic()
         return [
-            Run(
-                engine=self.replica,
-                model=self.model.name,
-                choice=choice.index,
-                asked_at=self.asks_at,
-                submitted_at=self._submitted_at,
-                ended_at=now,
-                first_at=choice.first_at,
-                last_at=choice.last_at,
-                queue_s=None,
-                prefill_s=None,
-                decode_s=None,
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                completion_tokens=choice.completion_tokens,
-                outcome=choice.outcome or "abort",
-                purpose=purpose,
-            )
+            self._run(choice, purpose, self.prompt_tokens, self.cached_tokens, choice.completion_tokens)
             for choice in self.choices
         ]
 
