@@ -8,11 +8,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gpu_harness import (
     DEVICE,
+    MODE,
     QUICK,
     TOLERANCE,
     Row,
@@ -23,14 +25,20 @@ from gpu_harness import (
     rand,
     time_us,
 )
+from test_triton_attention import Case, build
+from test_triton_attention import layout as heads_of
+from test_triton_gemv import linear64, make_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.adapters.apply import TABLES, ReferenceLora  # noqa: E402
+from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear, ReferenceLora  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.kernels.triton.addends import Addends  # noqa: E402
 from penstock.engine.kernels.triton.lora import TritonLora  # noqa: E402
+from penstock.engine.kernels.triton.ops import TritonOps  # noqa: E402
+from penstock.engine.layers.cuda_linear import CudaLinear  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 2e-2
@@ -42,6 +50,16 @@ TINY = AdapterLayout(
     ),
     2,
 )
+COS_SIN = rand(64, 16)
+SMALL = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
+        Site("output", ("o",), (16,), 32),
+        Site("gate_up", ("g", "u"), (16, 16), 48),
+    ),
+    1,
+)
+"""The interpreter takes its time for every program."""
 LLAMA = AdapterLayout(
     (
         Site("qkv", ("q", "k", "v"), (4096, 1024, 1024), 4096),
@@ -95,11 +113,97 @@ def test_each_token_gets_its_own_adapter() -> None:
             compare(f"{dtype} {tokens}", TINY, ours, reference, slots, dtype)
 
 
+def test_adapters_inside_the_launch_of_a_linear() -> None:
+    """A few tokens, base tokens among them: what `fused` gives is the linear, then adapters, then what is folded in."""
+    rng = np.random.default_rng(3)
+    cases = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)]
+    for dtype, weight_dtype in cases:
+        layout = SMALL if QUICK else TINY
+        ours, reference = kernels(layout, [1, 16, 8, 24], dtype, 24)
+        for tokens in (1, 5) if QUICK else (1, 2, 5, 8):
+            mixed = rng.integers(-1, 4, tokens).astype(np.int32)
+            mixed[0] = 3
+            for slots in [mixed] if QUICK else [mixed, np.full(tokens, 3, np.int32), np.full(tokens, -1, np.int32)]:
+                ours.begin(slots)
+                reference.begin(slots)
+                inside(f"{weight_dtype} {slots}", layout, ours, reference, slots, dtype, weight_dtype)
+
+
+def inside(name: str, layout: AdapterLayout, ours: TritonLora, reference: ReferenceLora, slots: np.ndarray, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
+    tokens = len(slots)
+    for layer in range(layout.layers):
+        for index, site in enumerate(layout.sites):
+            placed = layout.place(layer, index)
+            gated = site.attribute == "gate_up"
+            x = rand(tokens, site.inputs, dtype=dtype)
+            weight, scale = make_weight(site.outputs, site.inputs, weight_dtype)
+            residual = rand(tokens, site.outputs, dtype=dtype) if site.attribute in ("output", "down") else None
+            want = linear64(x, weight, scale=scale).float()
+            reference.add(x.float(), want, placed)
+            if gated:
+                gate, up = want.chunk(2, dim=-1)
+                want = torch.nn.functional.silu(gate) * up
+            if residual is not None:
+                want = want + residual.float()
+            linear = CudaLinear(weight, None, scale)
+            with poisoned_outputs():
+                got = linear.fused(x, residual=residual, gated=gated, lora=ours.inline(placed))
+            check(f"inline {name} {site.attribute}", got, want, 3 * TOLERANCE[dtype])
+
+
+def test_what_follows_a_linear_adds_what_ran_beside_it() -> None:
+    dtype = torch.bfloat16
+    ours, reference = kernels(TINY, [16, 8, 5], dtype, 16)
+    ops = TritonOps(DEVICE)
+    slots = np.array([2, -1, 0, 1, 1, -1, 2, 0, -1, 0, 1, 2], np.int32)
+    count = len(slots)
+    ours.begin(slots)
+    reference.begin(slots)
+
+    def both(index: int) -> tuple[Addends, torch.Tensor]:
+        site, placed = TINY.sites[index], TINY.place(1, index)
+        x, y = rand(count, site.inputs, dtype=dtype), rand(count, site.outputs, dtype=dtype)
+        want = y.float()
+        reference.add(x.float(), want, placed)
+        with poisoned_outputs():
+            made = ours.beside(x, placed, lambda _: y)
+        assert isinstance(made, Addends)
+        return made, want.to(dtype)
+
+    for index, gate in ((2, ops.silu_mul), (2, ops.gelu_mul)):
+        got, want = both(index)
+        check("gate", gate(got), gate(want), 3 * TOLERANCE[dtype])
+    got, want = both(1)
+    start, weight = rand(count, 64, dtype=dtype), rand(64, dtype=dtype)
+    for x_weight in (None, rand(64, dtype=dtype)):
+        ours_residual, residual = start.clone(), start.clone()
+        check(
+            "norm",
+            ops.add_rms_norm(got, ours_residual, weight, 1e-5, x_weight),
+            ops.add_rms_norm(want, residual, weight, 1e-5, x_weight),
+            3 * TOLERANCE[dtype],
+        )
+        check("residual", ours_residual, residual, 3 * TOLERANCE[dtype])
+    got, want = both(0)
+    heads = heads_of(9, 3, 16)
+    results = []
+    for qkv in (got, want):
+        case = build([1] * count, [20 + i for i in range(count)], heads, dtype)
+        case.k_cache.zero_()
+        case.v_cache.zero_()
+        q = ops.rope_and_cache(qkv, heads, COS_SIN, case.batch, case.k_cache, case.v_cache, None, None, 1e-5)
+        k, v = case.k_cache.flatten(0, 1), case.v_cache.flatten(0, 1)
+        results.append([q, k.norm(dim=(0, 1)), v.norm(dim=(0, 1))])
+    for mine, theirs in zip(*results, strict=True):
+        check("rope", mine, theirs, 3 * TOLERANCE[dtype])
+
+
 def test_graphs_tables_are_padded_with_empty_tiles() -> None:
     dtype, bucket = torch.bfloat16, 12
     ours, reference = kernels(TINY, [4, 8, 16], dtype, 16)
     slots = np.array([2, -1, 0, 2, 1, -1, 2, 0, -1], np.int32)
     tables = {name: torch.zeros(bucket, dtype=torch.int32, device=DEVICE) for name in TABLES}
+    tables["lora_tokens"].fill_(-1)
     for name, values in ours.tables(slots, bucket).items():
         tables[name][: len(values)] = torch.from_numpy(values).to(DEVICE)
     ours.use(tables, bucket)
@@ -189,6 +293,44 @@ def test_adapters_on_fp8_weights() -> None:
         assert all(got[f"{i}"] != got[f"a{i}"] for i in range(12))
         again = generate(engine, *(ask(f"{i}", [7, 8, 9, i], "", 16) for i in range(12)))
         assert len(again) == 12
+
+
+def bench_lora_layer() -> Iterator[Row]:
+    """The linears of an 8B layer and what stands between them, attention left out, with and without adapters."""
+    dtype, eps = torch.bfloat16, 1e-5
+    ops, heads, cos_sin = TritonOps(DEVICE), heads_of(32, 8, 128), rand(64, 128)
+    linears = [CudaLinear(make_weight(site.outputs, site.inputs, dtype)[0], None) for site in LLAMA.sites]
+    gain = rand(4096, dtype=dtype)
+    shapes = ((1, 1), (8, 1), (8, 8), (64, 1), (64, 20)) if MODE != "compile" else ((1, 1), (8, 8))
+    for tokens, count in shapes:
+        ours = TritonLora(LLAMA, count, 16, dtype, DEVICE)
+        for slot in range(count):
+            ours.put(slot, adapter(LLAMA, 16, dtype))
+        ours.begin(np.arange(tokens, dtype=np.int32) % count)
+        case = build([1] * tokens, [20] * tokens, heads, dtype)
+        residual = rand(tokens, 4096, dtype=dtype)
+        adapted = [FusedAdaptedLinear(linear, ours, LLAMA.place(0, i)) for i, linear in enumerate(linears)]
+
+        def rope(x: object, case: Case = case) -> torch.Tensor:
+            q = ops.rope_and_cache(x, heads, cos_sin, case.batch, case.k_cache, case.v_cache, None, None, eps)
+            return q.flatten(1)
+
+        def few(qkv: Any, output: Any, gate_up: Any, down: Any, residual: torch.Tensor = residual) -> None:
+            x = rope(qkv.fused(residual, norm=gain, eps=eps))
+            output.fused(x, residual=residual)
+            down.fused(gate_up.fused(residual, norm=gain, eps=eps, gated=True), residual=residual)
+
+        def many(qkv: Any, output: Any, gate_up: Any, down: Any, residual: torch.Tensor = residual) -> None:
+            x = ops.rms_norm(residual, gain, eps)
+            x = ops.add_rms_norm(output(rope(qkv(x))), residual, gain, eps)
+            ops.add_rms_norm(down(ops.silu_mul(gate_up(x))), residual, gain, eps)
+
+        run = few if tokens <= 8 else many
+        sides = [linears, adapted] if MODE != "compile" else [adapted]  # not the vendor's product, on a CPU
+        plain, mixed = ([time_us([lambda run=run, side=side: run(*side)]) for side in sides] * 2)[:2]
+        label = f"8B layer, {tokens} tokens"
+        yield f"{label}: without", plain, ""
+        yield f"{label}: {count} adapters of rank 16", mixed, f"{mixed / plain:.3f}x" if plain else "-"
 
 
 def bench_lora() -> Iterator[Row]:

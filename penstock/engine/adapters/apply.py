@@ -1,13 +1,15 @@
 """Adding adapters to a decoder, from outside.
 
-`adapt` gives a second decoder that shares every weight with the first, in which each linear is followed by the step's
-adapters. Steps without adapters run the first one, so they cost what they always did.
+`adapt` gives a second decoder that shares every weight with the first, in which the step's adapters are added to every
+linear: behind it, or, where the kernel can, beside it or inside its launch. Steps without adapters run the first one,
+so they cost what they always did.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import InlineLinear, Linear
 from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.models.decoder import Decoder
 
@@ -52,7 +54,25 @@ class GraphLora(LoraKernel, Protocol):
         ...
 
 
-TABLES = ("lora_order", "lora_slots", "lora_starts", "lora_counts")
+TABLES = ("lora_order", "lora_slots", "lora_starts", "lora_counts", "lora_tokens")
+"""`lora_tokens` is the slot of each token; padding in it is -1."""
+
+
+@runtime_checkable
+class FusedLora(LoraKernel, Protocol):
+    """A kernel that can hide: its work goes into launches that are there anyway, or runs beside them."""
+
+    def inline(self, placed: PlacedSite) -> Any:
+        """What the `fused` call of a linear takes to add the step's adapters in its own launch."""
+        ...
+
+    def fits_inline(self, layout: AdapterLayout) -> bool:
+        """Whether the shapes allow that."""
+        ...
+
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Any:
+        """base(x) with adapters, computed at the same time; in a form that the same backend's `Ops` read."""
+        ...
 
 
 class AdaptedLinear:
@@ -70,8 +90,32 @@ class AdaptedLinear:
         return y
 
 
+class FusedAdaptedLinear:
+    """A linear with its adapters beside it or, in `fused` calls, inside it."""
+
+    def __init__(self, base: Linear, kernel: FusedLora, placed: PlacedSite) -> None:
+        self.base = base
+        self.weight_bytes = base.weight_bytes
+        self._kernel = kernel
+        self._placed = placed
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._kernel.beside(x, self._placed, self.base)
+
+    def fused(self, x: Tensor, **folded: Any) -> Tensor:
+        return cast(InlineLinear, self.base).fused(x, lora=self._kernel.inline(self._placed), **folded)
+
+
 def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:
-    """`decoder` with adapters. Activations stay plain tensors, and norms and residuals outside the linears."""
+    """`decoder` with adapters. Activations stay plain tensors. Norms and residuals stay outside the linears, unless all
+    of these take adapters into their launch."""
+    made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
+    fused_up_to = 0
+    if isinstance(kernel, FusedLora) and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
+        made = FusedAdaptedLinear
+        linears = [linear for layer in decoder.layers for linear in layer.linears]
+        if kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
+            fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
         own: dict[str, Any] = {}
@@ -79,12 +123,12 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decode
         for index, site in enumerate(layout.sites):
             holder, found = (layer, own) if hasattr(layer, site.attribute) else (layer.mlp, inner)
             placed = layout.place(number, index)
-            found[site.attribute] = AdaptedLinear(getattr(holder, site.attribute), kernel, placed)
+            found[site.attribute] = made(getattr(holder, site.attribute), kernel, placed)
         if inner:
             assert isinstance(layer.mlp, GatedMlp)
             own["mlp"] = dataclasses.replace(layer.mlp, ops=decoder.ops, **inner)
         layers.append(dataclasses.replace(layer, **own))
-    return dataclasses.replace(decoder, layers=layers, inner=decoder.ops, fused_up_to=0)
+    return dataclasses.replace(decoder, layers=layers, inner=decoder.ops, fused_up_to=fused_up_to)
 
 
 class ReferenceLora:

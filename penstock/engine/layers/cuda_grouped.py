@@ -72,6 +72,7 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor) -> None:
         self.few = CudaLinear(weight, bias, scale)
         self.fused = self.few.fused
+        self.takes_adapters = True
         self.weight_bytes = self.few.weight_bytes
         self.scale = scale
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from penstock.engine.kernels.interface import FP8, FP8_MAX
 from penstock.engine.kernels.triton import activation, gemv
+from penstock.engine.kernels.triton.inline_lora import InlineLora
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class CudaLinear:
 
     pdl = False
     """Start while the kernel before is still finishing (programmatic dependent launch, Hopper and later)."""
+    takes_adapters = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.weight = weight
@@ -71,8 +73,9 @@ class CudaLinear:
         eps: float = 0.0,
         residual: Tensor | None = None,
         gated: bool = False,
+        lora: InlineLora | None = None,
     ) -> Tensor:
-        """One launch for few tokens: normalize `x`, multiply, gate, and add into `residual` in place."""
+        """One launch for few tokens: normalize `x`, multiply, add adapters, gate, and add into `residual` in place."""
         return gemv.linear(
             x,
             self.weight,
@@ -83,5 +86,6 @@ class CudaLinear:
             residual=residual,
             gated=gated,
             out=residual,
+            lora=lora,
             pdl=self.pdl,
         )

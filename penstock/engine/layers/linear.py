@@ -7,7 +7,7 @@ CUDA they stay dense. A layer is a plain callable: no module machinery on the ho
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,26 @@ class FusedLinear(Protocol):
         gated: bool = False,
     ) -> Tensor:
         """Normalize `x`, multiply, apply silu(gate) * up, add into `residual` in place: what is asked for."""
+        ...
+
+
+@runtime_checkable
+class InlineLinear(Linear, Protocol):
+    """A `FusedLinear` whose launch also takes the adapters of its tokens."""
+
+    takes_adapters: bool
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        lora: Any = None,
+    ) -> Tensor:
+        """`lora`: see `FusedLora.inline`."""
         ...
 
 

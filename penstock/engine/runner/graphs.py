@@ -99,7 +99,7 @@ class DecodeGraphs:
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
-        self._padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1}
+        self._padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1, "lora_tokens": -1}
         self.buckets = buckets_up_to(max(max_rows, max_tokens))
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None

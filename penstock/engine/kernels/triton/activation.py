@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.kernels.triton.addends import Addends, is_added, parts
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     ceil_div,
@@ -33,19 +34,29 @@ def gate(x: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 def _gate_mul_kernel(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_slots_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
     stride: tl.tensor,
     FFN: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    DELTA: tl.constexpr,
+    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < FFN
     launch_successor(PDL)
+    if DELTA:
+        added = mask & is_added(row, delta_slots_ptr, delta_ranks_ptr, SITES)
     wait_for_inputs(PDL)
     x = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + FFN + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        x += tl.load(delta_ptr + row * 2 * FFN + cols, mask=added, other=0.0).to(tl.float32)
+        up += tl.load(delta_ptr + row * 2 * FFN + FFN + cols, mask=added, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * FFN + cols, (gate(x, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,17 +119,18 @@ def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+def silu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
     """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
     return _gate_mul(gate_up, False, pdl)
 
 
-def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+def gelu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
     """As `silu_mul`, with gelu in its tanh form."""
     return _gate_mul(gate_up, True, pdl)
 
 
-def _gate_mul(gate_up: Tensor, gelu: bool, pdl: bool) -> Tensor:
+def _gate_mul(x: Tensor | Addends, gelu: bool, pdl: bool) -> Tensor:
+    gate_up, delta, options = parts(x)
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
@@ -130,10 +142,12 @@ def _gate_mul(gate_up: Tensor, gelu: bool, pdl: bool) -> Tensor:
         (tokens, ceil_div(ffn, block)),
         gate_up,
         out,
+        *delta,
         gate_up.stride(0),
         FFN=ffn,
         BLOCK=block,
         GELU=gelu,
+        **options,
         num_warps=block // 256,
         pdl=pdl,
     )

@@ -4,15 +4,14 @@ Two kernels. `rows`, for one token: each program owns a few weight rows and mult
 with many independent wide loads in flight. `tiles`, for more: ordinary arithmetic would be the limit, so weight rows
 are the tall side of a tensor-core product whose narrow side is the batch, fed by an asynchronous copy pipeline.
 
-What follows the linear in a decoder layer can be folded in, which saves launches: the residual, and the SiLU gate. The
-RMS norm before it is a launch of its own: folded in, every program would read the gains and square the input again,
-which costs more than the launch.
+What follows the linear in a decoder layer can be folded in, which saves launches: adapters, the residual, and the SiLU
+gate. The RMS norm before it is a launch of its own: folded in, every program would read the gains and square the input
+again, which costs more than the launch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,62 +20,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.kernels.triton.activation import silu_mul, to_half
-from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, wait_for_inputs
+from penstock.engine.kernels.triton.epilogue import epilogue
+from penstock.engine.kernels.triton.gemv_shapes import GemvConfig, choose, vendor_wins
+from penstock.engine.kernels.triton.inline_lora import (
+    TILE_ROWS,
+    InlineLora,
+    expand,
+    look,
+    part_of,
+    shrink_row,
+    shrink_tile,
+    slots_and_ranks,
+    up_rows,
+)
 from penstock.engine.kernels.triton.norm import rms_norm
 
 MAX_BATCH = 8
 """Above this the vendor's matrix product is the better choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class GemvConfig:
-    """Shape of the launch: weight rows per program, columns per step.
-
-    `rows` takes 1, 2 or 4 rows, and `block_k` = 8 elements per thread: then x and every weight row are laid out over
-    the threads alike, and nothing moves between threads until the final sum.
-    """
-
-    kernel: Literal["rows", "tiles"]
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@triton.jit
-def _epilogue(
-    acc: tl.tensor,
-    up: tl.tensor,
-    n: tl.tensor,
-    b: tl.tensor,
-    batch: tl.tensor,
-    out_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    N: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-) -> None:
-    """From sums [batch, rows] to outputs: weight scale, bias, gate, residual."""
-    in_n = n < N
-    if SCALED:
-        acc *= tl.load(scale_ptr + n, mask=in_n, other=0.0)[None, :]
-        if GATED:
-            up *= tl.load(scale_ptr + N + n, mask=in_n, other=0.0)[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias_ptr + N + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    at = b[:, None] * N + n[None, :]
-    mask = (b < batch)[:, None] & in_n[None, :]
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -116,6 +77,12 @@ def _rows_kernel(
     bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    slot_stride: tl.tensor,
+    start: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,12 +92,29 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
+    SITE: tl.constexpr = 0,
+    SITES: tl.constexpr = 0,
+    R: tl.constexpr = 0,
+    PARTS: tl.constexpr = 0,
+    END_0: tl.constexpr = 0,
+    END_1: tl.constexpr = 0,
+    OUTPUTS: tl.constexpr = 0,
+    SHRINKS: tl.constexpr = 0,
 ) -> None:
+    ADAPTED: tl.constexpr = SHRINKS > 0
+    program = tl.program_id(0)
+    if ADAPTED:  # noqa: SIM102 - known when compiled; the other is not
+        if program < SHRINKS:
+            shrink_row(
+                program, x_ptr, bank_ptr, ranks_ptr, slots_ptr, sums_ptr, slot_stride, start,
+                K, BLOCK_K, SITE, SITES, PARTS, PDL,
+            )  # fmt: skip
+            return
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
-    first = tl.program_id(0) * BLOCK_N
+    first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
     for _r in tl.static_range(ROWS):
@@ -142,7 +126,22 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         for r in tl.static_range(ROWS):
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
+    one = tl.arange(0, 1)
+    i = tl.arange(0, BLOCK_N)
+    n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)
+    if ADAPTED:
+        # So are the adapter's, and its products may be there already.
+        in_n = n < N
+        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, one, 1, SITE, SITES)
+        part = part_of(first, PARTS, END_0, END_1)
+        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
+        if GATED:
+            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
     wait_for_inputs(PDL)
+    if ADAPTED:
+        at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R)
+        if GATED:
+            at_up, seen_up = look(sums_ptr, one, ranks, 1, 0, PARTS * R)
     for step in tl.static_range(STEPS):
         at = step * BLOCK_K + k
         in_k = at < K
@@ -155,11 +154,20 @@ def _rows_kernel(
                 w = early[step * ROWS + r]
             new = new + (acc[r] + w.to(tl.float32) * x,)  # type: ignore[assignment]
         acc = new
-    i = tl.arange(0, BLOCK_N)
-    n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)
     y = _sums(acc, 0, BLOCK_N)[None, :]
-    one = tl.arange(0, 1)
-    _epilogue(
+    delta = 0.0
+    up_delta = 0.0
+    if ADAPTED:
+        delta = expand(
+            at_sums, seen, b_rows, bank_ptr, sums_ptr, one, slots, ranks, n, in_n, part, slot_stride, start,
+            K, PARTS, OUTPUTS, R,
+        )  # fmt: skip
+        if GATED:
+            up_delta = expand(
+                at_up, seen_up, b_up, bank_ptr, sums_ptr, one, slots, ranks, N + n, in_n, 1, slot_stride, start,
+                K, PARTS, OUTPUTS, R,
+            )  # fmt: skip
+    epilogue(
         y,
         _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y,
         n,
@@ -174,6 +182,9 @@ def _rows_kernel(
         SCALED,
         RESIDUAL,
         GATED,
+        delta,
+        up_delta,
+        ADAPTED,
     )
 
 
@@ -185,6 +196,12 @@ def _tiles_kernel(
     bias_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    slot_stride: tl.tensor,
+    start: tl.tensor,
     x_stride: tl.tensor,
     batch: tl.tensor,
     N: tl.constexpr,
@@ -198,33 +215,73 @@ def _tiles_kernel(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    SITE: tl.constexpr = 0,
+    SITES: tl.constexpr = 0,
+    R: tl.constexpr = 0,
+    PARTS: tl.constexpr = 0,
+    END_0: tl.constexpr = 0,
+    END_1: tl.constexpr = 0,
+    OUTPUTS: tl.constexpr = 0,
+    SHRINKS: tl.constexpr = 0,
 ) -> None:
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ADAPTED: tl.constexpr = SHRINKS > 0
+    program = tl.program_id(0)
     b = tl.arange(0, BATCH)
+    if ADAPTED:
+        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, b, batch, SITE, SITES)
+        if program < SHRINKS * batch:
+            shrink_tile(
+                program, x_ptr, x_stride, batch, slots, ranks, bank_ptr, sums_ptr, slot_stride, start,
+                K, BATCH, BLOCK_K, R, PARTS, PRECISION, PDL,
+            )  # fmt: skip
+            return
+        program -= SHRINKS * batch
+    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Rows past the end read the last row: their sums are not stored, and loads need no mask along n.
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_N, BATCH], tl.float32)
     up = tl.zeros([BLOCK_N, BATCH], tl.float32)
     launch_successor(PDL)
+    if ADAPTED:
+        # On its way while the weights stream; registers are plenty here.
+        in_n = n < N
+        part = part_of(program * BLOCK_N, PARTS, END_0, END_1)
+        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
+        if GATED:
+            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
     wait_for_inputs(PDL)
-    for start in range(0, K, BLOCK_K):
+    for offset in range(0, K, BLOCK_K):
         x_mask = (b < batch)[:, None]
         if K % BLOCK_K != 0:
-            in_k = start + k < K
+            in_k = offset + k < K
             x_mask = x_mask & in_k[None, :]
-            w = tl.load(rows + start, mask=in_k[None, :], other=0.0)
+            w = tl.load(rows + offset, mask=in_k[None, :], other=0.0)
         else:
-            w = tl.load(rows + start)
-        x = tl.load(x_ptr + b[:, None] * x_stride + (start + k)[None, :], mask=x_mask, other=0.0)
+            w = tl.load(rows + offset)
+        x = tl.load(x_ptr + b[:, None] * x_stride + (offset + k)[None, :], mask=x_mask, other=0.0)
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
             if K % BLOCK_K != 0:
-                u = tl.load(rows + N * K + start, mask=(start + k < K)[None, :], other=0.0)
+                u = tl.load(rows + N * K + offset, mask=(offset + k < K)[None, :], other=0.0)
             else:
-                u = tl.load(rows + N * K + start)
+                u = tl.load(rows + N * K + offset)
             up = tl.dot(u.to(x.dtype), tl.trans(x), up, input_precision=PRECISION)
-    _epilogue(
+    delta = 0.0
+    up_delta = 0.0
+    if ADAPTED:
+        at_sums, seen = look(sums_ptr, b, ranks, part, 0, PARTS * R)
+        delta = expand(
+            at_sums, seen, b_rows, bank_ptr, sums_ptr, b, slots, ranks, n, in_n, part, slot_stride, start,
+            K, PARTS, OUTPUTS, R,
+        )  # fmt: skip
+        if GATED:
+            at_up, seen_up = look(sums_ptr, b, ranks, 1, 0, PARTS * R)
+            up_delta = expand(
+                at_up, seen_up, b_up, bank_ptr, sums_ptr, b, slots, ranks, N + n, in_n, 1, slot_stride, start,
+                K, PARTS, OUTPUTS, R,
+            )  # fmt: skip
+    epilogue(
         tl.trans(acc),
         tl.trans(up),
         n,
@@ -239,39 +296,10 @@ def _tiles_kernel(
         SCALED,
         RESIDUAL,
         GATED,
+        delta,
+        up_delta,
+        ADAPTED,
     )
-
-
-def _vendor_wins(rows: int, batch: int, weight_size: int) -> bool:
-    """Several tokens and a middling number of rows: the vendor's product is a little ahead (measured on an H200)."""
-    return batch > 1 and weight_size > 1 and 5000 <= rows <= 65536
-
-
-def choose(n: int, k: int, batch: int, weight_size: int, gated: bool) -> GemvConfig:
-    """The launch shape for an [n, k] weight of `weight_size`-byte elements (measured on an H200)."""
-    if batch == 1:
-        return _choose_rows(n, k, weight_size, gated)
-    block_n = 16 if n <= 2048 else 32
-    step = 1024 // weight_size if block_n == 16 else 512 // weight_size
-    # At least four steps, or there is nothing to pipeline.
-    block_k = max(32, min(next_power_of_2(k) // 4, step))
-    return GemvConfig("tiles", block_n, block_k, block_n // 16, 3 if gated else 4 if block_n == 16 else 5)
-
-
-def _choose_rows(n: int, k: int, weight_size: int, gated: bool) -> GemvConfig:
-    fit = max(1, next_power_of_2(k) // 256)
-    if weight_size == 1:
-        # Loads are half as wide, so more rows make up for it; small weights want more programs instead.
-        warps, rows = (4, 2) if n * k < 8 << 20 else (2, 2) if k > 8192 else (2, 4)
-    elif k > 8192:
-        warps, rows = 4, 4
-    elif n * k < 8 << 20:
-        warps, rows = 4, 2
-    else:
-        warps, rows = 8, 1
-    warps = min(warps, fit)
-    # A gated program reads as many up rows as gate rows.
-    return GemvConfig("rows", max(1, rows // 2) if gated else rows, warps * 256, warps, 1)
 
 
 def linear(
@@ -286,18 +314,19 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
     config: GemvConfig | None = None,
+    lora: InlineLora | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
-    added last. `out` may be `residual`, never `x`.
+    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launch.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
         raise ValueError(f"linear of {batch} tokens: this kernel is for up to {MAX_BATCH}")
-    if residual is None and out is None and _vendor_wins(weight.shape[0], batch, weight.element_size()):
+    if residual is None and out is None and lora is None and vendor_wins(weight.shape[0], batch, weight.element_size()):
         if norm is not None:
             x = rms_norm(x, norm, eps, pdl=pdl)
         y = F.linear(x, weight, bias)
@@ -319,20 +348,27 @@ def linear(
         x if bias is None else bias,
         x if weight_scale is None else weight_scale,
         x if residual is None else residual,
+        *((x, x, x, x, 0, 0) if lora is None else lora.pointers),
     )
-    flags = {
+    flags: dict[str, int] = {
         "BIAS": bias is not None,
         "SCALED": weight_scale is not None,
         "RESIDUAL": residual is not None,
         "GATED": gated,
     }
+    shrinks = 0
+    if lora is not None:
+        if any(end % shape.block_n for end in lora.ends):
+            shape = replace(shape, block_n=TILE_ROWS, num_warps=1)  # a program's rows lie in one part
+        shrinks = lora.shrinks(shape.kernel == "rows")
+        flags |= {**lora.options, "SHRINKS": shrinks}
     if batch > 1 and shape.kernel == "rows":
         raise ValueError(f"linear of {batch} tokens: the rows kernel is for one")
-    grid = (ceil_div(n, shape.block_n),)
+    programs = ceil_div(n, shape.block_n)
     if shape.kernel == "rows":
         launch(
             _rows_kernel,
-            grid,
+            (shrinks + programs,),
             *pointers,
             N=n,
             K=k,
@@ -346,7 +382,7 @@ def linear(
     else:
         launch(
             _tiles_kernel,
-            grid,
+            (shrinks * batch + programs,),
             *pointers,
             x.stride(0),
             batch,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.triton.common import INTERPRETED, ceil_div, launch, launch_successor, wait_for_inputs
-from penstock.engine.kernels.triton.gemv import _epilogue
+from penstock.engine.kernels.triton.epilogue import epilogue
 from penstock.engine.kernels.triton.norm import rms_norm
 
 MAX_BATCH = 8
@@ -249,7 +249,7 @@ def _grouped_kernel(
                 scale, minimum = _split(tl.load(factor_ptr + g * ROWS + N + row))
                 weights = tl.load(rows + N * PITCH + g * BYTES)
                 up = _group_sum(up, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
-    _epilogue(
+    epilogue(
         tl.trans(acc),
         tl.trans(up),
         n,

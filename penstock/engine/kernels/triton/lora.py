@@ -1,14 +1,19 @@
 """LoRA on CUDA: y[t] += B(A x[t]), each token with the matrices of its own adapter slot.
 
-Two launches per linear, over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along
-the input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B into
-the linear's output in place. All slots lie in one buffer of fixed stride; what a slot holds, its rank included, is read
-in the kernel, so a captured graph serves whatever adapters come and go. A tile of no tokens, or a site that its adapter
-does not touch, costs an early return.
+What it costs is launches more than bytes, so there are three ways. A few tokens: no launch at all, adapters are part of
+the linear's own (`inline_lora`). Other decode steps: two launches on a second stream, beside the linear; what follows
+adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
+
+The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
+input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
+lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
+serves whatever adapters come and go. A tile of no tokens, or a site that its adapter does not touch, costs an early
+return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES
-from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.kernels.triton.addends import Addends
 from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.kernels.triton.gemv import MAX_BATCH
+from penstock.engine.kernels.triton.inline_lora import TILE_ROWS, UNWRITTEN, InlineLora
 from penstock.engine.runner.staging import Staging
 
 _FEW, _MANY = 16, 64
@@ -109,6 +117,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -142,8 +151,9 @@ def _expand_kernel(
             acc = tl.dot(sums.to(b.dtype), b, acc, input_precision=PRECISION)
     at = y_ptr + tokens[:, None] * y_stride + n[None, :]
     mask = in_m[:, None] & (n < N)[None, :]
-    y = tl.load(at, mask=mask, other=0.0).to(tl.float32) + acc
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if ADD:
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,8 @@ class _Step:
     slots: Tensor
     starts: Tensor
     counts: Tensor
+    tokens: Tensor
+    """The slot of each token; -1: none."""
     tiles: int
     block: int
 
@@ -170,6 +182,12 @@ class TritonLora:
         self._rank = max(16, next_power_of_2(rank))
         self._bank = torch.zeros(slots, rank * layout.unit, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
+        self._sums = torch.empty(
+            (layout.layers, self._sites, MAX_BATCH * max(len(site.sizes) for site in layout.sites) * self._rank),
+            dtype=torch.int32,
+            device=device,
+        )
+        self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._staging = Staging(device)
         self._step: _Step | None = None
 
@@ -181,25 +199,80 @@ class TritonLora:
         # Whatever the mixture, more tokens than sequences can decode means prompts: few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY else _FEW
         tiles = make_tiles(slots, block)
-        order, of, starts, counts = self._staging.upload([tiles.order, tiles.slots, tiles.starts, tiles.counts])
-        self._step = _Step(order, of, starts, counts, len(tiles.slots), block)
+        tables = [tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32)]
+        order, of, starts, counts, tokens = self._staging.upload(tables)
+        self._step = _Step(order, of, starts, counts, tokens, len(tiles.slots), block)
 
     def tables(self, slots: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
         tiles = make_tiles(slots, _FEW)
         assert len(tiles.slots) <= most_tiles(tokens, self._count, _FEW)
-        return dict(zip(TABLES, (tiles.order, tiles.slots, tiles.starts, tiles.counts), strict=True))
+        values = (tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32))
+        return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int) -> None:
-        order, slots, starts, counts = (tables[name] for name in TABLES)
-        self._step = _Step(order, slots, starts, counts, most_tiles(tokens, self._count, _FEW), _FEW)
+        order, slots, starts, counts, of = (tables[name] for name in TABLES)
+        self._step = _Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW)
+
+    def fits_inline(self, layout: AdapterLayout) -> bool:
+        return all(size % TILE_ROWS == 0 for site in layout.sites for size in site.sizes)
+
+    def inline(self, placed: PlacedSite) -> InlineLora:
+        step, site = self._step, placed.site
+        assert step is not None
+        if placed.layer == 0 and placed.index == 0:  # a pass begins
+            self._sums.fill_(UNWRITTEN)
+        return InlineLora(
+            bank=self._bank,
+            ranks=self._ranks,
+            slots=step.tokens,
+            sums=self._sums[placed.layer, placed.index],
+            start=placed.start,
+            site=placed.index,
+            rank=self._rank,
+            parts=len(site.sizes),
+            ends=_ends(site),
+            inputs=site.inputs,
+            outputs=site.outputs,
+        )
+
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
+        step = self._step
+        assert step is not None
+        if step.block == _MANY:
+            y = base(x)
+            self.add(x, y, placed)
+            return y
+        # Everything is allocated on the stream that joins both, and kept until then.
+        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
+        sums = self._room(x, placed)
+        if self._side is None:
+            self._launch(x, sums, delta, placed, add=False)
+            y = base(x)
+        else:
+            stream = torch.cuda.current_stream(x.device)
+            self._side.wait_stream(stream)
+            with torch.cuda.stream(self._side):
+                self._launch(x, sums, delta, placed, add=False)
+            y = base(x)
+            stream.wait_stream(self._side)
+        return Addends(y, delta, step.tokens, self._ranks[:, placed.index])
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self._launch(x, self._room(x, placed), y, placed, add=True)
+
+    def _room(self, x: Tensor, placed: PlacedSite) -> Tensor:
+        """For the partial sums."""
+        step = self._step
+        assert step is not None
+        shape = (_splits(placed.site.inputs, step.block), step.order.shape[0], len(placed.site.sizes) * self._rank)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
         step, site = self._step, placed.site
         assert step is not None
         inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
         entries = step.order.shape[0]
-        splits = _splits(inputs, step.block)
-        sums = torch.empty((splits, entries, parts * self._rank), dtype=torch.float32, device=x.device)
+        splits = sums.shape[0]
         where = (step.order, step.slots, step.starts, step.counts)
         common = {
             "K": inputs,
@@ -230,7 +303,7 @@ class TritonLora:
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
-        ends = np.cumsum(site.sizes)
+        end_0, end_1 = _ends(site)
         launch(
             _expand_kernel,
             (step.tiles, ceil_div(outputs, block_n)),
@@ -244,14 +317,21 @@ class TritonLora:
             placed.start,
             entries,
             N=outputs,
-            END_0=int(ends[0]),
-            END_1=int(ends[min(1, parts - 1)]),
+            END_0=end_0,
+            END_1=end_1,
+            ADD=add,
             BLOCK_N=block_n,
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
             **common,
         )
+
+
+def _ends(site: Site) -> tuple[int, int]:
+    """Where the first and the second part of the outputs end."""
+    ends = np.cumsum(site.sizes)
+    return int(ends[0]), int(ends[min(1, len(ends) - 1)])
 
 
 def _splits(inputs: int, block: int) -> int:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.engine.kernels.triton.addends import Addends, is_added, parts
 from penstock.engine.kernels.triton.common import FP8_MAX, launch, launch_successor, next_power_of_2, wait_for_inputs
 
 
@@ -22,6 +23,9 @@ def _norm_kernel(
     x_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_slots_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
@@ -29,6 +33,8 @@ def _norm_kernel(
     ADD: tl.constexpr,
     X_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    DELTA: tl.constexpr,
+    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -36,8 +42,12 @@ def _norm_kernel(
     mask = cols < HIDDEN
     launch_successor(PDL)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        added = is_added(row, delta_slots_ptr, delta_ranks_ptr, SITES)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        x += tl.load(delta_ptr + row * HIDDEN + cols, mask=mask & added, other=0.0).to(tl.float32)
     if X_NORM:
         x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
@@ -58,7 +68,7 @@ def _norm_kernel(
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | Addends,
     residual: Tensor | None,
     weight: Tensor,
     x_weight: Tensor | None,
@@ -67,6 +77,7 @@ def _launch(
     scale: Tensor | None,
     pdl: bool,
 ) -> None:
+    x, delta, options = parts(x)
     tokens, hidden = x.shape
     if tokens == 0:
         return
@@ -80,6 +91,7 @@ def _launch(
         weight if x_weight is None else x_weight,
         out,
         x if scale is None else scale,
+        *delta,
         x.stride(0),
         eps,
         HIDDEN=hidden,
@@ -87,6 +99,7 @@ def _launch(
         ADD=residual is not None,
         X_NORM=x_weight is not None,
         QUANTIZE=scale is not None,
+        **options,
         num_warps=min(16, max(1, block // 512)),
         pdl=pdl,
     )
@@ -100,10 +113,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None, *, pdl: bool = False
+    x: Tensor | Addends,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    x_weight: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """`residual += x` (with `x_weight`: x normalized) in place, then `rms_norm(residual)`; a new tensor."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(residual)
     _launch(x, residual, weight, x_weight, eps, out, None, pdl)
     return out
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
 from penstock.engine.kernels.triton import activation, decode, filters, masks, norm, prefill, rope, sampler
+from penstock.engine.kernels.triton.addends import Addends
 
 _FIXED_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -40,19 +41,19 @@ class TritonOps:
         return norm.rms_norm(x, weight, eps, pdl=self.pdl)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor | Addends, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
 
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+    def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.gelu_mul(gate_up, pdl=self.pdl)
 
     def rope_and_cache(
         self,
-        qkv: Tensor,
+        qkv: Tensor | Addends,
         layout: HeadLayout,
         cos_sin: Tensor,
         batch: AttentionBatch,

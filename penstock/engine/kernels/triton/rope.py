@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.triton.addends import Addends, is_added, parts
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     INT8_MAX,
@@ -36,6 +37,9 @@ def _rope_kernel(
     k_norm_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_slots_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
     HEADS: tl.constexpr,
@@ -49,6 +53,8 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
+    DELTA: tl.constexpr,
+    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -69,12 +75,18 @@ def _rope_kernel(
     mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
 
     launch_successor(PDL)
+    if DELTA:
+        added = mask & is_added(token, delta_slots_ptr, delta_ranks_ptr, SITES)
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
     low = tl.load(source + low_at[None, :], mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        more = delta_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+        low += tl.load(more + low_at[None, :], mask=added, other=0.0).to(tl.float32)
+        high += tl.load(more + high_at[None, :], mask=added, other=0.0).to(tl.float32)
 
     if Q_NORM or K_NORM:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
@@ -136,7 +148,7 @@ def _rope_kernel(
 
 
 def rope_and_cache(
-    qkv: Tensor,
+    x: Tensor | Addends,
     layout: HeadLayout,
     cos_sin: Tensor,
     batch: AttentionBatch,
@@ -149,7 +161,8 @@ def rope_and_cache(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`."""
+    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
+    qkv, delta, options = parts(x)
     tokens, dim = qkv.shape[0], layout.head_dim
     q = torch.empty((tokens, layout.heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
@@ -172,6 +185,7 @@ def rope_and_cache(
         cos_sin if k_norm is None else k_norm,
         k_scale,
         v_scale,
+        *delta,
         qkv.stride(0),
         eps,
         HEADS=layout.heads,
@@ -185,6 +199,7 @@ def rope_and_cache(
         K_NORM=k_norm is not None,
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,
+        **options,
         num_warps=2,
         pdl=pdl,
     )
