@@ -329,6 +329,9 @@ def bench_lora_layer() -> Iterator[Row]:
         sides = [linears, adapted] if MODE != "compile" else [adapted]  # not the vendor's product, on a CPU
         plain, mixed = ([time_us([lambda run=run, side=side: run(*side)]) for side in sides] * 2)[:2]
         label = f"8B layer, {tokens} tokens"
+        if tokens == 1 and MODE != "compile":
+            apart = time_us([lambda side=adapted: many(*side)])
+            yield f"{label}: beside the linears instead", apart, f"{apart / plain:.3f}x"
         yield f"{label}: without", plain, ""
         yield f"{label}: {count} adapters of rank 16", mixed, f"{mixed / plain:.3f}x" if plain else "-"
 

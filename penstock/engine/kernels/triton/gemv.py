@@ -99,6 +99,7 @@ def _rows_kernel(
     END_0: tl.constexpr = 0,
     END_1: tl.constexpr = 0,
     OUTPUTS: tl.constexpr = 0,
+    REPLICAS: tl.constexpr = 0,
     SHRINKS: tl.constexpr = 0,
 ) -> None:
     ADAPTED: tl.constexpr = SHRINKS > 0
@@ -107,7 +108,7 @@ def _rows_kernel(
         if program < SHRINKS:
             shrink_row(
                 program, x_ptr, bank_ptr, ranks_ptr, slots_ptr, sums_ptr, slot_stride, start,
-                K, BLOCK_K, SITE, SITES, PARTS, PDL,
+                K, BLOCK_K, SITE, SITES, R, PARTS, REPLICAS, PDL,
             )  # fmt: skip
             return
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
@@ -132,6 +133,7 @@ def _rows_kernel(
     if ADAPTED:
         # So are the adapter's, and its products may be there already.
         in_n = n < N
+        sums_ptr += program % REPLICAS * (PARTS * R)
         slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, one, 1, SITE, SITES)
         part = part_of(first, PARTS, END_0, END_1)
         b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
@@ -168,24 +170,9 @@ def _rows_kernel(
                 K, PARTS, OUTPUTS, R,
             )  # fmt: skip
     epilogue(
-        y,
-        _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y,
-        n,
-        one,
-        1,
-        out_ptr,
-        bias_ptr,
-        scale_ptr,
-        residual_ptr,
-        N,
-        BIAS,
-        SCALED,
-        RESIDUAL,
-        GATED,
-        delta,
-        up_delta,
-        ADAPTED,
-    )
+        y, _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
+        N, BIAS, SCALED, RESIDUAL, GATED, delta, up_delta, ADAPTED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -222,6 +209,7 @@ def _tiles_kernel(
     END_0: tl.constexpr = 0,
     END_1: tl.constexpr = 0,
     OUTPUTS: tl.constexpr = 0,
+    REPLICAS: tl.constexpr = 0,
     SHRINKS: tl.constexpr = 0,
 ) -> None:
     ADAPTED: tl.constexpr = SHRINKS > 0
@@ -282,24 +270,9 @@ def _tiles_kernel(
                 K, PARTS, OUTPUTS, R,
             )  # fmt: skip
     epilogue(
-        tl.trans(acc),
-        tl.trans(up),
-        n,
-        b,
-        batch,
-        out_ptr,
-        bias_ptr,
-        scale_ptr,
-        residual_ptr,
-        N,
-        BIAS,
-        SCALED,
-        RESIDUAL,
-        GATED,
-        delta,
-        up_delta,
-        ADAPTED,
-    )
+        tl.trans(acc), tl.trans(up), n, b, batch, out_ptr, bias_ptr, scale_ptr, residual_ptr,
+        N, BIAS, SCALED, RESIDUAL, GATED, delta, up_delta, ADAPTED,
+    )  # fmt: skip
 
 
 def linear(

@@ -5,6 +5,10 @@ takes longer, then pick the products up and multiply by B. No launch is added, a
 into it. A product is its own flag: its place holds `UNWRITTEN` until it is there, so no fence orders anything, and who
 finds it there at the first look does not wait at all. Programs start in the order of their numbers, so those that are
 waited for run before those that wait. Before each pass the places are cleared (`TritonLora.inline`).
+
+A single token is served by thousands of small programs, and a cache line answers about one request per nanosecond: read
+by all of them, the products would take longer than the weights (measured: three times the step). So they are published
+in many copies, and programs take turns among these.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ UNWRITTEN = -1
 """The bits of a NaN; a product of these bits would be published as another NaN."""
 RANKS = tl.constexpr(16)
 """Rows of B taken at a time."""
+COPIES = 64
+"""Of the products of a single token."""
 TILE_ROWS = 16
 """Rows of A per program where several tokens are multiplied at once."""
 
@@ -35,7 +41,7 @@ class InlineLora:
     slots: Tensor
     """int32 [tokens]: the slot of each token; -1: no adapter."""
     sums: Tensor
-    """int32 [tokens, parts * rank]: room for the products with A, all `UNWRITTEN`."""
+    """int32 [tokens, parts * rank]: room for the products with A, all `UNWRITTEN`; for one token, `COPIES` of it."""
     start: int
     site: int
     rank: int
@@ -60,6 +66,7 @@ class InlineLora:
             "END_0": self.ends[0],
             "END_1": self.ends[1],
             "OUTPUTS": self.outputs,
+            "REPLICAS": COPIES,
         }
 
     def shrinks(self, one: bool) -> int:
@@ -110,8 +117,8 @@ def slots_and_ranks(
     SITES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of each token; rank 0 where there is nothing to add."""
-    slots = tl.load(slots_ptr + b, mask=b < batch, other=-1)
-    ranks = tl.load(ranks_ptr + slots * SITES + SITE, mask=slots >= 0, other=0)
+    slots = tl.load(slots_ptr + b, mask=b < batch, other=-1, eviction_policy="evict_last")
+    ranks = tl.load(ranks_ptr + slots * SITES + SITE, mask=slots >= 0, other=0, eviction_policy="evict_last")
     return slots, ranks
 
 
@@ -203,10 +210,12 @@ def shrink_row(
     BLOCK_K: tl.constexpr,
     SITE: tl.constexpr,
     SITES: tl.constexpr,
+    R: tl.constexpr,
     PARTS: tl.constexpr,
+    REPLICAS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row of A times the only token."""
+    """One row of A times the only token, published `REPLICAS` times."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     k = tl.arange(0, BLOCK_K)
     launch_successor(PDL)
@@ -225,7 +234,9 @@ def shrink_row(
         at = step * BLOCK_K + k
         x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
         acc += matrix[step].to(tl.float32) * x.to(tl.float32)
-    publish(sums_ptr + row, tl.sum(acc, axis=0), inside)
+    copies = tl.arange(0, REPLICAS)
+    total = tl.sum(acc, axis=0) + tl.zeros([REPLICAS], tl.float32)
+    publish(sums_ptr + copies * (PARTS * R) + row, total, (copies >= 0) & inside)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.kernels.triton.addends import Addends
 from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
 from penstock.engine.kernels.triton.gemv import MAX_BATCH
-from penstock.engine.kernels.triton.inline_lora import TILE_ROWS, UNWRITTEN, InlineLora
+from penstock.engine.kernels.triton.inline_lora import COPIES, TILE_ROWS, UNWRITTEN, InlineLora
 from penstock.engine.runner.staging import Staging
 
 _FEW, _MANY = 16, 64
@@ -183,7 +183,11 @@ class TritonLora:
         self._bank = torch.zeros(slots, rank * layout.unit, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
         self._sums = torch.empty(
-            (layout.layers, self._sites, MAX_BATCH * max(len(site.sizes) for site in layout.sites) * self._rank),
+            (
+                layout.layers,
+                self._sites,
+                max(MAX_BATCH, COPIES) * max(len(site.sizes) for site in layout.sites) * self._rank,
+            ),
             dtype=torch.int32,
             device=device,
         )
