@@ -22,7 +22,7 @@ MOST_WAITING = 64
 """Requests that were sent before the answers to earlier ones."""
 BODY_AHEAD = 256 * 1024
 """Bytes of a body that are read before somebody takes them."""
-UNSENT = 256 * 1024
+UNSENT = 64 * 1024
 """Bytes of an answer that wait for the client to read before the answer has to."""
 LINGER_S = 2.0
 """How long the rest of an unwanted body is thrown away."""
