@@ -27,9 +27,11 @@ void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 }
 
 template <class C>
-void decode(const AttentionArgs& a, const Task& task, float* scratch, float* partial) {
+void decode(const AttentionArgs& a, const Task& task, const Task* following, float* scratch, float* partial) {
 #if defined(PK_AMX)
-    if (by_tiles(a)) return decode_part_by_tiles(a, task, scratch, partial);
+    if (by_tiles(a)) return decode_part_by_tiles(a, task, following, scratch, partial);
+#else
+    (void)following;
 #endif
     decode_part<C>(a, task, scratch, partial);
 }
@@ -105,10 +107,8 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
             const Task& task = tasks[i];
             float* mine = ctx->scratch[thread].floats(0);
             if (task.group < 0) return prefill<C>(a, task, mine);
-#if defined(PK_AMX)
-            if (by_tiles(a) && i + ctx->pool.threads() < n) prefetch_part(a, tasks[i + ctx->pool.threads()]);
-#endif
-            decode<C>(a, task, mine, partials + task.part * partial);
+            const int following = i + ctx->pool.threads();
+            decode<C>(a, task, following < n ? tasks + following : nullptr, mine, partials + task.part * partial);
             Merge& merge = merges[task.group];
             if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                 merge_parts(a, task, partials + merge.first * partial, merge.parts);

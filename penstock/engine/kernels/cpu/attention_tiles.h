@@ -153,19 +153,32 @@ inline size_t decode_tile_floats(const AttentionArgs& a) {
     return size_t(kPart) * 16 + size_t(a.head_dim) / 32 * (kTileBytes / 4) + size_t(4) * kTileGroup * a.head_dim / 2;
 }
 
-// Asks for the keys and values of a part that this thread will probably do next.
-inline void prefetch_part(const AttentionArgs& a, const Task& task) {
-    const CachedRows keys = cached_keys(a, task, task.begin, task.end), values = cached_values(a, task, 0, task.end);
-    for (int key = task.begin; key < task.end;) {
-        const int run = std::min(a.block_size - key % a.block_size, task.end - key);
-        const char *k = reinterpret_cast<const char*>(keys.at(key)), *v = reinterpret_cast<const char*>(values.at(key));
-        for (int i = 0; i < run * a.head_dim * 2; i += 64) {
-            __builtin_prefetch(k + i, 0, 2);
-            __builtin_prefetch(v + i, 0, 2);
+// Where the keys and values lie that this thread will probably need next. They are asked for a few lines at a time, in
+// step with the keys being weighed: all at once would be more than a core can have under way, and the rest is dropped.
+struct NextPart {
+    const char *keys[kPart], *values[kPart];  // by runs of keys that lie together
+    int runs = 0, run_bytes = 0;
+
+    NextPart(const AttentionArgs& a, const Task* task) {
+        if (!task) return;
+        const CachedRows k = cached_keys(a, *task, task->begin, task->end);
+        const CachedRows v = cached_values(a, *task, task->begin, task->end);
+        run_bytes = a.block_size * a.head_dim * 2;
+        for (int key = task->begin; key < task->end; key += a.block_size - key % a.block_size, ++runs) {
+            keys[runs] = reinterpret_cast<const char*>(k.at(key));
+            values[runs] = reinterpret_cast<const char*>(v.at(key));
         }
-        key += run;
     }
-}
+
+    // What corresponds to `bytes` from `from` on of run `run`.
+    PK_INLINE void ask(int run, int from, int bytes) const {
+        if (run >= runs) return;
+        for (int i = from; i < from + bytes; i += 64) {
+            __builtin_prefetch(keys[run] + i, 0, 2);
+            __builtin_prefetch(values[run] + i, 0, 2);
+        }
+    }
+};
 
 // Every lane's largest (or total) over the keys a vector holds: lanes repeat after `lanes`.
 template <class F>
@@ -177,16 +190,17 @@ PK_INLINE vf across_keys(vf x, int lanes, F&& join) {
 
 // out[g * stride + d] = sum over keys of weights[key * lanes + g] * value[key][d], for 32 Z numbers from `dim` on.
 template <int G, int Z>
-void weigh_rows(const CachedRows& values, int begin, int end, int at, const float* weights, int lanes, float* out,
-                int stride) {
+void weigh_rows(const CachedRows& values, const NextPart& next, int begin, int end, int at, const float* weights,
+                int lanes, float* out, int stride) {
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
     __m512 even[G][Z], odd[G][Z];
     PK_UNROLL for (int g = 0; g < G; ++g)
         PK_UNROLL for (int z = 0; z < Z; ++z) even[g][z] = odd[g][z] = _mm512_setzero_ps();
-    for (int key = begin; key < end;) {
+    for (int key = begin, turn = 0; key < end; ++turn) {
         const int run = std::min(values.block_size - key % values.block_size, end - key);
         const bf16* row = values.at(key) + at;
         for (int j = 0; j < run; ++j, row += values.dim, weights += lanes) {
+            next.ask(turn, j * values.dim * 2 + at * 2, Z * 64);
             __m512 low[Z], high[Z];
             PK_UNROLL for (int z = 0; z < Z; ++z) {
                 const __m512i v = _mm512_loadu_si512(row + z * 32);
@@ -213,7 +227,9 @@ void weigh_rows(const CachedRows& values, int begin, int end, int at, const floa
 }
 
 // As decode_part: one new token against the keys of a part.
-inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, float* scratch, float* partial) {
+inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, const Task* following, float* scratch,
+                                 float* partial) {
+    const NextPart next(a, following), nothing(a, nullptr);
     const int group = a.heads / a.kv_heads, dim = a.head_dim, width = padded(dim), stride = width + VL;
     const int lanes = decode_lanes(group), keys = task.end - task.begin, steps = dim / 32;
     float* scores = scratch;  // [key][lane]
@@ -266,12 +282,14 @@ inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, float
     for (int g = 0; g < group; g += kMaxGroup)
         by_group(group - g, [&](auto n) {
             constexpr int G = decltype(n)::value;
+            const NextPart& asked = g ? nothing : next;
+            float* out = partial + g * stride;
             int d = 0;
             for (; d + 64 <= dim; d += 64)
-                weigh_rows<G, 2>(values, task.begin, task.end, d, scores + g, lanes, partial + g * stride + d, stride);
-            if (d < dim)
-                weigh_rows<G, 1>(values, task.begin, task.end, d, scores + g, lanes, partial + g * stride + d, stride);
+                weigh_rows<G, 2>(values, asked, task.begin, task.end, d, scores + g, lanes, out + d, stride);
+            if (d < dim) weigh_rows<G, 1>(values, asked, task.begin, task.end, d, scores + g, lanes, out + d, stride);
         });
+    for (int run = (keys + a.block_size - 1) / a.block_size; run < next.runs; ++run) next.ask(run, 0, next.run_bytes);
 }
 
 // ---- prefill ---------------------------------------------------------------------------------------------

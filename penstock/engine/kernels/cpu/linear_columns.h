@@ -99,33 +99,40 @@ class ColumnProduct {
         const int64_t tiles = round_up(a.columns, kColumns) / kColumns, stride = column_tile_bytes(a.depth);
         const int rows = int(std::min<int64_t>(a.rows, 16));
         shape_tiles(rows, rows);
-        for (int64_t pair = begin; pair < end; ++pair) {
-            const uint8_t* left = a.column_form + 2 * pair * stride;
-            const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
-            for (int64_t group = 0; group < groups_; ++group) {
-                alignas(64) int32_t sums[4][16 * kColumns];
-                zero_sums();
-                group == 0 ? add<true>(group, left, right) : add<false>(group, left, right);
-                _tile_stored(0, sums[0], 64);
-                _tile_stored(1, sums[1], 64);
-                _tile_stored(2, sums[2], 64);
-                _tile_stored(3, sums[3], 64);
-                const vf scale[2] = {load(reinterpret_cast<const float*>(left + steps_ * kTileBytes)),
-                                     load(reinterpret_cast<const float*>(right + steps_ * kTileBytes))};
-                write_columns<O>(a, group * 16, int(std::min<int64_t>(16, a.rows - group * 16)), pair * kPair, kPair,
-                                 [&](int m, int i) {
-                                     const int side = i / kColumns;
-                                     const vf high = float_of(sums[side] + m * kColumns);
-                                     const vf low = float_of(sums[2 + side] + m * kColumns);
-                                     const vf unit = scale[side] * splat(scales_[group * 16 + m]);
-                                     return (high * splat(256.0f) + low) * unit;
-                                 });
+        for (int64_t first = 0; first < groups_; first += kBlock)
+            for (int64_t pair = begin; pair < end; ++pair) {
+                const uint8_t* left = a.column_form + 2 * pair * stride;
+                const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
+                for (int64_t group = first; group < std::min(groups_, first + kBlock); ++group) {
+                    zero_sums();
+                    group == first ? add<true>(group, left, right) : add<false>(group, left, right);
+                    write<O>(group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes);
+                }
             }
-        }
         _tile_release();
     }
 
   private:
+    static constexpr int64_t kBlock = 8;  // groups of rows that stay in the second-level cache while weights go by
+
+    // The sums in the tiles as outputs; `left` and `right`: the columns' scales.
+    template <class O>
+    void write(int64_t group, int64_t pair, const uint8_t* left, const uint8_t* right) const {
+        alignas(64) int32_t sums[4][16 * kColumns];
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        const vf scale[2] = {load(reinterpret_cast<const float*>(left)), load(reinterpret_cast<const float*>(right))};
+        write_columns<O>(a, group * 16, int(std::min<int64_t>(16, a.rows - group * 16)), pair * kPair, kPair,
+                         [&](int m, int i) {
+                             const int side = i / kColumns;
+                             const vf high = float_of(sums[side] + m * kColumns);
+                             const vf low = float_of(sums[2 + side] + m * kColumns);
+                             return (high * splat(256.0f) + low) * (scale[side] * splat(scales_[group * 16 + m]));
+                         });
+    }
+
     // The largest magnitude; infinity or NaN if there is one.
     float largest_of(const bf16* x) const {
         vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
