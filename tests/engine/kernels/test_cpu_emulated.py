@@ -12,6 +12,7 @@ import torch
 from penstock.engine.kernels.cpu import build, native
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.kernels.cpu.ops import CpuOps
+from penstock.engine.kernels.interface import HeadLayout
 from tests.engine.kernels import test_cpu_linear as linears
 from tests.engine.kernels import test_cpu_ops as operations
 
