@@ -24,7 +24,7 @@ from penstock.engine.core import Engine
 
 TARGETS = {"every linear": None, "q_proj, v_proj": ("self_attn.q_proj", "self_attn.v_proj")}
 """Which modules adapters touch; None: all that can be."""
-COLUMNS = ("targets", "adapters", "batch", "step without, ms", "with", "ratio", "of bytes alone", "request ratio")
+COLUMNS = ("targets", "adapters", "batch", "without", "with ms", "ratio", "bytes", "request")
 
 
 @dataclass(frozen=True, slots=True)
