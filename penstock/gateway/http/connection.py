@@ -219,6 +219,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
         else:
             self.due = self._shared.loop.time() + self._shared.receive_s
+            self.read_on()  # the end of a large body may have come while nobody took it
 
     def close_when_idle(self) -> None:
         if self._answering is None:

@@ -203,8 +203,9 @@ class Request:
         if not sized and self.version == "1.1":
             self._chunked = self.method != "HEAD"
             lines.append(b"transfer-encoding: chunked\r\n")
-        # Where the length is not said, the end of the connection is the end of the body.
-        self._keep = self.keep_alive and not closes and (sized or self.version == "1.1")
+        # Where the length is not said, the end of the connection is the end of the body; and what is left of a body
+        # that is answered early would be taken for the next request.
+        self._keep = self.keep_alive and not closes and (sized or self.version == "1.1") and self.complete
         if not self._keep and not closes:
             lines.append(b"connection: close\r\n")
         elif self._keep and self.version == "1.0":

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvloop
 
-from penstock.gateway.http.connection import MOST_WAITING
+from penstock.gateway.http.connection import BODY_AHEAD, MOST_WAITING
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import DEPARTURE, Message, Scope
 from tests.gateway.conftest import free_port
@@ -26,7 +26,8 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Echo:
-    """Says what it was sent; `/stream` in parts, `/wait` never, `/crash` fails, `/half` fails in the middle."""
+    """Says what it was sent; `/stream` in parts, `/late` after a while, `/wait` never, `/crash` fails, `/half` fails in
+    the middle."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -41,6 +42,8 @@ class Echo:
         if path == "/early":
             await reply(send, b"no need", [(b"connection", b"close")])
             return
+        if path == "/late":
+            await asyncio.sleep(0.1)
         body = b""
         while True:
             message = await receive()
@@ -174,6 +177,19 @@ async def test_who_asks_before_sending_a_body_is_told_to_go_on_and_an_early_answ
         assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and answer.endswith(b"hi")
         early = b"POST /early HTTP/1.1\r\ncontent-length: 100000\r\n\r\n"
         assert (await say(port, early, b"x" * 30_000, b"x" * 30_000)).endswith(b"no need")
+
+
+@on_both_loops
+def test_after_a_large_body_that_nobody_took_in_time_the_connection_goes_on(run: Run) -> None:
+    async def scenario() -> None:
+        async with listening() as (_, port):
+            for size in (BODY_AHEAD // 2, BODY_AHEAD + 1, 2 * BODY_AHEAD - 1000, 3 * BODY_AHEAD):
+                body = b"x" * size
+                large = b"POST /late HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + body
+                answer = await say(port, large, b"GET /last HTTP/1.1\r\nconnection: close\r\n\r\n")
+                assert answer.count(b"HTTP/1.1 200 OK") == 2 and body in answer, size
+
+    run(scenario())
 
 
 @on_both_loops
