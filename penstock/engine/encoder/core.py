@@ -29,6 +29,9 @@ from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request
 from penstock.errors import ConfigError
 
 NOT_AN_ENCODER_REQUEST = "this engine encodes texts; it does not generate"
+FEW_TOKENS = 48
+"""Up to so many tokens of a step one CPU thread computes: a question is some hundred small operations, and waking
+another thread for each costs more than it gives as soon as the cores are shared."""
 _CUDA_ROOM = 2**30
 """Free memory for which `device: auto` takes CUDA."""
 
@@ -45,9 +48,12 @@ class EncoderEngine:
         *,
         token_budget: int,
         max_waiting: int,
+        threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`threads`: of the CPU, for steps of many tokens."""
         self.encoder = encoder
+        self._threads = threads
         self.info = info
         self._token_budget = token_budget
         self._clock = clock
@@ -111,6 +117,8 @@ class EncoderEngine:
             seconds.append(None if request.seconds is None else request.seconds[index])
         packed = Packed.of(texts, seconds, self.encoder.device)
         self._tokens += len(packed.tokens)
+        if self._threads > 1:
+            torch.set_num_threads(1 if len(packed.tokens) <= FEW_TOKENS else self._threads)
         states = self.encoder(packed)
         wanted = {job.request.wanted for job, _ in batch}
         sentences = self._sentences(states, packed) if wanted & {"sentence", "both"} else None
@@ -230,6 +238,7 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
         ),
         token_budget=config.token_budget or (1024 if on_cpu else 16384),
         max_waiting=config.max_waiting,
+        threads=threads if on_cpu else 1,
     )
     with phases("warm up"):
         encoder.warm_up()
