@@ -10,7 +10,6 @@
 
 #include "amx.h"
 #include "linear.h"
-#include "linear_pack.h"
 
 #if defined(PK_AMX)
 
