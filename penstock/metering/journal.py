@@ -1,10 +1,12 @@
 """Writing to the ledger from a gateway: many requests, few transactions, and nobody waits for more than his own entry.
 
 Entries gather while a transaction is under way and go together in the next one (group commit). The beginning of a
-charge is written after `GATHER_S`, or when somebody waits for it, so that a short answer is one transaction. While the
-store is away, or its disk full, entries stay and are written when it is back; `lag_s` says how long the oldest has
-waited. Whoever waits for one is told after `patience_s` that it is not written yet, and from then on new charges are
-refused, before any token exists. So the queue is bounded, and nobody hangs.
+charge is written after `GATHER_S`, or when somebody waits for it, so that a short answer is one transaction. How far an
+open charge is goes along with whatever is written next, `NOTE_S` after it was said at the latest: what is left when
+gateway and engine die together is older than that by one transaction at most. While the store is away, or its disk
+full, entries stay and are written when it is back; `lag_s` says how long the oldest has waited. Whoever waits for one
+is told after `patience_s` that it is not written yet, and from then on new charges are refused, before any token
+exists. So the queue is bounded, and nobody hangs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ MOST_WAITING = 100_000
 MOST_TOGETHER = 1_000
 RETRY_S = 0.5
 GATHER_S = 0.01
+NOTE_S = 0.2
 PATIENCE_S = 5.0
 
 
@@ -43,6 +46,8 @@ class Journal:
         self._progress: dict[str, tuple[int, int]] = {}
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
+        self._noting: asyncio.TimerHandle | None = None
+        """While a count waits that no transaction has taken up."""
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle
         """While a transaction is under way."""
@@ -63,8 +68,9 @@ class Journal:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        if self._later is not None:
-            self._later.cancel()
+        for timer in (self._later, self._noting):
+            if timer is not None:
+                timer.cancel()
         if self._waiting:
             log.error("%d ledger entries could not be written; they are settled at the next start", len(self._waiting))
 
@@ -104,8 +110,14 @@ class Journal:
                 return
 
     def note(self, id: str, cached_tokens: int, completion_tokens: int) -> None:
-        """How far an open charge is; only the newest count matters, so it waits for the next transaction."""
+        """How far an open charge is; only the newest count matters. It waits for the next transaction, or `NOTE_S`."""
         self._progress[id] = (cached_tokens, completion_tokens)
+        if self._noting is None:
+            self._noting = asyncio.get_running_loop().call_later(NOTE_S, self._write_notes)
+
+    def _write_notes(self) -> None:
+        self._noting = None
+        self._wake.set()
 
     def _add(self, statements: list[Statement]) -> asyncio.Future[bool]:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -114,9 +126,7 @@ class Journal:
 
     async def _run(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.25 if self._progress else None):
-                    await self._wake.wait()
+            await self._wake.wait()
             self._wake.clear()
             if not (self._waiting or self._progress):
                 continue
@@ -130,6 +140,9 @@ class Journal:
         """One transaction; what it held stays in the queue until it is done."""
         count = min(len(self._waiting), MOST_TOGETHER)
         notes = dict(self._progress)
+        if self._noting is not None:  # what is said from here on waits for the next one
+            self._noting.cancel()
+            self._noting = None
         statements = [statement for index in range(count) for statement in self._waiting[index][0]]
         self._late = asyncio.get_running_loop().call_later(self._patience_s, self._tell_late)
         try:

@@ -17,18 +17,19 @@ from penstock.text import TextModel, load_text
 from tests.scripted import ScriptedEngine
 
 STEP_S = 0.004
+MOST_TOKENS = 10_000
 
 
 class Diary(ScriptedEngine):
     """Writes one line per delta: when, for which request, how many tokens, and how it ended."""
 
     def __init__(self, text: TextModel, log: Path) -> None:
-        super().__init__(text, self._answer, step_s=STEP_S)
+        super().__init__(text, self._answer, step_s=STEP_S, max_model_len=MOST_TOKENS + 100)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @staticmethod
     def _answer(request: Request) -> list[int]:
-        return [ord("a")] * 400
+        return [ord("a")] * MOST_TOKENS
 
     def step(self) -> StepOutput | None:
         output = super().step()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Drill:
     gateway: subprocess.Popen[bytes] | None = None
     deaths: dict[int, float] = field(default_factory=dict)
     """When which engine process was killed."""
+    noted: dict[str, int] = field(default_factory=dict)
+    """What the ledger said of charges that were open when their gateway was killed."""
 
     @property
     def url(self) -> str:
@@ -67,17 +70,35 @@ class Drill:
                 time.sleep(0.1)
 
     def kill_gateway(self) -> None:
-        assert self.gateway is not None
-        self.gateway.send_signal(signal.SIGKILL)
-        self.gateway.wait()
+        self._end_gateway()
         self.start_gateway()
 
     def kill_engine(self) -> None:
+        self._end_engine()
+        self.start_engine()
+
+    def kill_both(self) -> None:
+        self._end_engine()
+        self._end_gateway()
+        self.start_engine()
+        self.start_gateway()
+
+    def read_notes(self) -> dict[str, int]:
+        """Completion tokens by charge, of those that are open, as the ledger has them."""
+        with closing(sqlite3.connect(self.folder / "ledger.db", timeout=30)) as database:
+            return dict(database.execute("SELECT id, completion_tokens FROM charges_progress").fetchall())
+
+    def _end_gateway(self) -> None:
+        assert self.gateway is not None
+        self.gateway.send_signal(signal.SIGKILL)
+        self.gateway.wait()
+        self.noted |= self.read_notes()
+
+    def _end_engine(self) -> None:
         assert self.engine is not None
         self.deaths[self.engines] = time.time()
         self.engine.send_signal(signal.SIGKILL)
         self.engine.wait()
-        self.start_engine()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
 from penstock.storage import Database, DatabaseError, Statement, open_database
+from tests.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -132,6 +133,43 @@ async def test_many_entries_share_a_transaction_and_wait_for_a_store_that_is_awa
     await journal.close()
     (total,) = await ledger.totals()
     assert total.requests == 300 and await ledger.open_charges() == []
+
+
+class Slow(Ledger):
+    """Remembers which count was safe since when; a transaction takes 50 ms."""
+
+    def __init__(self) -> None:
+        self.safe: list[tuple[float, int]] = [(0.0, 0)]
+
+    async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
+        counts = [values[2] for text, values in statements if "charges_progress" in text and "VALUES" in text]
+        await asyncio.sleep(0.05)
+        self.safe += [(asyncio.get_running_loop().time(), int(count)) for count in counts]
+        return [0] * len(statements)
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside others"])
+def test_the_noted_count_of_a_stream_is_never_older_than_a_quarter_of_a_second(company: bool) -> None:
+    """What is billed when gateway and engine die together. A stream by itself, too: nobody else's entry wakes the
+    journal for it."""
+    ledger, said = Slow(), []
+
+    async def stream() -> None:
+        loop, journal = asyncio.get_running_loop(), Journal(ledger)
+        journal.start()
+        await journal.open(charge("a"))
+        for token in range(1, 301):
+            said.append((loop.time(), token))
+            journal.note("a", 0, token)
+            if company and token % 7 == 0:
+                journal.settle(end(charge(f"other-{token}")))
+            await asyncio.sleep(0.01)
+        await journal.close()
+
+    run_in_virtual_time(stream())
+    for at, token in said:
+        safe_at = next(when for when, count in ledger.safe if count >= token)
+        assert safe_at - at <= 0.25 + 1e-6, f"token {token} was safe only {safe_at - at:.2f} s later"
 
 
 def test_money_is_exact() -> None:
