@@ -25,6 +25,7 @@ from penstock.gateway.openapi import openapi_of
 from penstock.gateway.reference import page
 from penstock.gateway.service import Service
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
+from penstock.telemetry.context import current
 from penstock.telemetry.logging import log_request
 
 log = logging.getLogger("penstock.gateway")
@@ -50,10 +51,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this application speaks HTTP only, not {scope['type']}")
-        settings = self.service.settings
-        exchange = Exchange(
-            scope, receive, send, stalled_reader_s=settings.stalled_reader_s, receive_s=settings.receive_s
-        )
+        exchange = self._exchange(scope, receive, send)
         if self._cors is not None and await self._cors.answered(exchange):
             return
         endpoint = self._hot.get((exchange.method, exchange.path))
@@ -61,7 +59,30 @@ class App:
             await self._answer(exchange, endpoint)
             return
         scope[_EXCHANGE] = exchange
-        await self.fastapi(scope, receive, _tagging(exchange, send))
+        try:
+            await self.fastapi(scope, receive, _tagging(exchange, send))
+        finally:
+            del scope[_EXCHANGE]  # which refers to the scope
+
+    async def failed(self, error: Exception, scope: Scope, receive: Receive, send: Send | None) -> None:
+        """What escaped, here or in front: our fault, told to the log, to metrics and, where nothing of an answer has
+        been sent, to the client."""
+        exchange = self._exchange(scope, receive, send or _nobody)
+        context = current.get()
+        if context is not None:  # it had got as far as having an id
+            exchange.request_id = context.request_id
+        endpoint = self._hot.get((exchange.method, exchange.path))
+        exchange.route = "unknown" if endpoint is None else endpoint.path
+        exchange.dialect = exchange.dialect if endpoint is None else endpoint.dialect
+        about = {"request_id": exchange.request_id, "route": exchange.route}
+        log.error("unhandled error outside of a handler", exc_info=error, extra=about)
+        self.service.metrics.failed(exchange.route, ServerError.status, "escaped")
+        if send is not None:
+            await exchange.reply_error(_our_fault(exchange))
+
+    def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
+        settings = self.service.settings
+        return Exchange(scope, receive, send, stalled_reader_s=settings.stalled_reader_s, receive_s=settings.receive_s)
 
     @property
     def paths(self) -> Collection[str]:
@@ -123,13 +144,12 @@ class App:
                 exchange.record.finish_reason = "error"
                 self.service.metrics.failed(exchange.route, ServerError.status, "unhandled")
                 if not exchange.response_started:
-                    await exchange.reply_error(
-                        ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
-                    )
+                    await exchange.reply_error(_our_fault(exchange))
         except asyncio.CancelledError:
             exchange.record.finish_reason = "abort"
             raise
         except ClientGone as gone:
+            gone.__traceback__ = None  # the generation has it, and is in there
             exchange.record.finish_reason = "abort"
             exchange.status = CLIENT_CLOSED
             self.service.metrics.disconnects.inc()
@@ -181,7 +201,11 @@ class App:
             assert isinstance(error, HTTPException)
             return _Answer(lambda exchange: self._answer_unrouted(exchange, error))
 
+        async def crashed(request: Request, error: Exception) -> Response:
+            return _Answer(lambda exchange: exchange.reply_error(_our_fault(exchange)))  # the error itself goes on
+
         api.add_exception_handler(HTTPException, http_error)
+        api.add_exception_handler(Exception, crashed)
         api.openapi = openapi_of(api, self._endpoints)  # type: ignore[method-assign]
 
         async def reference() -> HTMLResponse:
@@ -208,6 +232,14 @@ class App:
 
 async def _fail(error: ApiError) -> None:
     raise error
+
+
+async def _nobody(message: Message) -> None:
+    raise RuntimeError("there is nobody to answer any more")
+
+
+def _our_fault(exchange: Exchange) -> ServerError:
+    return ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
 
 
 class _Answer(Response):

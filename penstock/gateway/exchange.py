@@ -206,7 +206,6 @@ class Exchange:
             departure(None)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
-        self.status = status
         length = (b"content-length", str(len(body)).encode())
         await self._guarded(
             {
@@ -215,6 +214,7 @@ class Exchange:
                 "headers": [*self._headers(content_type), length, *headers],
             }
         )
+        self.status = status
         await self._guarded({"type": "http.response.body", "body": body, "more_body": False})
 
     async def reply_json(self, value: object, status: int = 200) -> None:

@@ -161,8 +161,10 @@ async def serve(
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
     listeners = [
-        Listener(app, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room)
-        for app, (_, host, port) in zip(fronts, doors, strict=True)
+        Listener(
+            front, app.failed, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room
+        )
+        for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
     ]
     watched = [asyncio.create_task(stop.wait(), name="stop signal")]
     if service.desk is not None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +120,23 @@ async def eventually(condition: Callable[[], bool], within: float = 5.0) -> None
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "did not become true in time"
         await asyncio.sleep(0.005)
+
+
+@contextmanager
+def garbage() -> Iterator[Counter[str]]:
+    """Afterwards: what of ours, made inside, only a garbage collection could find, by name."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        for thing in gc.garbage:
+            named = thing if hasattr(thing, "__qualname__") else type(thing)
+            if (getattr(named, "__module__", None) or "").startswith("penstock."):
+                found[named.__qualname__] += 1
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.gateway.api import models
+from penstock.gateway.app import App
+from penstock.gateway.http.connection import Application, Receive, Send
+from penstock.gateway.http.request import Scope
 from penstock.text import TextModel
-from tests.gateway.conftest import Serving
+from tests.gateway.conftest import Serving, garbage
 from tests.scripted import ScriptedEngine
 
 USER = {"role": "user", "content": "hi"}
@@ -273,6 +278,59 @@ async def test_a_bug_is_a_500_with_the_request_id_and_the_server_goes_on(
         assert "secret detail" not in reply.text
         assert "secret detail" in caplog.text
         assert (await gateway.chat()).status_code == 200
+
+
+async def test_what_escapes_every_handler_is_a_500_too_and_is_counted(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def front(app: App) -> Application:
+        async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+            if b"x-break" in dict(scope["headers"]):
+                raise ValueError("in front of the application")
+            await app(scope, receive, send)
+
+        return broken
+
+    def page(document: object) -> str:
+        raise ValueError("in a page")
+
+    async with serving(wrap=front) as running:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            response = await running.client.post(path, content=b"{}", headers={"x-break": "1", "x-request-id": "r-1"})
+            assert response.status_code == 500 and response.headers["x-request-id"] == "r-1"
+            assert "r-1" in response.json()["error"]["message"]
+            assert ("request_id" in response.json()) == (path == "/v1/messages"), "in the words of the API"
+        monkeypatch.setattr("penstock.gateway.app.page", page)
+        response = await running.client.get("/docs")
+        assert response.status_code == 500
+        assert_shape(response.json())
+        assert (await running.chat(max_tokens=2)).status_code == 200
+        assert (
+            await running.metric('penstock_errors_total{route="/v1/chat/completions",status="500",code="escaped"}') == 1
+        )
+        assert await running.metric('penstock_errors_total{route="unknown",status="500",code="escaped"}') == 1
+    said = [record for record in caplog.records if record.exc_info and "outside of a handler" in record.message]
+    assert len(said) == 3 and said[0].request_id == "r-1"  # type: ignore[attr-defined]
+
+
+async def test_requests_leave_nothing_for_the_garbage_collector(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    async with serving(ScriptedEngine(text, step_s=0.001), store_url=f"sqlite:///{tmp_path}/store.db") as running:
+        await running.chat(max_tokens=2)
+        with garbage() as found:
+            for _ in range(3):
+                assert (await running.chat(max_tokens=4)).status_code == 200
+                assert (await running.chat(max_tokens=4, stream=True)).status_code == 200
+                assert (await running.complete(max_tokens=2, n=2)).status_code == 200
+                assert (await running.chat(temperature=9)).status_code == 400
+                assert (await running.client.get("/v1/models")).status_code == 200
+                async with running.client.stream(
+                    "POST", "/v1/chat/completions", json={"model": "tiny", "messages": [USER], "stream": True}
+                ) as leaving:
+                    assert leaving.status_code == 200
+            await asyncio.sleep(0.2)
+        assert not found, found
 
 
 async def test_too_many_requests_in_flight_are_refused_with_a_hint(serving: Serving, text: TextModel) -> None:

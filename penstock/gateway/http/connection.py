@@ -2,12 +2,15 @@
 
 Invariants: one request is answered at a time and few more wait, so what a connection holds is bounded; a head
 beyond `head_limit` or that nobody can read ends the connection with an answer; what is left of a body nobody wants is
-read and thrown away for a moment before the connection closes, so that the answer to it arrives.
+read and thrown away for a moment before the connection closes, so that the answer to it arrives. What the application
+lets escape is told to the listener's `Failure`, which may still answer; without an answer the connection ends. Nothing
+that is over refers to itself, so that memory is given back without a garbage collection, during which everybody waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -16,7 +19,12 @@ import httptools
 
 from penstock.gateway.http.request import Message, Request, Scope
 
-Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Failure = Callable[[Exception, Scope, Receive, Send | None], Awaitable[None]]
+"""Told of what escaped the application. It may answer with the last argument, unless that has begun already (None)."""
+log = logging.getLogger("penstock.http")
 
 MOST_WAITING = 64
 """Requests that were sent before the answers to earlier ones."""
@@ -31,9 +39,10 @@ LINGER_S = 2.0
 class Connections:
     """What the connections of one listener share."""
 
-    def __init__(self, app: Application, *, head_limit: int, receive_s: float, room: int) -> None:
+    def __init__(self, app: Application, failed: Failure, *, head_limit: int, receive_s: float, room: int) -> None:
         """`room`: the most connections; others are told to come back."""
         self.app = app
+        self.failed = failed
         self.head_limit = head_limit
         self.receive_s = receive_s
         self.room = room
@@ -54,7 +63,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, shared: Connections) -> None:
         self._shared = shared
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self._scheme: dict[str, Any] = {}
         self._coming: Request | None = None
@@ -97,17 +106,18 @@ class Connection(asyncio.Protocol):
         for request in (self._answering, self._coming):
             if request is not None:
                 request.leave()
-        self._coming = None
+        self._coming = self._parser = None  # the parser refers to its connection
         self._waiting.clear()
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._last:
+        parser = self._parser
+        if self._last or parser is None:
             return
         if self._in_head:
             self._head_size += len(data)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._last = True  # no other protocol is spoken here: this request is answered, and that is it
             if self._answering is not None:
@@ -137,7 +147,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         request, parser = self._coming, self._parser
-        assert request is not None
+        assert request is not None and parser is not None
         self._in_head = False
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         self._head_size = 0
@@ -149,7 +159,6 @@ class Connection(asyncio.Protocol):
             request.target = _origin_form(request.target)
         request.method, request.version = parser.get_method().decode("latin-1"), parser.get_http_version()
         request.keep_alive = parser.should_keep_alive()
-        request.open(self._scheme)
         if self._answering is None:
             self._answer(request)
         elif len(self._waiting) < MOST_WAITING:
@@ -179,14 +188,24 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._shared.tasks.discard)
 
     async def _run(self, request: Request) -> None:
+        scope = request.scope(self._scheme)
         try:
-            await self._shared.app(request.scope, request.receive, request.send)
-        except ConnectionResetError:
-            if not request.left:
-                raise
+            await self._shared.app(scope, request.receive, request.send)
+        except Exception as error:
+            if not (request.left and isinstance(error, ConnectionResetError)):
+                await self._failed(request, scope, error)
         finally:
-            if not request.done and not request.left:
+            if request.left:
+                self._answering = None
+            elif not request.done:
                 self._give_up(request)
+
+    async def _failed(self, request: Request, scope: Scope, error: Exception) -> None:
+        silent = request.started or request.left
+        try:
+            await self._shared.failed(error, scope, request.receive, None if silent else request.send)
+        except Exception:
+            log.exception("what tells of failures failed")
 
     def _give_up(self, request: Request) -> None:
         """The application ended without a whole answer; half of one must not look like it."""

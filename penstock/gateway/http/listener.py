@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from penstock.gateway.http.connection import Application, Connection, Connections
+from penstock.gateway.http.connection import Application, Connection, Connections, Failure
 
 BACKLOG = 4096
 
@@ -13,11 +13,21 @@ BACKLOG = 4096
 class Listener:
     """HTTP/1.1 without TLS on one address. The socket is bound with SO_REUSEPORT, so that processes can share it."""
 
-    def __init__(self, app: Application, host: str, port: int, *, head_limit: int, receive_s: float, room: int) -> None:
-        """`head_limit`: bytes of a request line and headers. `receive_s`: how long a connection may send no request, or
-        take to send the head of one. `room`: the most connections."""
+    def __init__(
+        self,
+        app: Application,
+        failed: Failure,
+        host: str,
+        port: int,
+        *,
+        head_limit: int,
+        receive_s: float,
+        room: int,
+    ) -> None:
+        """`failed`: told of what `app` lets escape. `head_limit`: bytes of a request line and headers. `receive_s`: how
+        long a connection may send no request, or take to send the head of one. `room`: the most connections."""
         self._address = host, port
-        self._shared = Connections(app, head_limit=head_limit, receive_s=receive_s, room=room)
+        self._shared = Connections(app, failed, head_limit=head_limit, receive_s=receive_s, room=room)
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 

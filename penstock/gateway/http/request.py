@@ -62,7 +62,6 @@ class Request:
         "keep_alive",
         "left",
         "method",
-        "scope",
         "started",
         "target",
         "version",
@@ -76,7 +75,6 @@ class Request:
         self.method = ""
         self.version = "1.1"
         self.keep_alive = True
-        self.scope: Scope = {}
         self.buffered = 0
         """Bytes of the body that nobody has taken yet."""
         self.complete = False
@@ -95,14 +93,14 @@ class Request:
         self._chunked = False
         self._keep = True
 
-    def open(self, scheme: dict[str, Any]) -> Scope:
-        """The scope, once the head has arrived. `scheme`: what all requests of the connection share."""
+    def scope(self, scheme: dict[str, Any]) -> Scope:
+        """For the application, once the head has arrived. `scheme`: what all requests of the connection share."""
         path, _, query = self.target.partition(b"?")
         text = path.decode("latin-1")
         for name, value in self.headers:
             if name == b"expect" and value.lower() == b"100-continue":
                 self._expects = True
-        self.scope = {
+        return {
             **scheme,
             "method": self.method,
             "http_version": self.version,
@@ -112,7 +110,6 @@ class Request:
             "headers": self.headers,
             DEPARTURE: self.departure,
         }
-        return self.scope
 
     def feed(self, part: bytes) -> None:
         self._parts.append(part)
