@@ -168,7 +168,8 @@ class RequestLog:
                 ) and not self._away:
                     await asyncio.sleep(0.01)
         sender, spiller = self._tasks
-        sender.cancel()
+        async with self._disk:  # what it is putting on the disk would be put there a second time, and beside itself
+            sender.cancel()
         self._behind.set()
         await asyncio.gather(sender, spiller, return_exceptions=True)
         await self._put_back()
