@@ -39,13 +39,17 @@ def specs_of(folders: list[Path], **settings: Any) -> tuple[AdapterSpec, ...]:
     return tuple(AdapterSpec(folder.name, str(folder), **settings) for folder in folders)
 
 
-def load(engine: Engine, spec: AdapterSpec) -> AdapterStatus:
-    """Load through the engine's interface and wait for the result."""
+def load(engine: Engine, spec: AdapterSpec, deltas: list[Delta] | None = None) -> AdapterStatus:
+    """Load through the engine's interface and wait for the result. The engine steps only when the files are read,
+    however long that takes, so that what runs does not end meanwhile; what it says goes to `deltas`."""
     results: list[AdapterStatus] = []
     assert engine.adapters is not None
     engine.adapters.load(spec, results.append)
     while not results:
-        engine.step()
+        engine.adapters.registry.wait(60.0)
+        output = engine.step()
+        if output is not None and deltas is not None:
+            deltas += output.deltas
     return results[0]
 
 
@@ -272,11 +276,14 @@ def test_the_request_that_was_running_keeps_its_weights_across_a_reload(
     load(engine, AdapterSpec("a", str(folders[1])))
     expected = generate(engine, ask("x", [5, 6, 7], "a", 24))["x"]
     engine.submit(ask("x", [5, 6, 7], "a", 24))
-    engine.step()
-    got = collect([])
-    load(engine, AdapterSpec("a", str(folders[2])))
-    got = collect(drain(engine))
-    assert got["x"] == expected[-len(got["x"]) :]
+    deltas: list[Delta] = []
+    while not deltas:
+        output = engine.step()
+        deltas += output.deltas if output is not None else []
+    load(engine, AdapterSpec("a", str(folders[2])), deltas)
+    assert not ends(deltas), "it is still running"
+    deltas += drain(engine)
+    assert collect(deltas)["x"] == expected
 
 
 def test_pinned_adapters_are_read_at_start_and_keep_their_slot(base: Path, folders: list[Path]) -> None:
