@@ -178,7 +178,7 @@ async def _whole(exchange: Exchange, generation: Generation, renderer: Renderer,
     while not generation.all_shown:
         for piece in await generation.shown():
             pieces[piece.index].append(piece)
-        if account is not None:
+        if account is not None and not generation.all_shown:  # what has ended is settled, which says more
             account.note()
     if account is not None:
         await account.ended(generation.outcome or "stop")
@@ -208,8 +208,6 @@ async def _stream(
             else:
                 data = head or renderer.keep_alive
             head = b""
-            if account is not None:
-                account.note()
             if generation.all_shown:
                 if account is not None:
                     await account.ended(generation.outcome or "stop")
@@ -217,6 +215,8 @@ async def _stream(
                 await renderer.before_end()
                 await exchange.end_stream(data)
                 return
+            if account is not None:
+                account.note()
             await exchange.write(data)
             pieces = await generation.shown(settings.keep_alive_s)
     except ApiError as error:

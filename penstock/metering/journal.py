@@ -12,16 +12,16 @@ exists. So the queue is bounded, and nobody hangs.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
+from penstock.metering.ledger import Charge, Ledger, Settlement, entered, progressed
 from penstock.protocol.errors import LedgerUnavailable
-from penstock.storage import DatabaseError, Statement
-from penstock.storage.database import merged
+from penstock.storage import DatabaseError
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,15 @@ class Journal:
         self._ledger = ledger
         self._clock = clock
         self._patience_s = patience_s
-        self._waiting: deque[tuple[list[Statement], asyncio.Future[bool], float]] = deque()
+        self._waiting: deque[tuple[Charge | Settlement, asyncio.Future[bool], float]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._noting: asyncio.TimerHandle | None = None
         """While a count waits that no transaction has taken up."""
         self._task: asyncio.Task[None] | None = None
-        self._late: asyncio.TimerHandle
-        """While a transaction is under way."""
+        self._late: asyncio.TimerHandle | None = None
+        """While something waits. A timer outlives many entries: one for each would cost as much as writing it."""
         self.store_up = True
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class Journal:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        for timer in (self._later, self._noting):
+        for timer in (self._later, self._noting, self._late):
             if timer is not None:
                 timer.cancel()
         if self._waiting:
@@ -82,23 +82,29 @@ class Journal:
         """Whether the charge is in the ledger, when it is or has waited too long. Nothing may be delivered before."""
         if len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s:
             raise LedgerUnavailable
-        written = self._add(opened(charge))
+        written = self._add(charge)
         if self._later is None and not self._wake.is_set():
-            self._later = asyncio.get_running_loop().call_later(GATHER_S, self.hurry)
+            self._later = asyncio.get_running_loop().call_later(GATHER_S, self._gathered)
         return written
+
+    def _gathered(self) -> None:
+        self._later = None
+        if self._waiting and not self._wake.is_set():
+            left = GATHER_S - self.lag_s
+            if left > 0:  # what the timer was set for has been written with something else
+                self._later = asyncio.get_running_loop().call_later(left, self._gathered)
+            else:
+                self._wake.set()
 
     def hurry(self) -> None:
         """Write what waits now."""
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
         if self._waiting:
             self._wake.set()
 
     def settle(self, settlement: Settlement) -> asyncio.Future[bool]:
         """The same for the end of the charge. Never refused: it was admitted."""
         self._progress.pop(settlement.charge.id, None)
-        written = self._add(settled(settlement))
+        written = self._add(settlement)
         self._wake.set()
         return written
 
@@ -106,7 +112,7 @@ class Journal:
         """Put another end in the place of one that has not been written."""
         for index, (_, future, at) in enumerate(self._waiting):
             if future is written:
-                self._waiting[index] = (settled(settlement), future, at)
+                self._waiting[index] = (settlement, future, at)
                 return
 
     def note(self, id: str, cached_tokens: int, completion_tokens: int) -> None:
@@ -119,9 +125,12 @@ class Journal:
         self._noting = None
         self._wake.set()
 
-    def _add(self, statements: list[Statement]) -> asyncio.Future[bool]:
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append((statements, future, self._clock()))
+    def _add(self, entry: Charge | Settlement) -> asyncio.Future[bool]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append((entry, future, self._clock()))
+        if self._late is None:
+            self._late = loop.call_later(self._patience_s, self._tell_late)
         return future
 
     async def _run(self) -> None:
@@ -143,11 +152,10 @@ class Journal:
         if self._noting is not None:  # what is said from here on waits for the next one
             self._noting.cancel()
             self._noting = None
-        statements = [statement for index in range(count) for statement in self._waiting[index][0]]
-        self._late = asyncio.get_running_loop().call_later(self._patience_s, self._tell_late)
+        entries = [entry for entry, _, _ in itertools.islice(self._waiting, count)]
         try:
             # Repeating or reordering them changes nothing.
-            await self._ledger.write([*merged(statements), *progressed(notes)])
+            await self._ledger.write([*entered(entries, again=not self.store_up), *progressed(notes)])
         except Exception as error:
             self._tell_late()
             if not isinstance(error, DatabaseError):
@@ -156,8 +164,6 @@ class Journal:
                 log.error("the ledger cannot be written (%s); entries wait", error)
             self.store_up = False
             return False
-        finally:
-            self._late.cancel()
         if not self.store_up:
             log.info("the ledger is written again")
         self.store_up = True
@@ -172,10 +178,17 @@ class Journal:
 
     def _tell_late(self) -> None:
         """Nobody waits any longer for what has not been written for so long."""
-        before = self._clock() - self._patience_s
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if not self._waiting:
+            return
+        now, next_s = self._clock(), RETRY_S
         for _, future, since in self._waiting:
-            if since > before:
+            if future.done():
+                continue
+            if since > now - self._patience_s:
+                next_s = since + self._patience_s - now
                 break
-            if not future.done():
-                future.set_result(False)
-        self._late = asyncio.get_running_loop().call_later(RETRY_S, self._tell_late)  # until the write has ended
+            future.set_result(False)
+        self._late = asyncio.get_running_loop().call_later(next_s, self._tell_late)

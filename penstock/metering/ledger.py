@@ -17,6 +17,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.metering.prices import Price, Usage
 from penstock.storage import Database, Row, Statement
+from penstock.storage.database import merged
 
 _DIMENSIONS = ", ".join(
     f"{name} TEXT NOT NULL" for name in ("tenant", "user_id", "key_id", "feature", "model", "adapter", "tier")
@@ -164,6 +165,21 @@ def settled(settlement: Settlement) -> list[Statement]:
         settlement.cost_nanos, settlement.finish_reason, settlement.settled_by,
     )  # fmt: skip
     return [(_SETTLED, values), (_UNTRACKED, (charge.id,))]
+
+
+def entered(entries: Sequence[Charge | Settlement], *, again: bool = False) -> list[Statement]:
+    """Beginnings and ends of charges that are written together. One that has both never was open to anybody else, so
+    what is open need not list it; unless some of it may have been written before (`again`)."""
+    begun = {entry.id for entry in entries if isinstance(entry, Charge)}
+    ended = {entry.charge.id for entry in entries if isinstance(entry, Settlement)}
+    both = frozenset[str]() if again else begun & ended
+    statements: list[Statement] = []
+    for entry in entries:
+        if isinstance(entry, Charge):
+            statements += opened(entry)[: 1 if entry.id in both else 2]
+        else:
+            statements += settled(entry)[: 1 if entry.charge.id in both else 2]
+    return merged(statements)
 
 
 def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import sqlite3
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +40,7 @@ class SQLiteDatabase(Database):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite")
+        self._thread = _Thread("sqlite")
         self._connection: sqlite3.Connection | None = None
         self._durable = True
         self._page_size = 4096
@@ -51,7 +54,7 @@ class SQLiteDatabase(Database):
         try:
             await database._run(database._connect)
         except DatabaseError:
-            database._thread.shutdown(wait=False)
+            database._thread.end()
             database._folder.shutdown(wait=False)
             raise
         return database
@@ -84,7 +87,7 @@ class SQLiteDatabase(Database):
         if self._folding is not None:
             await asyncio.wrap_future(self._folding)
         await self._run(self._disconnect)
-        self._thread.shutdown(wait=False)
+        self._thread.end()
         self._folder.shutdown(wait=False)
 
     def _connect(self) -> None:
@@ -113,18 +116,11 @@ class SQLiteDatabase(Database):
         if durable != self._durable:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
-        connection.execute("BEGIN IMMEDIATE")
-        counts: list[int] = []
-        try:
-            for sql, values in statements:
-                counts.append(max(0, connection.execute(sql, tuple(values)).rowcount))
-                if guarded and counts[0] == 0:
-                    break
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:  # a full disk has ended it already
-                connection.execute("ROLLBACK")
-            raise
+        if len(statements) == 1:  # which is a transaction by itself
+            sql, values = statements[0]
+            counts = [max(0, connection.execute(sql, tuple(values)).rowcount)]
+        else:
+            counts = _together(connection, statements, guarded)
         self._transactions += 1
         if self._transactions % LOOK_EVERY == 0:
             self._look_at_log(connection)
@@ -174,8 +170,39 @@ class SQLiteDatabase(Database):
             log.warning("the log of %s could not be folded in: %s", self.path, error)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """On the thread. Its answer is handed to the loop directly: an executor's own future costs as much as a short
-        transaction."""
+        """On the thread."""
+        try:
+            return await self._thread.run(work)
+        except (sqlite3.Error, OSError) as error:
+            raise DatabaseError(f"{self.path}: {error}") from error
+
+
+def _together(connection: sqlite3.Connection, statements: Sequence[Statement], guarded: bool) -> list[int]:
+    """One transaction; see `Database.transact`."""
+    connection.execute("BEGIN IMMEDIATE")
+    counts: list[int] = []
+    try:
+        for sql, values in statements:
+            counts.append(max(0, connection.execute(sql, tuple(values)).rowcount))
+            if guarded and counts[0] == 0:
+                break
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk has ended it already
+            connection.execute("ROLLBACK")
+        raise
+    return counts
+
+
+class _Thread:
+    """Does one thing after another for an event loop, to which it hands the results directly: an executor with its own
+    futures and locks costs as much as a short transaction."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._do, name=name, daemon=True).start()
+
+    async def run(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -184,15 +211,22 @@ class SQLiteDatabase(Database):
                 settle(value)
 
         def run() -> None:
+            settle: Callable[[Any], None] = answer.set_result
+            result: Any
             try:
                 result = work()
             except BaseException as error:
-                loop.call_soon_threadsafe(finish, answer.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(finish, answer.set_result, result)
+                settle, result = answer.set_exception, error
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more either
+                loop.call_soon_threadsafe(finish, settle, result)
 
-        self._thread.submit(run)
-        try:
-            return await answer
-        except (sqlite3.Error, OSError) as error:
-            raise DatabaseError(f"{self.path}: {error}") from error
+        self._work.put(run)
+        return await answer
+
+    def end(self) -> None:
+        """When everything until now is done."""
+        self._work.put(None)
+
+    def _do(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()

@@ -135,6 +135,43 @@ async def test_many_entries_share_a_transaction_and_wait_for_a_store_that_is_awa
     assert total.requests == 300 and await ledger.open_charges() == []
 
 
+class Forgetful(Ledger):
+    """Writes, but its answer is lost, when `mute`."""
+
+    mute = False
+    statements: list[str] = []  # noqa: RUF012
+
+    async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
+        self.statements = [text for text, _ in statements]
+        counts = await super().write(statements)
+        if self.mute:
+            raise DatabaseError("gone")
+        return counts
+
+
+async def test_a_short_answer_is_never_listed_as_open_and_one_that_may_be_is_taken_off(database: Database) -> None:
+    ledger = Forgetful(database)
+    await ledger.prepare()
+    journal = Journal(ledger)
+    journal.start()
+    short = charge("short")
+    await asyncio.gather(journal.open(short), journal.settle(end(short)))
+    assert len(ledger.statements) == 2 and not any("charges_progress" in text for text in ledger.statements)
+    ledger.mute = True
+    doubtful = charge("doubtful")
+    journal.open(doubtful)
+    journal.hurry()
+    await asyncio.sleep(0.1)
+    assert [entry.charge.id for entry in await ledger.open_charges()] == ["doubtful"]
+    settled = journal.settle(end(doubtful))
+    ledger.mute = False
+    assert await settled
+    await journal.close()
+    assert await ledger.open_charges() == []
+    (total,) = await ledger.totals()
+    assert total.requests == 2
+
+
 class Slow(Ledger):
     """Remembers which count was safe since when; a transaction takes 50 ms."""
 
