@@ -69,7 +69,7 @@ async def test_generates_and_reports_load(start: Start, tmp_path: Path, text: Te
     engine = start().engine
     backend = NativeBackend(f"ipc://{tmp_path}/e")
     await backend.start()
-    info = await backend.wait_ready(5)
+    info = await backend.wait_ready(60)
     assert info.instance == engine.info.instance
     tokens = [token async for delta in backend.generate(request("a")) for token in delta.tokens]
     assert text.decode(tokens) == "Hello, world!"
@@ -83,7 +83,7 @@ async def test_closing_the_iterator_aborts(start: Start, tmp_path: Path, text: T
     engine = start(ScriptedEngine(text, "word " * 1000, step_s=0.002)).engine
     backend = NativeBackend(f"ipc://{tmp_path}/e")
     await backend.start()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     stream = backend.generate(request("a", 10_000))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ async def test_a_lost_engine_fails_its_requests_and_new_ones_wait_for_the_next(
     first = start(ScriptedEngine(text, "word " * 1000, step_s=0.002))
     backend = NativeBackend(f"ipc://{tmp_path}/e")
     await backend.start()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     stream = backend.generate(request("a", 10_000))
     await anext(stream)
     await asyncio.to_thread(first.close, silently=silently)
@@ -110,7 +110,7 @@ async def test_a_lost_engine_fails_its_requests_and_new_ones_wait_for_the_next(
     assert not backend.ready and backend.in_flight == 0
     with pytest.raises(EngineUnavailable):
         backend.submit(request("b"), Mailbox())
-    waiting = asyncio.create_task(backend.wait_ready(10))
+    waiting = asyncio.create_task(backend.wait_ready(60))
     await asyncio.sleep(0.05)
     second = start()
     info = await waiting
@@ -143,7 +143,7 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
     engine = start(Freezing(text, "word " * 1000, step_s=0.002)).engine
     backend = NativeBackend(f"ipc://{tmp_path}/e", silence_s=0.5)
     await backend.start()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     stream = backend.generate(request("a", 10_000))
     await anext(stream)
     gate.clear()
@@ -153,7 +153,7 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
     counted = backend.load.generation_tokens
     assert counted > 0 and backend.load.running == 0
     gate.set()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     assert backend.load.generation_tokens >= counted, "it is the same engine: its counters go on"
     await eventually(lambda: engine.load_snapshot().running == 0)
     assert [delta async for delta in backend.generate(request("b", 3))][-1].finish_reason == "length"
@@ -165,7 +165,7 @@ async def test_two_gateways_share_one_engine(start: Start, tmp_path: Path, text:
     backends = [NativeBackend(f"ipc://{tmp_path}/e") for _ in range(2)]
     for backend in backends:
         await backend.start()
-        await backend.wait_ready(5)
+        await backend.wait_ready(60)
 
     async def run(backend: NativeBackend, id: str) -> str:
         return text.decode([token async for delta in backend.generate(request(id)) for token in delta.tokens])
@@ -186,7 +186,7 @@ async def test_requests_in_flight_are_bounded(start: Start, tmp_path: Path, text
     start(engine)
     backend = NativeBackend(f"ipc://{tmp_path}/e", max_in_flight=2)
     await backend.start()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     mailbox = Mailbox()
     backend.submit(request("a"), mailbox)
     backend.submit(request("b"), mailbox)
@@ -203,7 +203,7 @@ async def test_encrypted(start: Start, text: TextModel, tmp_path: Path) -> None:
     start(curve=CurveServer(server_secret, [client_public]))
     backend = NativeBackend(f"ipc://{tmp_path}/e", curve=CurveClient(server_public, client_secret))
     await backend.start()
-    await backend.wait_ready(5)
+    await backend.wait_ready(60)
     assert [delta async for delta in backend.generate(request("a"))][-1].finish_reason == "stop"
     await backend.close()
     _, stranger = generate_keypair()

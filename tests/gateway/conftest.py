@@ -4,10 +4,10 @@ import asyncio
 import gc
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -23,6 +23,8 @@ from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 from tests.scripted import ScriptedEngine, make_text
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -114,12 +116,21 @@ def events(body: str) -> list[str]:
     return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
 
 
-async def eventually(condition: Callable[[], bool], within: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], within: float = 60.0) -> None:
     """Waits until `condition` holds; fails when it does not in time."""
     deadline = asyncio.get_running_loop().time() + within
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "did not become true in time"
         await asyncio.sleep(0.005)
+
+
+async def until(ask: Callable[[], Awaitable[T]], good: Callable[[T], bool], within: float = 60.0) -> T:
+    """Asks until the answer is good; fails when it is not in time."""
+    deadline = asyncio.get_running_loop().time() + within
+    while not good(answer := await ask()):
+        assert asyncio.get_running_loop().time() < deadline, answer
+        await asyncio.sleep(0.02)
+    return answer
 
 
 @contextmanager

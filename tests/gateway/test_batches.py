@@ -67,12 +67,12 @@ async def client_of(running: Running, key: str = "none") -> AsyncIterator[openai
         yield client
 
 
-async def over(client: openai.AsyncOpenAI, id: str, within: float = 15.0) -> Any:
+async def over(client: openai.AsyncOpenAI, id: str, within: float = 60.0) -> Any:
     """The batch, once nothing more happens to it."""
     return await until(client, id, lambda batch: batch.status not in ACTIVE, within)
 
 
-async def until(client: openai.AsyncOpenAI, id: str, condition: Callable[[Any], bool], within: float = 10.0) -> Any:
+async def until(client: openai.AsyncOpenAI, id: str, condition: Callable[[Any], bool], within: float = 60.0) -> Any:
     deadline = time.monotonic() + within
     while not condition(batch := await client.batches.retrieve(id)):
         assert time.monotonic() < deadline, batch

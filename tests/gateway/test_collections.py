@@ -333,7 +333,7 @@ async def retrieval_runs_while_the_engine_is_waited_for(
         return found
 
     async def slow_route(*args: Any) -> Any:
-        await asyncio.wait_for(searched.wait(), 5)  # a search that began only afterwards would never end
+        await asyncio.wait_for(searched.wait(), 60)  # a search that began only afterwards would never end
         order.append("routed")
         return await route(*args)
 

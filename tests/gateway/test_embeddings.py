@@ -153,7 +153,7 @@ async def test_a_client_that_leaves_is_not_encoded_for(serving: Serving, encoder
         await running.client.post("/v1/embeddings", json={"model": "minilm", "input": "a"})
         texts = ["some words to keep it busy " * 30] * 200
         leaving = asyncio.create_task(running.client.post("/v1/embeddings", json={"model": "minilm", "input": texts}))
-        await eventually(lambda: backend.in_flight == 1, within=20)
+        await eventually(lambda: backend.in_flight == 1)
         leaving.cancel()
         await eventually(lambda: backend.in_flight == 0)
         await eventually(lambda: backend.load.waiting == 0)

@@ -46,7 +46,7 @@ async def judged(running: Running, route: str, outcome: str = "judged") -> float
 
 
 async def until_judged(running: Running, route: str, times: int) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if await judged(running, route) >= times:
             return
         await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def test_a_judge_that_fails_hurts_nobody(serving: Serving, text: TextModel
     grader = Grader(text, "maybe")
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
         await running.chat()
-        for _ in range(500):
+        for _ in range(6000):
             if await judged(running, "direct", "failed"):
                 break
             await asyncio.sleep(0.01)

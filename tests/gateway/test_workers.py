@@ -120,7 +120,7 @@ def workers() -> Iterator[Workers]:
                 yield running
             finally:
                 process.terminate()
-                code = process.wait(20)
+                code = process.wait(60)
                 log.close()
         assert code == 0, (folder / "log").read_text()[-3000:]
 
@@ -241,7 +241,7 @@ async def test_told_to_stop_all_workers_let_their_streams_finish(workers: Worker
     assert {await task for task in running} == {"data: [DONE]"}
 
 
-async def _eventually(condition: Any, within: float = 20.0) -> None:
+async def _eventually(condition: Any, within: float = 60.0) -> None:
     deadline = time.monotonic() + within
     while True:
         try:

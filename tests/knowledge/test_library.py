@@ -153,7 +153,7 @@ async def test_work_left_by_a_crash_is_taken_up(tmp_path: Path) -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

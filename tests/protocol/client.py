@@ -33,12 +33,12 @@ class Client:
     def send(self, message: ToEngine) -> None:
         self.socket.send(encode(message))
 
-    def receive(self, timeout_s: float = 5.0) -> FromEngine | None:
+    def receive(self, timeout_s: float = 60.0) -> FromEngine | None:
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         return decode_from_engine(self.socket.recv())
 
-    def hello(self, timeout_s: float = 5.0) -> Ready:
+    def hello(self, timeout_s: float = 60.0) -> Ready:
         self.send(Hello("test"))
         message = self.receive(timeout_s)
         assert isinstance(message, Ready), message
@@ -55,7 +55,7 @@ class Client:
             if isinstance(message, Step):
                 yield from message.output.deltas
 
-    def finish(self, request_id: str, timeout_s: float = 5.0) -> tuple[list[int], Delta]:
+    def finish(self, request_id: str, timeout_s: float = 60.0) -> tuple[list[int], Delta]:
         """All tokens of one request, and its last delta."""
         tokens: list[int] = []
         for delta in self.deltas(timeout_s):
@@ -83,7 +83,7 @@ class Running:
     def _run(self) -> None:
         self.exit_code = self.server.run()
 
-    def join(self, timeout_s: float = 5.0) -> int | None:
+    def join(self, timeout_s: float = 60.0) -> int | None:
         self.thread.join(timeout_s)
         assert not self.thread.is_alive(), "the server did not stop"
         return self.exit_code
@@ -110,7 +110,7 @@ def connected(endpoint: str, **options: Any) -> Iterator[Client]:
         client.close()
 
 
-def eventually(condition: Any, timeout_s: float = 5.0) -> bool:
+def eventually(condition: Any, timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

@@ -190,7 +190,7 @@ async def test_a_stuck_replica_is_left_and_gets_nothing_new() -> None:
         streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
         await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
         thaw = threading.Event()
-        it.engines[0]._before_step = lambda: thaw.wait(10.0) and None
+        it.engines[0]._before_step = lambda: thaw.wait(60.0) and None
         try:
             assert await asyncio.gather(*streams) == [list(range(100, 140))] * 4
             assert await read(it.replicas, request("new")) == list(range(100, 140))
@@ -218,7 +218,7 @@ async def test_a_cut_network_is_a_lost_replica_and_a_mended_one_brings_it_back()
         assert replicas.dispatcher.counts.failovers == 3 and not backends[0].ready
         assert await read(replicas, request("meanwhile", 5)) == list(range(100, 105))
         cable.mend()
-        await eventually(lambda: backends[0].ready, 10.0)
+        await eventually(lambda: backends[0].ready)
         await eventually(lambda: not engines[0].running)
         before = engines[0].steps
         answers = await asyncio.gather(*(read(replicas, request(f"late{i}", 10)) for i in range(4)))

@@ -16,6 +16,7 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, ModelAsleep
 from penstock.routing.registry import ServedModel
 from penstock.routing.slicing import Slices
+from tests.gateway.conftest import eventually
 from tests.protocol.client import serving
 from tests.protocol.scripted import ScriptedEngine
 
@@ -55,7 +56,7 @@ class World:
     sleepers: dict[str, CountingSleeper]
     slices: Slices
 
-    async def ask(self, name: str, tokens: int = 3, within_s: float = 5.0) -> list[int]:
+    async def ask(self, name: str, tokens: int = 3, within_s: float = 60.0) -> list[int]:
         """What a request through the gateway does: wait for the turn, run, give it back."""
         release = await self.slices.acquire(self.models[name], within_s)
         assert release is not None
@@ -78,7 +79,7 @@ async def world(*names: str, step_s: float = 0.0, state: str = "sleeping", group
             backend = NativeBackend(running.endpoint)
             await backend.start()
             stack.push_async_callback(backend.close)
-            await backend.wait_ready(5)
+            await backend.wait_ready(60)
             text: Any = None
             models[name] = ServedModel(name, text, backend, time_slice=group)
         slices = Slices(models.values(), SLICE_S)
@@ -99,7 +100,7 @@ async def test_requests_wake_their_model_and_never_two_are_awake() -> None:
 async def test_a_model_keeps_its_memory_while_a_request_runs() -> None:
     async with world("a", "b", step_s=0.02) as w:
         long = asyncio.create_task(w.ask("a", tokens=60))  # well beyond its slice
-        await asyncio.sleep(0.1)
+        await eventually(lambda: w.models["a"].backend.in_flight == 1)
         begin = time.monotonic()
         assert await w.ask("b") == [100, 101, 102]
         assert long.done() and len(await long) == 60
@@ -109,7 +110,7 @@ async def test_a_model_keeps_its_memory_while_a_request_runs() -> None:
 async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     async with world("a", "b", step_s=0.02) as w:
         long = asyncio.create_task(w.ask("a", tokens=60))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: w.models["a"].backend.in_flight == 1)
         with pytest.raises(ModelAsleep, match="its turn did not come within") as raised:
             await w.ask("b", within_s=0.2)
         assert raised.value.status == 503 and "retry-after" in {key.lower() for key in raised.value.headers()}
@@ -147,7 +148,7 @@ async def test_by_hand_a_model_finishes_what_it_runs_sleeps_and_wakes() -> None:
             return [token async for delta in backend.generate(request) for token in delta.tokens]
 
         running = asyncio.create_task(run())
-        await asyncio.sleep(0.1)
+        await eventually(lambda: backend.in_flight == 1)
         await backend.sleep()
         assert running.done() and len(await running) == 30
         assert backend.state == "sleeping"

@@ -131,7 +131,7 @@ async def test_a_grandchild_does_not_outlive_the_child() -> None:
     child = await Child.spawn(
         "parent", [sys.executable, "-c", script], on_line=lines.append, on_status=lambda status: None
     )
-    assert await asyncio.wait_for(child.wait(), 10) == 0
+    assert await asyncio.wait_for(child.wait(), 60) == 0
     assert eventually(lambda: not alive(int(lines[0])))
 
 

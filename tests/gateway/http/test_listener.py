@@ -15,7 +15,7 @@ import uvloop
 from penstock.gateway.http.connection import BODY_AHEAD, MOST_WAITING
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import DEPARTURE, Message, Scope
-from tests.gateway.conftest import free_port, garbage
+from tests.gateway.conftest import free_port, garbage, until
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -106,7 +106,7 @@ async def say(port: int, *parts: bytes) -> bytes:
         for part in parts:
             writer.write(part)
             await asyncio.sleep(0.01)
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
 
@@ -253,7 +253,7 @@ async def client_that_leaves() -> None:
             await asyncio.sleep(0.05)
             assert not app.left.is_set()
             writer.close()
-            await asyncio.wait_for(app.left.wait(), 5)
+            await asyncio.wait_for(app.left.wait(), 60)
 
 
 @on_both_loops
@@ -283,8 +283,8 @@ async def test_more_connections_than_there_is_room_for_are_told_to_come_back() -
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after" in answer
         for _, writer in held:
             writer.close()
-        await asyncio.sleep(0.05)
-        assert (await say(port, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(b"GET")
+        request = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+        await until(lambda: say(port, request), lambda answer: answer.endswith(b"GET"))
 
 
 async def test_a_connection_that_sends_nothing_is_closed_and_a_busy_one_is_not() -> None:

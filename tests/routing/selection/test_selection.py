@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -86,11 +85,11 @@ def test_most_prompts_that_were_kept_back_are_decided_right() -> None:
     assert result.saved(10) > 0.4
 
 
-def test_a_very_long_question_is_still_quick() -> None:
-    text = "def f(x): return x + 1 # why does this hang? " * 20_000
-    begin = time.perf_counter()
-    read(text)
-    assert time.perf_counter() - begin < 0.5, "reading is linear and bounded"
+def test_of_a_very_long_question_the_middle_is_not_looked_at() -> None:
+    """So that reading one takes a bounded time."""
+    noise = "why does this hang? " * 100_000
+    assert read("def f(x): return x + 1 # " + noise).code > 0
+    assert read(noise + "def f(x): return x + 1 # " + noise).code == 0
 
 
 def test_a_classifier_learns_and_is_asked() -> None:
