@@ -167,7 +167,8 @@ def _run(
         _stop_on_signals(server, drain_s)
         log.info("serving %s on %s", info.model, listener.endpoint)
         status.send(Started(info))
-        return server.run()
+        with status.beating():
+            return server.run()
 
 
 def _run_encoder(
@@ -194,7 +195,8 @@ def _run_encoder(
         _stop_on_signals(server, drain_s)
         logging.getLogger("penstock.engine").info("encoding with %s on %s", engine.info.model, listener.endpoint)
         status.send(Started(engine.info))
-        return server.run()
+        with status.beating():
+            return server.run()
 
 
 def _configure_logging(config: Config, level: str | None = None) -> None:

@@ -90,6 +90,7 @@ def serve(
                 port=server.port,
                 drain_s=server.drain_s,
                 reporter=ConsoleReporter(console, config),
+                frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
             )
             catalogue = Catalogue(config, folder)

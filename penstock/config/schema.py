@@ -327,6 +327,11 @@ class ResilienceConfig:
         15.0, doc="A replica with work that completes no step for this long is left; its requests go on elsewhere.",
         least=0.1,
     )  # fmt: skip
+    frozen_s: float = setting(
+        30.0, doc="An engine of this server that gives no sign of life for this long is killed and started again; "
+        "0: never. One that is only stuck in a step ends itself, see models[N].watchdog_s.",
+        least=0,
+    )  # fmt: skip
     retry_share: float = setting(
         0.1, doc="Most retries and hedges, as a share of requests; moving on from a dead replica is free.",
         least=0, most=1,

@@ -1,13 +1,18 @@
-"""A child's side of supervision: tell the supervisor how starting goes. (Dying with it is `engine.process`.)"""
+"""A child's side of supervision: tell the supervisor how starting goes, and afterwards that the child lives. (Dying
+with it is `engine.process`.)"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import msgspec
 
 from penstock.engine.request import EngineInfo
+from penstock.supervisor.pulse import PULSE_S
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -39,7 +44,11 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     encoder: str
 
 
-Status: TypeAlias = Progress | Started | Listening | Failed | Asked
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The process runs, whatever its engine does."""
+
+
+Status: TypeAlias = Progress | Started | Listening | Failed | Asked | Alive
 
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
@@ -57,3 +66,22 @@ class StatusPipe:
     def send(self, status: Status) -> None:
         if self._descriptor is not None:
             os.write(self._descriptor, msgspec.json.encode(status) + b"\n")
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Say every second that this process lives: from a thread, because a step may take long."""
+        over = threading.Event()
+
+        def beat() -> None:
+            try:
+                while not over.wait(PULSE_S):
+                    self.send(Alive())
+            except BrokenPipeError:  # nobody supervises any more; this process is about to end too
+                return
+
+        if self._descriptor is not None:
+            threading.Thread(target=beat, name="pulse", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()

@@ -2,8 +2,9 @@
 
 Invariants: whatever dies after it was once ready is started again, with backoff, and nothing else is touched; what dies
 before that ends the whole start with its reason, unless it is optional: such a unit is started when it is asked for,
-and when it cannot be, it waits to be asked again. Stopping goes from the outside in: the gateways drain first, while
-their engines still work for them, then the engines leave. A second request to stop kills everything.
+and when it cannot be, it waits to be asked again. An engine that was ready and gives no sign of life any more is
+killed, so that it is started again. Stopping goes from the outside in: the gateways drain first, while their engines
+still work for them, then the engines leave. A second request to stop kills everything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.lifeline import Asked, Failed, Listening, Progress, Started, Status
+from penstock.supervisor.lifeline import Alive, Asked, Failed, Listening, Progress, Started, Status
+from penstock.supervisor.pulse import PULSE_S, Pulse
 from penstock.supervisor.reporter import Reporter
 from penstock.supervisor.unit import Unit
 
@@ -46,9 +48,11 @@ class Supervisor:
         drain_s: float,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
+        frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`gateways_up`: whether all gateways listen, for several on one port, where an answer proves one of them."""
+        """`frozen_s`: an engine that gives no sign of life for so long is killed; 0: never. `gateways_up`: whether all
+        gateways listen, for several on one port, where an answer proves one of them."""
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
@@ -57,6 +61,7 @@ class Supervisor:
         self._drain_s = drain_s
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
+        self._frozen_s = frozen_s
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._keepers: dict[Unit, asyncio.Task[None]] = {}
@@ -158,6 +163,7 @@ class Supervisor:
                     return
             unit.ready_at = None
             unit.told = False
+            unit.pulse = pulse = Pulse(self._frozen_s)
             unit.child = await Child.spawn(
                 unit.name,
                 unit.command,
@@ -166,14 +172,14 @@ class Supervisor:
             )
             if self._stopping.is_set():
                 unit.child.kill()  # stopped while it was being started
-            code = await unit.child.wait()
+            frozen, code = await self._end_of(unit.child, pulse)
             unit.up.clear()
             if self._stopping.is_set():
                 return
             if unit.told:
                 continue
             unit.fell.set()
-            how = describe_exit(code)
+            how = f"frozen: no sign of life for {pulse.silent_s:.0f} s" if frozen else describe_exit(code)
             if not unit.ready.is_set():
                 problem = unit.problem or f"stopped while starting ({how}); see its log above"
                 if unit.late:
@@ -190,6 +196,20 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
             unit.asked.clear()
 
+    async def _end_of(self, child: Child, pulse: Pulse) -> tuple[bool, int]:
+        """Waits for a process to end, and kills it when it is frozen: whether it was, and its exit status."""
+        waiting = asyncio.create_task(child.wait(), name=f"end of {child.name}")
+        frozen = False
+        try:
+            while not (await asyncio.wait([waiting], timeout=PULSE_S))[0]:
+                if not frozen and pulse.look():
+                    frozen = True
+                    child.kill()
+            return frozen, await waiting
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
     async def _until_asked(self, unit: Unit) -> None:
         waits = [asyncio.create_task(event.wait()) for event in (unit.asked, self._stopping)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -203,7 +223,12 @@ class Supervisor:
                 self._reporter.progress(unit.name, phase, fraction)
                 if unit.on_progress is not None:
                     unit.on_progress(phase, fraction)
+            case Alive():
+                if unit.pulse is not None:
+                    unit.pulse.beat()
             case Started(info):
+                if unit.pulse is not None:
+                    unit.pulse.beat()
                 unit.info = info
                 unit.ready_at = time.monotonic()
                 unit.ready.set()

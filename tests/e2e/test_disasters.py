@@ -52,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, redis: Any, store: Path) ->
         "store.url": f"sqlite:///{store}",
         "store.wait_s": 1,
         "resilience.stall_s": 2,
+        "resilience.frozen_s": 0,
         "models.0.output_price": 1,
     }
     with replicated(model, 2, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))) as it:

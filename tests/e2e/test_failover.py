@@ -171,7 +171,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(model: Path) -> Iterator[Server]:
-    with replicated(model, 1, "--set", "server.engine_wait_s=60", "--set", "resilience.resume_s=60") as running:
+    settings = ("server.engine_wait_s=60", "resilience.resume_s=60", "resilience.frozen_s=3")
+    with replicated(model, 1, *(word for setting in settings for word in ("--set", setting))) as running:
         yield running
 
 
@@ -255,6 +256,12 @@ def test_what_cannot_be_done_is_said(pair: Server) -> None:
 @pytest.mark.slow
 def test_streams_of_a_single_engine_go_on_when_it_has_been_restarted(single: Server) -> None:
     same_after(kill, single, streams=24, tokens=300)
+
+
+@pytest.mark.slow
+def test_streams_of_a_single_engine_that_freezes_go_on_when_it_has_been_killed_and_restarted(single: Server) -> None:
+    same_after(lambda engine: os.kill(engine, signal.SIGSTOP), single, streams=4, tokens=200)
+    single.wait_for("died (frozen: no sign of life for")
 
 
 @pytest.mark.slow

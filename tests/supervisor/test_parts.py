@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
 from penstock.supervisor.health import check_port, is_ready, local_url
+from penstock.supervisor.pulse import Pulse
 from penstock.supervisor.runtime import RuntimeFolder, sweep
 from tests.protocol.client import eventually
 from tests.supervisor.test_supervisor import alive
@@ -23,6 +24,32 @@ def test_backoff_doubles_up_to_its_limit_and_forgives_after_good_service() -> No
     assert [backoff.delay(0.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert backoff.delay(59.9) == 30
     assert backoff.delay(60.0) == 0.5
+
+
+def test_silence_is_judged_once_a_process_has_begun_to_beat() -> None:
+    now = [0.0]
+    pulse = Pulse(3.0, clock=lambda: now[0])
+
+    def looks(times: int, every: float = 1.0) -> list[bool]:
+        seen = []
+        for _ in range(times):
+            now[0] += every
+            seen.append(pulse.look())
+        return seen
+
+    assert not any(looks(100)), "it is still loading"
+    pulse.beat()
+    assert looks(4) == [False, False, False, True]
+    pulse.beat()
+    assert looks(3) == [False] * 3
+    pulse.beat()
+    assert looks(1, every=3600.0) == [False], "whoever looks was away too"
+    pulse.beat()
+    assert looks(3) == [False] * 3
+    never = Pulse(0.0, clock=lambda: now[0])
+    never.beat()
+    now[0] += 1e6
+    assert not any(never.look() for _ in range(3))
 
 
 def test_a_runtime_folder_is_private_and_removed(tmp_path: Path) -> None:

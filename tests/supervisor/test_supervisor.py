@@ -75,10 +75,10 @@ def tree(folder: Path, port: int, *, engine: str = "good", gateway: str = "good"
 
 @asynccontextmanager
 async def supervised(
-    folder: Path, *, gateway: str = "good", drain_s: float = 5.0
+    folder: Path, *, engine: str = "good", gateway: str = "good", drain_s: float = 5.0, frozen_s: float = 0.0
 ) -> AsyncIterator[tuple[Supervisor, Recorder, Unit, Unit]]:
     port = free_port()
-    engine_unit, gateway_unit = tree(folder, port, gateway=gateway)
+    engine_unit, gateway_unit = tree(folder, port, engine=engine, gateway=gateway)
     recorder = Recorder()
     supervisor = Supervisor(
         engines=[engine_unit],
@@ -88,6 +88,7 @@ async def supervised(
         drain_s=drain_s,
         reporter=recorder,
         backoff_s=0.05,
+        frozen_s=frozen_s,
     )
     running = asyncio.create_task(supervisor.run(handle_signals=False))
     try:
@@ -203,6 +204,21 @@ async def test_an_optional_engine_is_started_when_it_is_asked_for(folder: Path) 
     finally:
         supervisor.stop()
         await asyncio.wait_for(running, 60)
+
+
+async def test_a_frozen_engine_is_killed_and_started_again(folder: Path) -> None:
+    async with supervised(folder, frozen_s=2.0) as (_, recorder, engine, gateway):
+        assert engine.child is not None and gateway.child is not None
+        frozen, untouched = engine.child.pid, gateway.child.pid
+        os.kill(frozen, signal.SIGSTOP)
+        await until(lambda: recorder.count("started") >= 2)
+        assert not alive(frozen) and engine.child.pid != frozen and gateway.child.pid == untouched
+        assert any("no sign of life" in event[2] for event in recorder.events if event[0] == "exited")
+
+
+async def test_an_engine_that_loads_for_long_is_not_frozen(folder: Path) -> None:
+    async with supervised(folder, engine="slow", frozen_s=1.0) as (_, recorder, _, _):
+        assert recorder.count("started") == 1 and recorder.count("exited") == 0
 
 
 async def test_the_gateway_drains_before_the_engine_is_told_to_leave(folder: Path) -> None:
