@@ -355,7 +355,9 @@ class EngineClient(ABC):
     def _deliver(self, output: StepOutput) -> None:
         state = output.load.adapters
         reading = state is not None and state.loading > 0 and not output.load.running
-        if output.load.steps != self._load.steps or reading:
+        # Nor is it stuck whose prompts another engine computes.
+        fetching = output.load.handover is not None and output.load.handover.waiting > 0 and not output.load.running
+        if output.load.steps != self._load.steps or reading or fetching:
             self._progress_at = self._clock()
         if output.load.generation_tokens > self._load.generation_tokens:
             self._token_at = self._clock()

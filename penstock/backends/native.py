@@ -82,6 +82,11 @@ class NativeBackend(EngineClient):
         self._heard_at = clock()
         self._questions: dict[str, asyncio.Future[list[Produced]]] = {}
 
+    @property
+    def public_key(self) -> str:
+        """Of the engine, when its endpoint is encrypted."""
+        return "" if self._curve is None else self._curve.server_public_key
+
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,9 +24,16 @@ from penstock.cli.options import (
 if TYPE_CHECKING:
     from penstock.config import Config, ModelConfig
     from penstock.config.encoding import EncoderConfig
+    from penstock.engine.config import Role
     from penstock.protocol.server import EngineServer
     from penstock.protocol.transport import CurveServer
     from penstock.supervisor.lifeline import StatusPipe
+
+
+class _Role(StrEnum):
+    both = "both"
+    prefill = "prefill"
+    decode = "decode"
 
 
 def engine(
@@ -39,6 +47,9 @@ def engine(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    role: Annotated[
+        _Role, typer.Option(help="prefill computes prompts for engines that decode; both does everything itself.")
+    ] = _Role.both,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -65,6 +76,8 @@ def engine(
         penstock engine smollm2-135m --endpoint tcp://127.0.0.1:5555
 
         penstock engine minilm --endpoint tcp://127.0.0.1:5556
+
+        penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
 
         penstock engine --make-curve-key engine.key
 
@@ -111,15 +124,23 @@ def engine(
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
-        code = _run(chosen, path, endpoint, _curve(curve_key, curve_clients), config.server.drain_s, status)
+        curve = _curve(curve_key, curve_clients)
+        code = _run(chosen, path, role.value, endpoint, curve, config.server.drain_s, status)
     raise typer.Exit(code)
 
 
 def _run(
-    model: ModelConfig, path: Path, endpoint: str, curve: CurveServer | None, drain_s: float, status: StatusPipe
+    model: ModelConfig,
+    path: Path,
+    role: Role,
+    endpoint: str,
+    curve: CurveServer | None,
+    drain_s: float,
+    status: StatusPipe,
 ) -> int:
     import logging
     import time
+    from dataclasses import replace
 
     from penstock.protocol.server import EngineServer
     from penstock.protocol.transport import Listener
@@ -148,7 +169,7 @@ def _run(
                 engine.ranks.watch(lambda why: server.fail(why))
             return engine
 
-        config = model.engine_config(str(path))
+        config = replace(model.engine_config(str(path)), role=role)
         slumber = Slumber(config, load)
         # One that takes turns is loaded when its turn comes: others may have the memory now.
         first = slumber.unborn() if model.time_slice else load(config)

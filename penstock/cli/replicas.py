@@ -106,9 +106,10 @@ def _show(entries: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("replica", "state", "breaker", "running", "waiting", "device", box=None, pad_edge=False)
+    table = Table("replica", "role", "state", "breaker", "running", "waiting", "device", box=None, pad_edge=False)
     for entry in entries:
         state = "leaving" if entry["leaving"] else entry["state"]
         running, waiting = str(entry["running"]), str(entry["waiting"])
-        table.add_row(entry["id"], state, entry["breaker"], running, waiting, entry["device"] or "-")
+        role, device = entry["role"] or "-", entry["device"] or "-"
+        table.add_row(entry["id"], role, state, entry["breaker"], running, waiting, device)
     Console().print(table)

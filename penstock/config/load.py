@@ -120,6 +120,7 @@ def conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model that takes turns (time_slice) has one replica")
+        problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
             problems.append(f'models[{index}].downgrade_to: there is no other model "{model.downgrade_to}"')
@@ -152,6 +153,22 @@ def conflicts(config: Config) -> list[str]:
             "whose turn it is; serve them with one worker"
         )
     return problems + _guardrails(config) + _tools(config) + _shares(config)
+
+
+def _roles(model: ModelConfig) -> list[str]:
+    """What stands against handing prompts over."""
+    if not model.replica_roles:
+        return []
+    roles = {model.role(replica) for replica in range(model.replicas)}
+    problems = []
+    if ("prefill" in roles) != ("decode" in roles):
+        problems.append(f"{model.replicas} replicas are all of {sorted(roles)}; prefill and decode need each other")
+    if roles != {"both"}:
+        if model.tensor_parallel * model.pipeline_parallel > 1:
+            problems.append("blocks are handed over between engines of one device each")
+        if not model.prefix_cache:
+            problems.append("blocks are handed over by name, which prefix_cache: false forbids")
+    return problems
 
 
 def _tools(config: Config) -> list[str]:

@@ -20,7 +20,7 @@ from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, SpeculationForm, WeightForm
+from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -113,6 +113,16 @@ class ModelConfig:
     replica_devices: tuple[str, ...] = setting(
         (), doc="Devices of the replicas, in turn; all on device when empty.", example="[cuda:0, cuda:1]"
     )
+    replica_roles: tuple[Role, ...] = setting(
+        (), doc="What the replicas do, in turn: prefill computes long prompts for those that decode; both when empty.",
+        example="[prefill, decode]",
+    )  # fmt: skip
+    handover_tokens: int = setting(
+        512, doc="Prompt tokens to compute from which on a decode replica has a prefill replica do it.", least=1
+    )
+    handover_wait_s: float = setting(
+        10.0, doc="A prefill replica that completes no step for this long is not waited for any longer.", least=0.1
+    )
     memory_share: float | None = setting(
         None, doc="Part of the device's memory for weights and KV cache; those of one device sum to at most 1.",
         least=0.01, most=1, example="0.5",
@@ -187,8 +197,12 @@ class ModelConfig:
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings for the engine of this model, whose source was resolved to `path`."""
-        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"}
         return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
+
+    def role(self, replica: int) -> Role:
+        """Of the replica with this number."""
+        return self.replica_roles[replica % len(self.replica_roles)] if self.replica_roles else "both"
 
 
 @dataclass(frozen=True, slots=True)

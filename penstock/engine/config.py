@@ -12,6 +12,7 @@ ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "fp8", "int8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
+Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class EngineConfig:
     """Adapters in host memory at the same time."""
     adapter_rank: int = 16
     """Largest rank of an adapter; device memory is reserved for it."""
+
+    role: Role = "both"
+    """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""
 
     def max_verified(self, max_running: int) -> int:
         """Most decoded tokens in a step that verifies guesses; 0 without speculation."""

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
+from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.meter import DeviceMeter
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
@@ -77,6 +79,8 @@ class Engine:
         """The processes of the other devices, when there are several."""
         self.meter: DeviceMeter | None = None
         """Reads its GPUs; given by the process that serves the engine."""
+        self.exchange: BlockExchange | None = None
+        """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
         self.clock = clock
         self.steps = 0
         self._depth = 1 if overlap else 0
@@ -170,9 +174,10 @@ class Engine:
 
     def load_snapshot(self) -> Load:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
+        handover = None if self.exchange is None else replace(self.exchange.counts)
         return Load(
             running=len(scheduler.running),
-            waiting=scheduler.waiting + self._constraints.opening,
+            waiting=scheduler.waiting + self._constraints.opening + (handover.waiting if handover else 0),
             used_blocks=pool.used,
             cached_blocks=pool.cached,
             total_blocks=pool.capacity,
@@ -192,6 +197,7 @@ class Engine:
             accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
+            handover=handover,
         )
 
     def check_idle(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.engine.adapters.spec import AdapterLoad
+from penstock.engine.config import Role
 
 FinishReason = Literal["stop", "complete", "length", "abort", "timeout", "error"]
 """`stop`: a stop token was sampled (it is the last token delivered). `complete`: the grammar
@@ -62,6 +63,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """An engine that can compute a prompt for another, and when to let it."""
+
+    endpoint: str
+    public_key: str = ""
+    """Of that engine, when its endpoint is encrypted."""
+    least_tokens: int = 512
+    """Fewer tokens than this are computed where they are needed."""
+    wait_s: float = 10.0
+    """If it completes no step for so long, the rest is computed where it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `n` choices are `n` requests; the prefix cache shares their prompt."""
 
@@ -86,6 +100,8 @@ class Request:
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because somebody else can answer; for
     routers too."""
+    handover: Handover | None = None
+    """Who computes the prompt, if not this engine; for the process around it, which then brings the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +149,23 @@ class DeviceLoad:
 
 
 @dataclass(slots=True)
+class HandoverLoad:
+    """What an engine has given to others and taken from them, of an engine whose role is not `both`."""
+
+    waiting: int = 0
+    """Requests whose blocks are on their way here; they count as waiting in the engine too."""
+    handovers: int = 0
+    """Prompts that another engine computed for this one, and those that it did not, after all."""
+    fallbacks: int = 0
+    seconds: float = 0.0
+    """From asking to the last block, over all handovers."""
+    blocks_in: int = 0
+    bytes_in: int = 0
+    blocks_out: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(slots=True)
 class Load:
     """A snapshot of the engine, sent with every step. Counters only grow while the engine lives."""
 
@@ -165,6 +198,8 @@ class Load:
     """None when the engine has no adapter slots."""
     devices: list[DeviceLoad] | None = None
     """None on CPU."""
+    handover: HandoverLoad | None = None
+    """None when the engine's role is `both`."""
 
 
 @dataclass(slots=True)
@@ -197,3 +232,6 @@ class EngineInfo:
     """Length of an encoder's vectors; 0 for a model that generates."""
     scores: bool = False
     """Whether an encoder scores pairs of texts (a cross-encoder)."""
+    role: Role = "both"
+    kv_format: str = ""
+    """Engines that say the same here can use each other's KV blocks; empty: nobody can use this one's."""

@@ -36,6 +36,7 @@ class Dormant:
     """The adapters it had; None: those of its configuration."""
 
     adapters = None
+    exchange = None
     has_work = False
 
     def submit(self, request: Request) -> None:

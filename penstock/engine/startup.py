@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.pool import BlockPool
@@ -26,6 +29,8 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
+log = logging.getLogger(__name__)
+
 
 def load_engine(
     config: EngineConfig, progress: Progress | None, checkpoint: object | None, grammars: MakeCompiler | None = None
@@ -35,6 +40,8 @@ def load_engine(
         return _assemble(config, checkpoint, grammars, Phases(progress), None)
     if config.host_memory:
         raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
+    if config.role != "both":
+        raise ConfigError(f"role: {config.role} works on one device; leave out tensor_parallel and pipeline_parallel")
     from penstock.engine.parallel.launch import Ranks
 
     ranks = Ranks(config, checkpoint)
@@ -95,12 +102,22 @@ def _assemble(
         dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
         ranks=config.ranks,
         startup=phases.seconds,
+        role=config.role,
+        kv_format=_kv_format(config, part, scheduler),
     )
     overlap = part.kv.device.type != "cpu"
     speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )
+    if info.kv_format:
+        engine.exchange = BlockExchange(
+            scheduler.allocator,
+            part.kv,
+            step_tokens=part.token_budget,
+            version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
+            flush=None if mover is None else mover.run,
+        )
     if ranks is None:
         runner.record(part.token_budget)
     if runner.graphs is not None:
@@ -113,6 +130,18 @@ def _assemble(
     if engine.adapters is not None:
         engine.adapters.preload()
     return engine
+
+
+def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
+    """Whose blocks this engine can use; nothing where none are handed over."""
+    if config.role == "both":
+        return ""
+    if not config.prefix_cache:
+        raise ConfigError(f"role: {config.role} hands over blocks by name, which prefix_cache: false forbids")
+    if scheduler.allocator.window is not None:
+        log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
+        return ""
+    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."))
 
 
 def _lead(part: Part, ranks: Ranks) -> Decoder:

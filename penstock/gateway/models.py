@@ -36,6 +36,7 @@ def served(
             replicas,
             resilience=settings.how_resilient(),
             policy=make_policy(settings.routing.policy),
+            handover=model.handover,
         ),
         aliases=model.aliases,
         time_slice=model.time_slice,

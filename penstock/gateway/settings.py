@@ -28,6 +28,7 @@ from penstock.config.schema import (
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.dispatch import Resilience
+from penstock.routing.handover import HandoverPolicy
 from penstock.telemetry.logging import LogFormat
 
 
@@ -56,6 +57,7 @@ class ModelSettings:
     """Requests running or waiting in its engine; more are refused."""
     silence_s: float = 75.0
     """An engine that says nothing for this long is taken for dead: longer than its own watchdog."""
+    handover: HandoverPolicy = HandoverPolicy()  # noqa: RUF009
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -74,6 +76,7 @@ class ModelSettings:
             fallback=model.fallback,
             overflow_at=model.overflow_at,
             max_in_flight=model.max_waiting + (model.max_running or 0),
+            handover=HandoverPolicy(model.handover_tokens, model.handover_wait_s),
         )
 
     @property

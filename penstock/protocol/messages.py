@@ -19,6 +19,8 @@ of its own):
                      ◄──────────────────  Leaving   to every gateway, when it begins to drain
     Count            ──────────────────►
                      ◄──────────────────  Counted   at once, from memory
+    Pull             ──────────────────►            from another engine, which is a client like a gateway
+                     ◄──────────────────  Block     one per block asked for, with its bytes in further frames
     Goodbye          ──────────────────►            the engine aborts what this gateway still runs
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
@@ -125,10 +127,18 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
     charges: list[str]
 
 
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """Send these KV blocks, in this order, each as soon as it is computed. `request_id`: the sender's own request that
+    computes them; once that is over, what is not there will not come."""
+
+    request_id: str
+    names: list[bytes]
+
+
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
 ToEngine: TypeAlias = (
-    Hello | Submit | Abort | Encode | Count | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
+    Hello | Submit | Abort | Encode | Count | Pull | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
 )
 
 
@@ -202,4 +212,12 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     entries: list[Produced]
 
 
-FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted
+class Block(msgspec.Struct, frozen=True, tag="block"):
+    """A block that was asked for: its bytes are in the frames behind this one. Not `found`: it will not come."""
+
+    request_id: str
+    name: bytes
+    found: bool = True
+
+
+FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Block

@@ -20,6 +20,7 @@ from penstock.engine.request import Delta, EngineState, Load, Request, StepOutpu
 from penstock.errors import ReplicaLost
 from penstock.protocol.adapters import operate
 from penstock.protocol.codec import ProtocolError, decode_to_engine
+from penstock.protocol.handover.desk import HandoverDesk
 from penstock.protocol.hosting import EncoderLike, EngineLike, Sleeper
 from penstock.protocol.messages import (
     ASLEEP,
@@ -39,6 +40,7 @@ from penstock.protocol.messages import (
     Leaving,
     LoadAdapter,
     PinAdapter,
+    Pull,
     Ready,
     Shutdown,
     Sleep,
@@ -84,7 +86,10 @@ class EngineServer:
         self._engine = engine
         self._listener = listener
         self._socket = listener.socket
+        self._poller = zmq.Poller()
+        self._poller.register(listener.socket, zmq.POLLIN)
         self._peers = Peers(listener.socket, backlog_limit=backlog_limit)
+        self._handovers = HandoverDesk(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._sleeper = sleeper
         self._state: EngineState = state
@@ -125,9 +130,10 @@ class EngineServer:
                 else:
                     self._alive()
                     # Waking up takes tens of microseconds; polling for what may come would take a core from others.
-                    self._receive(self._heartbeat_s)
+                    self._receive(self._handovers.patience(self._heartbeat_s))
                 self._after_step()
         finally:
+            self._handovers.close()
             if self._watchdog is not None:
                 self._watchdog.stop()
         log.info("engine stops: %s", self._stop_reason)
@@ -135,7 +141,7 @@ class EngineServer:
         return EXIT_FAILED if self._failures else 0
 
     def _receive(self, wait_s: float) -> None:
-        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000)):
+        if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):
             return
         for _ in range(RECEIVE_LIMIT):
             try:
@@ -161,7 +167,9 @@ class EngineServer:
                     self._refuse(identity, texts.request_id, "this engine generates; it does not encode texts")
             case Abort(request_id):
                 if peer is not None and request_id in peer.requests:
-                    self._engine.abort(request_id)
+                    self._abort(request_id)
+            case Pull():
+                self._handovers.pull(identity, message)
             case Count(question, charges):
                 self._answer(identity, Counted(question, self._tally.of(charges)))
             case LoadAdapter() | UnloadAdapter() | PinAdapter():
@@ -208,15 +216,25 @@ class EngineServer:
                 self._refuse(identity, request_id, "this request id is already running")
         else:
             self._peers.own(peer, request_id)
-            try:
-                run()
-            except Exception as error:
-                log.exception("request %s was not accepted", request_id)
-                self._fail([request_id], f"the engine did not accept the request: {error}")
+            self._accept(request_id, run)
+
+    def _accept(self, request_id: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            log.exception("request %s was not accepted", request_id)
+            self._fail([request_id], f"the engine did not accept the request: {error}")
 
     def _begin(self, request: Request) -> None:
         self._tally.begin(request.request_id, already=len(request.produced))
-        self._engine.submit(request)
+        if not self._handovers.begin(self._engine, request):
+            self._engine.submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        if self._handovers.cancel(request_id):
+            self._deliver([Delta(request_id, finish_reason="abort")], self._engine.load_snapshot())
+        else:
+            self._engine.abort(request_id)
 
     def _step(self) -> None:
         if self._watchdog is not None:
@@ -258,7 +276,7 @@ class EngineServer:
         self._fail(running, f"the engine failed while running this request: {error}")
         try:
             for request_id in running:
-                self._engine.abort(request_id)
+                self._abort(request_id)
         except Exception:
             log.exception("the engine cannot let go of its requests")
             self._failures = FAILURE_LIMIT
@@ -271,18 +289,25 @@ class EngineServer:
         self._tell_adapters(now)
         if self._peers.lost:
             for request_id in self._peers.lost:
-                self._engine.abort(request_id)
+                self._abort(request_id)
             self._peers.lost.clear()
-        if self._state == "drowsy" and not self._engine.has_work and self._peers.flushed:
+        if self._handovers.open:
+            for request in self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None):
+                self._accept(request.request_id, partial(self._engine.submit, request))
+        if self._state == "drowsy" and self._idle:
             self._fall_asleep()
         if self._drain_until is not None:
             if not self._said_leaving:
                 self._said_leaving = True
                 self._peers.tell_all(Leaving(), now)
-            if not self._engine.has_work and self._peers.flushed:
+            if self._idle:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
+
+    @property
+    def _idle(self) -> bool:
+        return not self._engine.has_work and not self._handovers.busy and self._peers.flushed
 
     def _doze(self) -> None:
         """Told to sleep: at once when idle, otherwise when what runs has finished."""
@@ -296,6 +321,7 @@ class EngineServer:
     def _fall_asleep(self) -> None:
         assert self._sleeper is not None
         begin = time.monotonic()
+        self._handovers.close()
         try:
             self._engine = self._sleeper.sleep(self._engine)
             self._sleeper.collect()
@@ -346,6 +372,7 @@ class EngineServer:
 
     def _deliver(self, deltas: list[Delta], load: Load) -> None:
         """Count first: what the gateway does not hear of any more was produced all the same."""
+        self._handovers.settle(deltas)
         self._tally.add(deltas)
         self._peers.deliver(deltas, load, time.monotonic())
 

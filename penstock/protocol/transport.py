@@ -73,6 +73,8 @@ class Listener:
         send_limit: int = SEND_LIMIT,
     ) -> None:
         _check(endpoint, curve)
+        self.secret_key = "" if curve is None else curve.secret_key
+        """This engine's own, also where it is the client of another."""
         self._owns_context = context is None
         self._context = context or zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None

@@ -31,6 +31,7 @@ from penstock.protocol.errors import (
 )
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.flights import Flight, Leg
+from penstock.routing.handover import HandoverPolicy, Handovers, generating
 from penstock.routing.member import Member
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
 from penstock.routing.retry_budget import RetryBudget
@@ -85,7 +86,13 @@ class Dispatcher:
     """The requests of one model, on the replicas in `members` (which its owner may change)."""
 
     def __init__(
-        self, name: str, members: Sequence[Member], resilience: Resilience, policy: ReplicaPolicy, clock: Clock
+        self,
+        name: str,
+        members: Sequence[Member],
+        resilience: Resilience,
+        policy: ReplicaPolicy,
+        clock: Clock,
+        handover: HandoverPolicy | None = None,
     ) -> None:
         self.counts = Counts()
         self.budget = RetryBudget(resilience.retry_share)
@@ -93,6 +100,7 @@ class Dispatcher:
         self._members = members
         self._resilience = resilience
         self._policy = policy
+        self._handovers = Handovers(handover or HandoverPolicy())
         self._clock = clock
         self._flights: dict[str, Flight] = {}
         self._parked: dict[str, Flight] = {}
@@ -171,12 +179,14 @@ class Dispatcher:
             able = [member for member in self._members if member not in besides and member.can_run(request)]
         else:
             able = [member for member in self._members if member not in besides and member.takes(request)]
+            able = list(generating(able))
         refusal: ApiError = EngineUnavailable("No replica of this model can take this request now; try again.")
         while able:
             member = able.pop(0 if alone else self._choose(request, able, expected, now))
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
+            sent, helper = self._handovers.arrange(request, member, self._members, now)
             try:
-                member.backend.submit(request, leg, flight.index)
+                member.backend.submit(sent, leg, flight.index)
             except ApiError as error:
                 refusal = error
                 continue
@@ -185,7 +195,11 @@ class Dispatcher:
             member.legs[flight.id] = leg
             if not alone:
                 member.breaker.began()
-                member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
+                tokens = len(request.prompt) + len(request.produced)
+                member.meter.sent(flight.id, tokens, expected, now)
+                if helper is not None:
+                    leg.helper = helper
+                    helper.meter.sent(flight.id, tokens, 0, now)
             return member
         raise refusal
 
@@ -210,7 +224,14 @@ class Dispatcher:
         for leg in legs:
             self._end(leg, abort=True)
 
+    def _helped(self, leg: Leg) -> None:
+        """Its prompt is computed, or nobody needs it any more."""
+        if leg.helper is not None:
+            leg.helper.meter.ended(leg.flight.id, self._clock())
+            leg.helper = None
+
     def _end(self, leg: Leg, *, abort: bool) -> None:
+        self._helped(leg)
         leg.member.legs.pop(leg.flight.id, None)
         if leg.metered:
             leg.member.meter.ended(leg.flight.id, self._clock())
@@ -232,6 +253,7 @@ class Dispatcher:
         if leg.metered:
             leg.member.meter.received(delta, self._clock())
         if not flight.begun:
+            self._helped(leg)
             flight.stop_hedging()
             for other in flight.legs:
                 if other is not leg:

@@ -89,7 +89,7 @@ class Flight:
 class Leg:
     """A flight on one replica: where that replica's deltas go. A dead leg hears nothing any more."""
 
-    __slots__ = ("_on_delta", "_on_failure", "flight", "member", "metered")
+    __slots__ = ("_on_delta", "_on_failure", "flight", "helper", "member", "metered")
 
     def __init__(
         self,
@@ -106,6 +106,8 @@ class Leg:
         self._on_delta = on_delta
         self._on_failure = on_failure
         self.metered = metered
+        self.helper: Member | None = None
+        """Who computes its prompt, until it has a token."""
 
     def put(self, index: int, delta: Delta) -> None:
         self._on_delta(self, delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from penstock.engine.request import Load
+from penstock.engine.request import HandoverLoad, Load
 
 
 def total_load(loads: Sequence[Load]) -> Load:
@@ -16,7 +16,15 @@ def total_load(loads: Sequence[Load]) -> Load:
         adapters=next((load.adapters for load in loads if load.adapters is not None), None),
         devices=[device for load in loads for device in load.devices or ()] or None,
     )
-    for field in dataclasses.fields(Load):
-        if isinstance(field.default, int):
-            setattr(total, field.name, sum(getattr(load, field.name) for load in loads))
+    _add_up(total, loads)
+    handovers = [load.handover for load in loads if load.handover is not None]
+    if handovers:
+        total.handover = HandoverLoad()
+        _add_up(total.handover, handovers)
     return total
+
+
+def _add_up(total: Load | HandoverLoad, parts: Sequence[Load | HandoverLoad]) -> None:
+    for field in dataclasses.fields(total):
+        if isinstance(field.default, int | float):
+            setattr(total, field.name, sum(getattr(part, field.name) for part in parts))

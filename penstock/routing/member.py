@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.backends.base import Backend
+from penstock.engine.config import Role
 from penstock.engine.request import Request
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.flights import Leg
@@ -31,6 +32,11 @@ class Member:
     @property
     def name(self) -> str:
         return self.backend.name
+
+    @property
+    def role(self) -> Role:
+        info = self.backend.info
+        return "both" if info is None else info.role
 
     @property
     def stuck(self) -> bool:

@@ -19,6 +19,7 @@ from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Reques
 from penstock.protocol.errors import ApiError, EngineUnavailable
 from penstock.protocol.messages import Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
+from penstock.routing.handover import HandoverPolicy
 from penstock.routing.loads import total_load
 from penstock.routing.member import Member
 from penstock.routing.policies import Predicted
@@ -41,13 +42,14 @@ class ReplicaSet:
         *,
         resilience: Resilience | None = None,
         policy: ReplicaPolicy | None = None,
+        handover: HandoverPolicy | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.name = name
         self._resilience = resilience or Resilience()
         self._clock = clock
         self._members = [self._member(backend) for backend in replicas]
-        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock)
+        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock, handover)
         self._started = False
         self._leaving: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, AdapterSpec] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.engine.request import DeviceLoad, EngineInfo, Load
 from penstock.telemetry.adapter_metrics import add_adapter_samples
 from penstock.telemetry.exposition import Registry
+from penstock.telemetry.handover_metrics import add_handover_samples
 
 ENGINE_LABELS = ("model_name", "engine")
 
@@ -158,6 +159,7 @@ def add_engine_metrics(registry: Registry, engines: Engines) -> None:
     for device in _DEVICES:
         devices(*device)
     add_adapter_samples(registry, ENGINE_LABELS, engines)
+    add_handover_samples(registry, ENGINE_LABELS, engines)
     registry.sampled(
         "gauge",
         "vllm:cache_config_info",

@@ -1,6 +1,6 @@
 """What an engine says of its host tier, its GPUs and its cost is what `/metrics` shows."""
 
-from penstock.engine.request import DeviceLoad, Load
+from penstock.engine.request import DeviceLoad, HandoverLoad, Load
 from penstock.telemetry.metrics import EngineView, Metrics
 
 
@@ -36,3 +36,23 @@ def test_gpus_and_cost_are_visible_where_there_are_any() -> None:
     ):
         assert line in lines
     assert not [line for line in lines if line.startswith("penstock_gpu_") and "small" in line]
+
+
+def test_prompts_handed_over_are_visible_where_there_are_any() -> None:
+    handover = HandoverLoad(
+        waiting=1, handovers=2, fallbacks=3, seconds=0.5, blocks_in=4, bytes_in=5, blocks_out=6, bytes_out=7
+    )
+    views = [EngineView("m", "0", True, None, Load(handover=handover)), EngineView("plain", "0", True, None, Load())]
+    lines = Metrics(lambda: views).render().decode().splitlines()
+    shown = dict(line.rsplit(" ", 1) for line in lines if line.startswith("penstock_handover"))
+    labels = '{model_name="m",engine="0"}'
+    assert {name.removesuffix(labels).removeprefix("penstock_"): float(value) for name, value in shown.items()} == {
+        "handover_waiting": 1,
+        "handovers_total": 2,
+        "handover_fallbacks_total": 3,
+        "handover_seconds_total": 0.5,
+        "handover_blocks_received_total": 4,
+        "handover_bytes_received_total": 5,
+        "handover_blocks_sent_total": 6,
+        "handover_bytes_sent_total": 7,
+    }

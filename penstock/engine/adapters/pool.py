@@ -54,6 +54,11 @@ class AdapterPool:
 
     # What clients and operators do.
 
+    def version(self, name: str) -> str | None:
+        """Which weights a name stands for now; None while they are not in memory."""
+        entry = self.registry.get(name)
+        return None if entry is None or entry.adapter is None else entry.adapter.version
+
     def problem(self, name: str, now: float) -> str | None:
         """Why a request for `name` cannot be taken, or None."""
         entry = self.registry.get(name)

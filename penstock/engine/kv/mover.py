@@ -38,6 +38,17 @@ class BlockMover:
             self._written: dict[int, torch.cuda.Event] = {}
             self._read: dict[int, torch.cuda.Event] = {}
 
+    def memory(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, one piece for each tensor of the cache."""
+        return [pool[slot].view(torch.uint8).view(-1).numpy().data for pool in self._pools]
+
+    def settled(self, slot: int) -> bool:
+        """Whether every copy from or to the slot is over."""
+        if self.device.type != "cuda":
+            return True
+        events = [marks[slot] for marks in (self._written, self._read) if slot in marks]
+        return all(event.query() for event in events)  # type: ignore[no-untyped-call]
+
     @torch.inference_mode()
     def run(self, transfers: Transfers) -> None:
         """Make the copies, as far as anything launched afterwards on the current stream can tell."""

@@ -118,6 +118,7 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
             "stalled_s": round(replica.stalled_s, 3),
             "instance": replica.info.instance if replica.info is not None else None,
             "device": replica.info.device if replica.info is not None else None,
+            "role": replica.info.role if replica.info is not None else None,
         }
         for replica in backend.replicas
     ]
@@ -142,6 +143,7 @@ def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
             "stalled_s": 0.0,
             "instance": None,
             "device": member.server.upstream.url,
+            "role": "both",
         }
         for member in model.members
     ]

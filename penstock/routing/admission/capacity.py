@@ -54,4 +54,6 @@ class Capacity:
         if not isinstance(self._backend, ReplicaSet):
             return (self._backend,)
         replicas = self._backend.replicas
-        return [replica for replica in replicas if replica.ready] or replicas
+        up = [replica for replica in replicas if replica.ready]
+        # Those for prefill run requests of their own only while there is no other.
+        return [replica for replica in up if replica.info is None or replica.info.role != "prefill"] or up or replicas

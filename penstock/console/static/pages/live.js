@@ -28,8 +28,8 @@ export default {
       </div>
       <h2>Replicas</h2>
       <div class="wide-table"><table>
-        <thead><tr><th>Replica</th><th>State</th><th>Breaker</th><th class="number">Running</th><th class="number">Waiting</th><th class="number">In flight</th><th>Device</th></tr></thead>
-        <tbody><tr v-for="replica in replicas" :key="replica.id"><td>{{ replica.id }}</td>
+        <thead><tr><th>Replica</th><th>Role</th><th>State</th><th>Breaker</th><th class="number">Running</th><th class="number">Waiting</th><th class="number">In flight</th><th>Device</th></tr></thead>
+        <tbody><tr v-for="replica in replicas" :key="replica.id"><td>{{ replica.id }}</td><td>{{ replica.role || '–' }}</td>
           <td><q-badge :color="replica.ready ? 'positive' : 'warning'" :label="replica.leaving ? 'leaving' : replica.state" /></td>
           <td><q-badge :color="replica.breaker === 'closed' ? 'positive' : 'negative'" outline :label="replica.breaker" /></td>
           <td class="number">{{ replica.running }}</td><td class="number">{{ replica.waiting }}</td><td class="number">{{ replica.in_flight }}</td><td>{{ replica.device || '–' }}</td></tr></tbody>

@@ -1,0 +1,42 @@
+"""What two engines must have in common before one may use the other's blocks: a line that says it, and is compared.
+
+The weights are named by a digest of pieces of their files, spread over their whole length: as good as reading all of
+them for telling checkpoints apart, merged adapters and further training included, and done in milliseconds.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.kv.cache import KVShape
+
+_PIECES = 256
+_PIECE_BYTES = 512
+
+
+def kv_format(config: EngineConfig, shape: KVShape, dtype: str) -> str:
+    """`dtype`: of the activations, from which keys and values are computed."""
+    kind = str(shape.dtype).removeprefix("torch.")
+    return (
+        f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape.layers} layers of "
+        f"{shape.kv_heads} heads of {shape.head_dim} in {kind}, {shape.block_size} tokens in a block"
+    )
+
+
+def fingerprint(model: Path) -> str:
+    """Of a checkpoint folder or file; equal for copies of it under any path."""
+    digest = blake2b(digest_size=8)
+    files = [model] if model.is_file() else sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as handle:
+            for piece in range(_PIECES):
+                handle.seek(size * piece // _PIECES)
+                digest.update(handle.read(_PIECE_BYTES))
+    described = model / "config.json"
+    if described.is_file():
+        digest.update(described.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""Blocks that one engine computed and another uses: the same tokens, without computing the prompt again (R-ENG-11)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.core import Engine
+from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.request import Request
+from penstock.errors import ConfigError
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama"), spread=0.5)
+
+
+def text(number: int, length: int) -> list[int]:
+    return [(number * 31 + 7 * i * i + 3 * i) % 199 for i in range(length)]
+
+
+def exchange_of(engine: Engine) -> BlockExchange:
+    assert engine.exchange is not None
+    return engine.exchange
+
+
+def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[int]:
+    """What the network does: blocks from the slots of one engine to those of another; they are held there."""
+    here, there = exchange_of(giver), exchange_of(taker)
+    blocks: list[int] = []
+    for name, slot in zip(names, here.copy_out(names), strict=True):
+        target = there.slots.pop()
+        for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
+            memory[:] = source
+        blocks += there.take_in([(name, target)])
+        here.slots.append(slot)
+        there.slots.append(target)
+    return blocks
+
+
+def hand_over(giver: Engine, taker: Engine, request: Request) -> None:
+    carried = carry(giver, taker, exchange_of(taker).names(request))
+    exchange_of(taker).release(carried)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"speculation": "ngram"}],
+    ids=str,
+)
+def test_an_engine_goes_on_behind_blocks_that_another_computed(folder: Path, settings: dict[str, Any]) -> None:
+    giver = make_engine(folder, role="prefill", **settings)
+    taker = make_engine(folder, role="decode", **settings)
+    request = greedy("r", text(1, 140), 20)
+    expected = generate(giver, request)
+    hand_over(giver, taker, request)
+    taker.submit(request)
+    deltas = drain(taker)
+    assert collect(deltas) == expected
+    assert deltas[0].cached_tokens == 128, "all but the block of the last token"
+    load = taker.load_snapshot()
+    assert load.handover is not None and load.handover.blocks_in == 8
+    assert load.handover.bytes_in == 8 * taker.runner.kv.shape.block_bytes
+    for engine in (giver, taker):
+        assert_idle(engine)
+
+
+def test_only_what_has_the_right_name_is_used(folder: Path) -> None:
+    """Another tenant's prompt, or another adapter's, has other names: its blocks are never found."""
+    giver, taker = (make_engine(folder, role=role) for role in ("prefill", "decode"))
+    theirs = Request("a", text(1, 100), greedy("", [], 5).params, cache_salt="tenant a")
+    ours = Request("b", text(1, 100), greedy("", [], 5).params, cache_salt="tenant b")
+    generate(giver, theirs)
+    hand_over(giver, taker, theirs)
+    names = exchange_of(taker).names(ours)
+    assert exchange_of(taker).present(names) == 0 and exchange_of(giver).present(names) == 0
+    taker.submit(ours)
+    assert drain(taker)[0].cached_tokens == 0
+    unknown = Request("c", text(1, 100), greedy("", [], 5).params, adapter="nobody")
+    assert exchange_of(taker).names(unknown) == [], "weights that are not here name nothing"
+
+
+def test_blocks_on_their_way_out_to_the_host_are_not_overwritten(folder: Path) -> None:
+    """What comes in takes the place of what was evicted, whose copy to the host tier had not been made yet."""
+    giver = make_engine(folder, role="prefill")
+    taker = make_engine(folder, role="decode", num_blocks=10, host_memory=1 << 20)
+    old, new = greedy("old", text(1, 150), 4), greedy("new", text(2, 150), 4)
+    expected = generate(taker, old) | generate(giver, new)
+    hand_over(giver, taker, new)
+    assert generate(taker, new)["new"] == expected["new"]
+    taker.submit(greedy("old", text(1, 150), 4))
+    deltas = drain(taker)
+    assert collect(deltas)["old"] == expected["old"] and deltas[0].cached_tokens == 144
+    assert_idle(taker)
+
+
+def test_without_room_fewer_come_in_and_the_rest_is_computed(folder: Path) -> None:
+    giver = make_engine(folder, role="prefill")
+    taker = make_engine(folder, role="decode", num_blocks=12)
+    request = greedy("r", text(3, 150), 8)
+    expected = generate(giver, request)
+    taker.submit(greedy("other", text(4, 90), 6))
+    taker.step()
+    held = carry(giver, taker, exchange_of(giver).names(request))
+    assert 0 < len(held) < 9
+    exchange_of(taker).release(held)
+    assert generate(taker, request)["r"] == expected["r"]
+    assert_idle(taker)
+
+
+def test_roles_that_cannot_be_are_refused_and_sliding_windows_compute_for_themselves(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="one device"):
+        make_engine(folder, role="prefill", tensor_parallel=2)
+    with pytest.raises(ConfigError, match="prefix_cache"):
+        make_engine(folder, role="decode", prefix_cache=False)
+    windowed = make_engine(write_checkpoint("mistral-window", tmp_path, spread=0.5), role="decode")
+    assert windowed.exchange is None and windowed.info.kv_format == ""
+    assert make_engine(folder).exchange is None, "an engine for everything pays for nothing"
+
+
+def test_engines_that_differ_say_so(folder: Path, tmp_path: Path) -> None:
+    same = {make_engine(folder, role=role).info.kv_format for role in ("prefill", "decode")}
+    assert len(same) == 1 and "" not in same
+    others = [make_engine(folder, role="prefill", **differs).info.kv_format for differs in (
+        {"kv_dtype": "int8"}, {"block_size": 32}, {"weights": "int8"},
+    )]  # fmt: skip
+    trained = make_engine(write_checkpoint("llama-gqa", tmp_path, spread=0.4), role="prefill").info.kv_format
+    assert len({*same, *others, trained}) == 5
