@@ -108,6 +108,7 @@ async def _prepare(
         request,
         info,
         model.text.eos_token_ids,
+        limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         grammar=await grammar_for(service.grammars, request, toolbox),
     )

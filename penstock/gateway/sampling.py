@@ -25,9 +25,15 @@ class Limits:
 
 
 def sampling_params(
-    request: Sampling, info: EngineInfo, eos: tuple[int, ...], *, logprobs: int | None, grammar: str = ""
+    request: Sampling,
+    info: EngineInfo,
+    eos: tuple[int, ...],
+    limits: Limits,
+    *,
+    logprobs: int | None,
+    grammar: str = "",
 ) -> SamplingParams:
-    """Everything but `max_tokens`, which depends on the prompt (see `fit`), with the seed of choice 0."""
+    """Everything, with the seed of choice 0; whether there is room for `max_tokens` depends on the prompt (`fit`)."""
     stop_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
@@ -38,6 +44,7 @@ def sampling_params(
             raise not_supported("stream_options.include_obfuscation")
     seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
+        max_tokens=limits.max_tokens or 0,
         min_tokens=request.min_tokens or 0,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
@@ -81,7 +88,7 @@ def fit(
         raise InvalidRequest(
             f"`min_tokens` ({params.min_tokens}) is more than may be generated ({max_tokens}).", param="min_tokens"
         )
-    return replace(params, max_tokens=max_tokens)
+    return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
 
 def limits(asked: int | None, settings: GatewaySettings, *, default: int | None, param: str) -> Limits:

@@ -30,6 +30,8 @@ UNKNOWN = 4096
 class _Entry:
     stored: StoredKey | None
     at: float
+    caller: Caller | None = None
+    """Whom the key stands for; made when it is first asked."""
 
 
 class KeyRing:
@@ -68,26 +70,28 @@ class KeyRing:
             raise AuthenticationError(
                 "No API key was sent; send it as `Authorization: Bearer ...`." if not token else _WRONG
             )
-        stored = await self._find(id)
-        if stored is None or not matches(token, stored.digest):
+        entry = await self._find(id)
+        if entry.stored is None or not matches(token, entry.stored.digest):
             raise AuthenticationError(_WRONG)
-        return self._checked(stored)
+        return self._checked(entry.stored, entry)
 
     async def holder(self, id: str) -> Caller:
         """The caller that a key's public part stands for: for work that was asked for earlier with that key."""
-        stored = await self._find(id)
-        if stored is None:
+        entry = await self._find(id)
+        if entry.stored is None:
             raise AuthenticationError(f"The API key {id} does not exist any more.")
-        return self._checked(stored)
+        return self._checked(entry.stored, entry)
 
-    def _checked(self, stored: StoredKey) -> Caller:
+    def _checked(self, stored: StoredKey, entry: _Entry) -> Caller:
         key, tenant = stored.key, stored.tenant
         if not key.usable(self._wall_clock()):
             raise AuthenticationError(f"The API key {key.id} is {'revoked' if key.revoked_at else 'expired'}.")
         if tenant.disabled:
             raise AuthenticationError(f"The tenant of API key {key.id} is disabled.")
-        tier = tenant.tier or self._default_tier
-        return Caller(tenant.id, key.user, key.id, tier, frozenset(key.scopes), tenant.limits, key.limits)
+        if entry.caller is None:
+            tier, scopes = tenant.tier or self._default_tier, frozenset(key.scopes)
+            entry.caller = Caller(tenant.id, key.user, key.id, tier, scopes, tenant.limits, key.limits)
+        return entry.caller
 
     def refresh(self) -> None:
         """Ask the store again about everything: something was changed through this process."""
@@ -111,28 +115,29 @@ class KeyRing:
                     raise KeyStoreUnavailable from error
         return not self._closed
 
-    async def _find(self, id: str) -> StoredKey | None:
+    async def _find(self, id: str) -> _Entry:
         now = self._clock()
-        known, unknown = self._known.get(id), self._unknown.get(id)
+        known = self._known.get(id)
         if known is not None and now - known.at < self._fresh_s:
-            return known.stored
+            return known
+        unknown = self._unknown.get(id)
         if unknown is not None and now - unknown.at < self._fresh_s:
-            return None
+            return unknown
         try:
             stored = await self._look_up(id)
         except DatabaseError as error:
             self._seen(False, error)
             if known is not None and now - known.at < self._grace_s:
-                return known.stored
+                return known
             raise KeyStoreUnavailable from error
         self._seen(True)
         memory, limit = (self._unknown, UNKNOWN) if stored is None else (self._known, KNOWN)
-        memory[id] = _Entry(stored, now)
+        entry = memory[id] = _Entry(stored, now)
         memory.move_to_end(id)
         if len(memory) > limit:
             memory.popitem(last=False)
         (self._known if stored is None else self._unknown).pop(id, None)
-        return stored
+        return entry
 
     async def _look_up(self, id: str) -> StoredKey | None:
         """One question to the store however many requests with the same key arrive together."""

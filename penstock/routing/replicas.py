@@ -108,6 +108,8 @@ class ReplicaSet:
     @property
     def info(self) -> EngineInfo | None:
         """Of the replica with the smallest window: what fits there fits everywhere."""
+        if len(self._members) == 1:
+            return self._members[0].backend.info
         infos = [info for member in self._members if (info := member.backend.info) is not None]
         return min(infos, key=lambda info: info.max_model_len, default=None)
 

@@ -30,6 +30,7 @@ class SpecialTokens:
         self.pattern = re.compile(trie_pattern(spellings)) if spellings else None
         self._prefixes = {token[:end] for token in spellings for end in range(1, len(token))}
         self._longest = max(map(len, self._prefixes), default=0)
+        self._last = {prefix[-1] for prefix in self._prefixes}
 
     def secret(self, spelling: str) -> str:
         """The name of a control token in the guarded tokenizer."""
@@ -44,6 +45,8 @@ class SpecialTokens:
 
     def unfinished(self, text: str) -> int:
         """Length of the longest end of `text` that begins a control token."""
+        if text[-1:] not in self._last:
+            return 0
         for length in range(min(self._longest, len(text)), 0, -1):
             if text[-length:] in self._prefixes:
                 return length

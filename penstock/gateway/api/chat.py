@@ -110,9 +110,9 @@ class ChatRenderer(StepsRenderer):
         }
         if request.service_tier is not None:
             self._head["service_tier"] = "default" if request.service_tier == "auto" else request.service_tier
-        # Everything around the text of a chunk is the same every time; encode it once.
-        self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+        if request.stream:  # everything around the text of a chunk is the same every time; encode it once
+            self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+            self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def opening(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}

@@ -53,7 +53,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await open_route(service, exchange, name, limit)
         grammar = await service.grammars.response_format(request.response_format)
-        params = sampling_params(request, info, model.text.eos_token_ids, logprobs=request.logprobs, grammar=grammar)
+        params = sampling_params(
+            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
+        )
         if request.echo and request.logprobs is not None:
             params = replace(params, prompt_logprobs=request.logprobs)
         prompts = []
