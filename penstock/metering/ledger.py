@@ -213,7 +213,8 @@ class Ledger:
             "ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at"
         )
         old = "DELETE FROM ledger_gateways WHERE seen_at < ?"
-        await self._database.transact([(alive, (gateway, now)), (old, (now - _FORGOTTEN_S,))])
+        await self._database.transact([(alive, (gateway, now)), (old, (now - _FORGOTTEN_S,))], durable=False)
+        await self._database.flush()  # beside the charges, which would have to wait for the disk behind this one
 
     async def leave(self, gateway: str) -> None:
         """A gateway ends; what it may have left open is anybody's."""

@@ -180,7 +180,7 @@ class Dispatcher:
         else:
             able = [member for member in self._members if member not in besides and member.takes(request)]
             able = list(generating(able))
-        refusal: ApiError = EngineUnavailable("No replica of this model can take this request now; try again.")
+        refusal: ApiError | None = None
         while able:
             member = able.pop(0 if alone else self._choose(request, able, expected, now))
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
@@ -201,7 +201,7 @@ class Dispatcher:
                     leg.helper = helper
                     helper.meter.sent(flight.id, tokens, 0, now)
             return member
-        raise refusal
+        raise refusal or EngineUnavailable("No replica of this model can take this request now; try again.")
 
     def _choose(self, request: Request, able: Sequence[Member], expected: int, now: float) -> int:
         """Also where there is no choice: the policy remembers which prefixes are where."""

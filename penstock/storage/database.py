@@ -68,8 +68,13 @@ class Database(ABC):
 
         `guarded`: the first one decides; when it changes nothing, nothing else is done and `[0]` returned. `durable`:
         wait for the disk; otherwise the transaction survives the end of every process, but not that of the machine,
-        until the next durable one.
+        until it is flushed.
         """
+
+    async def flush(self) -> None:
+        """Returns when what was written is on the disk; a store that sees to that by itself, within a second, does not
+        wait."""
+        return
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -2,18 +2,21 @@
 
 Several processes may open the same file; a writer waits for another up to `BUSY_S`. A durable commit is synced to the
 disk: what was acknowledged survives a crash of the machine. Others are in the log, which outlives every process, and
-reach the disk with the next durable one. When the log has grown, another connection on another thread copies it into
-the database beside the work; only what was added meanwhile is left for the moment in which it starts anew.
+reach the disk with the next durable one, or `FLUSH_S` later without anybody waiting for it. When the log has grown,
+another connection on another thread copies it into the database beside the work; only what was added meanwhile is left
+for the moment in which it starts anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,11 +30,14 @@ LOG_BYTES = 32 * 2**20
 """Size of the write-ahead log at which it is folded into the database: a busy gateway writes some tens of kilobytes per
 request. The file keeps its size and is written again from its beginning; cutting it off takes a tenth of a second."""
 PASSES, FEW_PAGES = 6, 128
+FLUSH_S = 1.0
+"""How long what does not wait for the disk stays away from it: whoever waits, waits for all of it."""
 RESTART_MS = 50
 """How long the start of a new log may wait for readers; it is tried again."""
 LOOK_EVERY = 16
 """Transactions between two looks at that size."""
 T = TypeVar("T")
+_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +53,8 @@ class SQLiteDatabase(Database):
         self._transactions = 0
         self._folder = ThreadPoolExecutor(1, thread_name_prefix="sqlite log")
         self._folding: Future[None] | None = None
+        self._flushing: Future[None] | None = None
+        self._flushed_at = time.monotonic()
 
     @classmethod
     async def open(cls, path: Path) -> SQLiteDatabase:
@@ -83,9 +91,16 @@ class SQLiteDatabase(Database):
     ) -> list[int]:
         return await self._run(lambda: self._transact(statements, guarded, durable))
 
+    async def flush(self) -> None:
+        try:
+            await asyncio.wrap_future(self._folder.submit(self._sync_log))
+        except OSError as error:
+            raise DatabaseError(f"{self.path}: {error}") from error
+
     async def close(self) -> None:
-        if self._folding is not None:
-            await asyncio.wrap_future(self._folding)
+        for work in (self._folding, self._flushing):
+            if work is not None:
+                await asyncio.wait((asyncio.wrap_future(work),))
         await self._run(self._disconnect)
         self._thread.end()
         self._folder.shutdown(wait=False)
@@ -124,7 +139,29 @@ class SQLiteDatabase(Database):
         self._transactions += 1
         if self._transactions % LOOK_EVERY == 0:
             self._look_at_log(connection)
+        if not durable and (self._flushing is None or self._flushing.done()):
+            now = time.monotonic()
+            if now - self._flushed_at > FLUSH_S:
+                self._flushed_at = now
+                self._flushing = self._folder.submit(self._flush)
         return counts
+
+    def _flush(self) -> None:
+        try:
+            self._sync_log()
+        except OSError as error:
+            log.warning("the log of %s could not be brought to the disk: %s", self.path, error)
+
+    def _sync_log(self) -> None:
+        """All of the write-ahead log, by whomever it was written. One that does not exist has been folded in."""
+        try:
+            file = os.open(self.path.with_name(f"{self.path.name}-wal"), os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            _sync(file)
+        finally:
+            os.close(file)
 
     def _look_at_log(self, connection: sqlite3.Connection) -> None:
         if self._folding is not None:

@@ -122,9 +122,11 @@ def flatten(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None:
             content = ""
-        elif isinstance(content, Sequence) and not isinstance(content, str):
+        elif isinstance(content, str):
+            pass  # as most of them
+        elif isinstance(content, Sequence):
             content = "".join(_text(part, index) for part in content)
-        elif not isinstance(content, str):
+        else:
             raise ChatTemplateError(f"messages[{index}].content must be a string or a list of text parts")
         if not isinstance(message.get("role"), str):
             raise ChatTemplateError(f"messages[{index}].role must be a string")

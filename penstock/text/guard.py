@@ -73,6 +73,8 @@ class Guard:
 
     def value(self, value: Any) -> Any:
         """A copy of any JSON-like value without control tokens in it."""
+        if value is None:
+            return None
         if isinstance(value, str):
             return self._hide(value)
         if isinstance(value, Mapping):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sqlite3
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,6 +144,31 @@ async def test_the_log_of_sqlite_is_folded_in_beside_the_work(tmp_path: Path, mo
         sizes.append((tmp_path / "folded.db-wal").stat().st_size)
     assert max(sizes) < 8 * 2**20, "3 MB of rows are 12 MB of log when nobody folds it in"
     assert await database.fetch("SELECT COUNT(*) FROM notes") == [(1500,)]
+    await database.close()
+
+
+async def test_the_disk_is_waited_for_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes its time delays nobody who did not ask for it."""
+    monkeypatch.setattr("penstock.storage.sqlite.FLUSH_S", 0.0)
+    free, synced = threading.Event(), []
+
+    def slow(file: int) -> None:
+        free.wait(10)
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        os.fsync(file)
+
+    database = await open_database(f"sqlite:///{tmp_path}/flushed.db")
+    await database.execute("CREATE TABLE notes (text TEXT)")
+    monkeypatch.setattr("penstock.storage.sqlite._sync", slow)
+    for number in range(50):
+        await database.transact([("INSERT INTO notes VALUES (?)", (str(number),))], durable=False)
+    assert await database.fetch("SELECT COUNT(*) FROM notes") == [(50,)] and not synced
+    flushed = asyncio.create_task(database.flush())
+    await asyncio.sleep(0.05)
+    assert not flushed.done()
+    free.set()
+    await flushed
+    assert synced and set(synced) == {f"{tmp_path}/flushed.db-wal"}
     await database.close()
 
 
