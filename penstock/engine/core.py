@@ -42,7 +42,7 @@ from penstock.engine.request import (
     Request,
     StepOutput,
 )
-from penstock.engine.runner.runner import PendingStep, Runner, Sampled
+from penstock.engine.runner.runner import PendingStep, Runner
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
@@ -265,41 +265,33 @@ class Engine:
         self.steps += 1
         for sampled in done:
             seq, tokens = sampled.chunk.seq, sampled.tokens
-            if seq.finished:
+            if seq.finish_reason is not None:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
             if seq.matcher is not None and (problem := _advance(seq, tokens[0])) is not None:
                 self._finish(seq, "error", problem)
                 continue
-            reason: FinishReason | None = None
-            for count, token in enumerate(tokens, start=1):
-                seq.tokens.append(token)
-                reason = self._stop_reason(seq, token)
-                if reason is not None:
-                    del tokens[count:]
-                    break
+            reason = _append(seq, tokens)
             if sampled.chunk.drafts:
                 # What was computed behind a wrong guess will be overwritten.
                 seq.computed = sampled.chunk.start + len(tokens)
-            if seq.row >= 0:
-                self.scheduler.allocator.publish(seq)
             self._generation_tokens += len(tokens)
-            self._deltas.append(self._delta(seq, sampled))
+            delta = Delta(seq.id, tokens)
+            self._deltas.append(delta)
+            if sampled.logprobs is not None:
+                delta.logprobs = sampled.logprobs[: len(tokens)]
+            if not seq.started:
+                self._introduce(seq, delta)
             if self.speculation is not None:
                 self.speculation.learn(sampled.chunk, tokens)
             if reason is not None:
-                self._end(seq, self._deltas[-1], reason)
+                if seq.row >= 0:
+                    self.scheduler.allocator.publish(seq)
+                self._end(seq, delta, reason)
         if self.speculation is not None:
             self.speculation.step_done(step.batch)
             if not self.scheduler.has_work:
                 self.speculation.pause()
-
-    def _delta(self, seq: Sequence, sampled: Sampled) -> Delta:
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(sampled.tokens)]
-        delta = Delta(seq.id, sampled.tokens, logprobs=logprobs)
-        if not seq.started:
-            self._introduce(seq, delta)
-        return delta
 
     def _end(self, seq: Sequence, delta: Delta, reason: FinishReason) -> None:
         delta.finish_reason = reason
@@ -323,16 +315,6 @@ class Engine:
         if seq.first_scheduled is not None:
             delta.queue_s = seq.first_scheduled - seq.arrived
             delta.prefill_s = now - seq.first_scheduled
-
-    def _stop_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        if token in seq.params.stop_token_ids:
-            return "stop"
-        if seq.matcher is not None and seq.matcher.complete:
-            return "complete"
-        known = len(seq.tokens)
-        if known - seq.prompt_len >= seq.params.max_tokens or known >= self.scheduler.max_model_len:
-            return "length"
-        return None
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
         delta = Delta(seq.id, error=error)
@@ -396,6 +378,24 @@ class Engine:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
+
+
+def _append(seq: Sequence, tokens: list[int]) -> FinishReason | None:
+    """Add sampled tokens, up to one that ends the sequence; those behind it are dropped. Why it ends, if it does."""
+    stops, limit, matcher = seq.params.stop_token_ids, seq.limit, seq.matcher
+    for count, token in enumerate(tokens, start=1):
+        seq.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in stops:
+            reason = "stop"
+        elif matcher is not None and matcher.complete:
+            reason = "complete"
+        elif len(seq.tokens) >= limit:
+            reason = "length"
+        if reason is not None:
+            del tokens[count:]
+            return reason
+    return None
 
 
 def _advance(seq: Sequence, token: int) -> str | None:

@@ -64,9 +64,28 @@ class Batch:
     transfers: Transfers | None = None
     """Blocks to copy to and from the host before the step."""
 
-    @property
-    def speculative(self) -> bool:
-        return any(chunk.drafts for chunk in self.chunks)
+    speculative: bool = False
+    """Whether some chunk carries guesses."""
+    plain: bool = False
+    """Whether every chunk is one token without guesses, behind which one is sampled."""
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], transfers: Transfers | None = None) -> Batch:
+        """`chunks` in any order."""
+        tokens = decodes = samples = guesses = 0
+        ordered = True
+        for chunk in chunks:
+            length, drafts = chunk.length, len(chunk.drafts)
+            if length == 1 + drafts:
+                ordered = ordered and decodes == tokens
+                decodes += length
+            tokens += length
+            guesses += drafts
+            samples += chunk.samples
+        if not ordered:
+            chunks.sort(key=lambda chunk: not chunk.decodes)
+        plain = guesses == 0 and tokens == samples == len(chunks)
+        return cls(chunks, decodes, tokens, transfers=transfers, speculative=guesses > 0, plain=plain)
 
 
 class Scheduler:
@@ -120,6 +139,7 @@ class Scheduler:
         self._arrivals += 1
         key = (now + request.priority * self.ageing_s, self._arrivals)
         seq = Sequence(request, now, key)
+        seq.limit = min(seq.limit, self.max_model_len)
         self._live[seq.id] = seq
         self._wait(seq)
         if seq.deadline is not None:
@@ -164,8 +184,7 @@ class Scheduler:
 
     def reserve(self, seq: Sequence, guesses: int) -> int:
         """Take blocks for guesses behind a sequence's last token; for how many there is room and nobody suffers."""
-        room = min(seq.params.max_tokens - seq.output_len, self.max_model_len - seq.length) - 1
-        count = min(guesses, room)
+        count = min(guesses, seq.limit - seq.length - 1)
         end = seq.length + count
         missing = self.allocator.blocks_for(end) - len(seq.blocks)
         if missing > 0 and self.allocator.pool.free - missing < len(self.running):
@@ -183,11 +202,9 @@ class Scheduler:
             return self._schedule_suspect(now)
         if self.adapters is not None:
             self.resume(self.adapters.returning(now))
-        chunks = self._continue_running(drafts or {})
+        chunks, budget = self._continue_running(drafts or {})
         # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
-        for chunk in chunks:
-            self.allocator.publish(chunk.seq)
-        budget = self.token_budget - sum(chunk.length for chunk in chunks)
+        self.allocator.publish_all(chunk.seq for chunk in chunks)
         while budget > 0 and self._rows:
             admitted = self._admit(budget, now)
             if admitted is None:
@@ -212,11 +229,12 @@ class Scheduler:
 
     def _remaining(self, seq: Sequence) -> int:
         """Tokens left to compute; none once every allowed output token has been sampled."""
-        if seq.output_len >= seq.params.max_tokens or seq.length >= self.max_model_len:
+        length = len(seq.tokens) + seq.pending
+        if length >= seq.limit:
             return 0
         if seq.pending and seq.matcher is not None:
             return 0  # what its grammar allows next depends on a token that has not been seen yet
-        return seq.length - seq.computed
+        return length - seq.computed
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that waited for their adapter elsewhere take their places in the queue again."""
@@ -246,20 +264,25 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return None
 
-    def _continue_running(self, drafts: Mapping[Sequence, list[int]]) -> list[Chunk]:
-        ready = [(self._remaining(seq), seq) for seq in self.running]
-        decodes = [seq for remaining, seq in ready if remaining == 1]
-        prefills = [seq for remaining, seq in ready if remaining > 1]
+    def _continue_running(self, drafts: Mapping[Sequence, list[int]]) -> tuple[list[Chunk], int]:
+        """The chunks of sequences that run already, and what they leave of the budget."""
+        decodes: list[tuple[Sequence, int]] = []
+        prefills: list[tuple[Sequence, int]] = []
+        for seq in self.running:
+            remaining = self._remaining(seq)
+            if remaining > 0:
+                (decodes if remaining == 1 else prefills).append((seq, remaining))
         budget = self.token_budget
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
-        for seq in decodes + prefills:
+        grow = self.allocator.grow
+        for seq, remaining in decodes + prefills:
             if budget == 0:
                 break
             if seq not in self.running:
                 continue  # preempted for a sequence before it in this very pass
-            length = min(self._remaining(seq), budget)
-            while not self.allocator.grow(seq, seq.computed + length):
+            length = min(remaining, budget)
+            while not grow(seq, seq.computed + length):
                 victim = self._latest()
                 self.preempt(victim)
                 dropped = chunks.pop(victim, None)
@@ -273,7 +296,7 @@ class Scheduler:
                     spare -= len(guesses)
                 chunks[seq] = self._chunk(seq, length, guesses)
                 budget -= length + len(guesses)
-        return list(chunks.values())
+        return list(chunks.values()), budget
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
         """As many guesses as leave every decode its token of the budget; their blocks are taken."""
@@ -321,10 +344,11 @@ class Scheduler:
         return max(self.running, key=lambda seq: seq.key)
 
     def _chunk(self, seq: Sequence, length: int, drafts: tuple[int, ...] = ()) -> Chunk:
-        samples = seq.computed + length == seq.length
-        chunk = Chunk(seq, seq.computed, length + len(drafts), samples, drafts)
-        seq.computed += chunk.length
-        return chunk
+        start = seq.computed
+        samples = start + length == len(seq.tokens) + seq.pending
+        length += len(drafts)
+        seq.computed = start + length
+        return Chunk(seq, start, length, samples, drafts)
 
     def _schedule_suspect(self, now: float) -> Batch | None:
         """One suspect alone, chunk by chunk, until it has sampled a token or failed."""
@@ -355,13 +379,7 @@ class Scheduler:
     def _commit(self, chunks: list[Chunk]) -> Batch | None:
         if not chunks:
             return None
-        chunks.sort(key=lambda chunk: not chunk.decodes)
         for chunk in chunks:
             if chunk.samples:
                 chunk.seq.pending += 1
-        return Batch(
-            chunks,
-            num_decodes=sum(chunk.length for chunk in chunks if chunk.decodes),
-            num_tokens=sum(chunk.length for chunk in chunks),
-            transfers=self.allocator.take_transfers(),
-        )
+        return Batch.of(chunks, self.allocator.take_transfers())

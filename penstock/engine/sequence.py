@@ -31,7 +31,9 @@ class Sequence:
         "finish_reason",
         "first_scheduled",
         "first_token",
+        "id",
         "key",
+        "limit",
         "matcher",
         "named",
         "params",
@@ -49,9 +51,12 @@ class Sequence:
 
     def __init__(self, request: Request, arrived: float, key: tuple[float, int]) -> None:
         self.request = request
+        self.id = request.request_id
         self.params = request.params
         self.tokens = request.prompt + request.produced
         self.prompt_len = len(request.prompt)
+        self.limit = self.prompt_len + request.params.max_tokens
+        """Tokens at which it ends; the scheduler lowers it to what the context window holds."""
         self.arrived = arrived
         self.key = key
         """Scheduling order: smaller runs first and is preempted last."""
@@ -85,10 +90,6 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
 
     @property
     def length(self) -> int:

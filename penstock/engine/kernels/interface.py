@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
@@ -38,7 +39,8 @@ FP8_MAX = 448.0
 
 @dataclass(slots=True)
 class HostBatch:
-    """A step's inputs before they went to the device: int64 arrays, for ranks that run the same step elsewhere."""
+    """A step's inputs before they went to the device: int64 arrays, for a tape, and for ranks that run the same step
+    elsewhere."""
 
     token_ids: Ints
     positions: Ints

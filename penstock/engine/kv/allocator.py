@@ -11,6 +11,7 @@ of blocks however long it gets, and takes up a prefix whose beginning is gone if
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.engine.kv.hashing import block_name
@@ -97,6 +98,8 @@ class BlockAllocator:
         """Make room for the first `tokens` tokens of `seq`. False, and nothing taken, when it does not fit."""
         if self.window is not None:
             self._release_behind(seq)
+        if tokens <= len(seq.blocks) * self.block_size:
+            return True
         missing = self.blocks_for(tokens) - len(seq.blocks)
         if missing > self.pool.free:
             return False
@@ -109,9 +112,18 @@ class BlockAllocator:
         if not self.prefix_cache:
             return
         full = min(seq.computed, len(seq.tokens)) // self.block_size
+        if full <= seq.named:
+            return
         for index in range(max(seq.named, seq.released), full):
             self.pool.name(seq.blocks[index], self._name(seq, index))
-        seq.named = max(seq.named, full)
+        seq.named = full
+
+    def publish_all(self, sequences: Iterable[Sequence]) -> None:
+        """The same for many; nearly all of a step's sequences are in the middle of a block."""
+        size = self.block_size
+        for seq in sequences:
+            if seq.computed // size > seq.named:
+                self.publish(seq)
 
     def free(self, seq: Sequence) -> None:
         """Give back every block; ends first, so that shared beginnings are evicted last."""

@@ -107,7 +107,9 @@ class DecodeGraphs:
 
     def fits(self, batch: Batch) -> bool:
         """Whether every chunk decodes and a graph is large enough."""
-        return batch.num_tokens <= self.buckets[-1] and all(chunk.samples and chunk.decodes for chunk in batch.chunks)
+        if batch.num_tokens > self.buckets[-1]:
+            return False
+        return batch.plain or all(chunk.samples and chunk.decodes for chunk in batch.chunks)
 
     def with_adapters(self, decoder: Decoder, lora: GraphLora) -> DecodeGraphs:
         """Further graphs over the same rows and cache, in which sequences may use adapters."""

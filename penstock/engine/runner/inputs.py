@@ -1,4 +1,4 @@
-"""Input preparation: from chunks to the packed tensors of a step, with array arithmetic instead of per-token Python.
+"""Input preparation: from chunks to the packed arrays of a step, with array arithmetic instead of per-token Python.
 
 A chunk that verifies guesses is packed as that many decodes of one row: each token attends over its own context with
 the kernel that decodes, so it is computed as it would have been without speculation, and in the same CUDA graphs.
@@ -12,12 +12,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HostBatch
+from penstock.engine.kernels.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.kernels.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
 from penstock.engine.runner.staging import Staging
 from penstock.engine.scheduler import Batch, Chunk
+
+_NONE: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class Packed:
+    """One step as arrays on the host."""
+
+    host: HostBatch
+    num_decodes: int
+    max_query: int
+    sample_at: Ints
+    """int64 [S]: packed index of every token behind which something is sampled."""
+    sample_rows: Ints
+    row_flags: np.ndarray
+    """uint8 [S]: see `Flag`."""
+    seeds: np.ndarray
+    """uint64 [S]."""
+    holes: Ints
+    """Packed indices of tokens that only the device knows: those their rows sampled last."""
+    hole_rows: Ints
+
+    @property
+    def flags(self) -> Flag:
+        """Union over the rows."""
+        return Flag(int(np.bitwise_or.reduce(self.row_flags)))
+
+    def keys(self) -> Ints:
+        """int64 [S]: noise keys."""
+        return row_keys(self.seeds, self.host.positions[self.sample_at] + 1)
 
 
 @dataclass(slots=True)
@@ -27,12 +57,12 @@ class StepInputs:
     token_ids: Tensor
     attention: AttentionBatch
     sample_at: Tensor
-    """int64 [S]: packed index of every token behind which something is sampled."""
+    """As in `Packed`."""
     sampling: SampleRequest | None
 
 
 class InputBuilder:
-    """Builds the inputs of a step from the rows and the batch."""
+    """Builds the inputs of a step from the rows and the batch: `pack` on the host, `upload` where it is needed."""
 
     def __init__(self, rows: Rows, block_size: int, *, keep_host: bool = False, alone: bool = False) -> None:
         """`keep_host`: steps carry their inputs as host arrays too, for other ranks. `alone`: every token attends on
@@ -43,21 +73,43 @@ class InputBuilder:
         self.block_size = block_size
         self._staging = Staging(rows.device)
 
-    def build(self, batch: Batch) -> StepInputs:
-        """Pack the batch. Tokens sampled by a step still in flight are taken from the device rows."""
+    def pack(self, batch: Batch) -> Packed:
+        """The batch as arrays; the rows are brought up to date with it."""
         self.rows.update(batch)
-        chunks, size = batch.chunks, self.block_size
+        packed = self._pack_decodes(batch) if batch.plain else self._pack_chunks(batch)
+        if len(packed.holes) and self.rows.device.type == "cpu":
+            packed.host.token_ids[packed.holes] = self.rows.last_tokens.numpy()[packed.hole_rows]
+            packed.holes = packed.hole_rows = _NONE
+        return packed
+
+    def _pack_decodes(self, batch: Batch) -> Packed:
+        """Every chunk is one token behind which one is sampled: what nearly all steps are."""
+        ids, starts, rows, holes = [], [], [], []
+        for index, chunk in enumerate(batch.chunks):
+            seq, start = chunk.seq, chunk.start
+            if start < len(seq.tokens):
+                ids.append(seq.tokens[start])
+            else:
+                ids.append(0)
+                holes.append(index)
+            starts.append(start)
+            rows.append(seq.row)
+        positions, at_rows = np.array(starts, np.int64), np.array(rows, np.int64)
+        edges = np.arange(len(rows) + 1)
+        host = self._host(np.array(ids, np.int64), positions, at_rows, edges, positions + 1, at_rows)
+        unknown = np.array(holes, np.int64) if holes else _NONE
+        return self._packed(host, batch.num_tokens, 1, edges[:-1], at_rows, unknown, at_rows[unknown])
+
+    def _pack_chunks(self, batch: Batch) -> Packed:
         starts, lengths, rows, samples = single_tokens(batch) if self.alone else entries(batch)
         ends = np.cumsum(lengths)
         query_starts = np.concatenate(([0], ends))
         owner = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(batch.num_tokens) - query_starts[owner] + starts[owner]
-        slots = self.rows.host_tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
-
         token_ids = np.zeros(batch.num_tokens, np.int64)
         on_device: list[tuple[int, int]] = []
         end = 0
-        for chunk in chunks:
+        for chunk in batch.chunks:
             begin, end = end, end + chunk.length
             known = chunk_tokens(chunk)
             token_ids[begin : begin + len(known)] = known
@@ -65,25 +117,51 @@ class InputBuilder:
                 on_device.append((end - 1, chunk.seq.row))
         holes = np.array(on_device, np.int64).reshape(-1, 2)
         sampling = np.flatnonzero(samples)
-        keys = row_keys(self.rows.seeds[rows[sampling]], (starts + lengths)[sampling])
-        contexts = starts + lengths
+        host = self._host(token_ids, positions, rows[owner], query_starts, starts + lengths, rows)
+        decodes = batch.num_tokens if self.alone else batch.num_decodes
+        unknown, hole_rows = np.ascontiguousarray(holes[:, 0]), np.ascontiguousarray(holes[:, 1])
+        at, at_rows = ends[sampling] - 1, rows[sampling]
+        return self._packed(host, decodes, int(lengths.max()), at, at_rows, unknown, hole_rows)
 
+    def _host(
+        self, token_ids: Ints, positions: Ints, token_rows: Ints, query_starts: Ints, contexts: Ints, rows: Ints
+    ) -> HostBatch:
+        size, tables = self.block_size, self.rows.host_tables
+        slots = tables[token_rows, positions // size].astype(np.int64) * size + positions % size
+        return HostBatch(token_ids, positions, slots, query_starts, contexts, rows, tables, size)
+
+    def _packed(
+        self,
+        host: HostBatch,
+        num_decodes: int,
+        max_query: int,
+        sample_at: Ints,
+        sample_rows: Ints,
+        holes: Ints,
+        hole_rows: Ints,
+    ) -> Packed:
+        flags, seeds = self.rows.flags[sample_rows], self.rows.seeds[sample_rows]
+        return Packed(host, num_decodes, max_query, sample_at, sample_rows, flags, seeds, holes, hole_rows)
+
+    def upload(self, batch: Batch, packed: Packed) -> StepInputs:
+        """The same on the device. Tokens sampled by a step still in flight are taken from the device rows."""
+        host = packed.host
         ids, at, slot, q_starts, context, row, last, sample_rows, sample_keys, hole, hole_rows = self._staging.upload(
             [
-                token_ids,
-                positions,
-                slots,
-                query_starts.astype(np.int32),
-                contexts.astype(np.int32),
-                rows.astype(np.int32),
-                ends[sampling] - 1,
-                rows[sampling],
-                keys,
-                np.ascontiguousarray(holes[:, 0]),
-                np.ascontiguousarray(holes[:, 1]),
+                host.token_ids,
+                host.positions,
+                host.slots,
+                host.query_starts.astype(np.int32),
+                host.context_lens.astype(np.int32),
+                host.rows.astype(np.int32),
+                packed.sample_at,
+                packed.sample_rows,
+                packed.keys(),
+                packed.holes,
+                packed.hole_rows,
             ]
         )
-        if on_device:
+        if len(packed.holes):
             ids[hole] = self.rows.last_tokens[hole_rows]
         attention = AttentionBatch(
             positions=at,
@@ -92,23 +170,24 @@ class InputBuilder:
             context_lens=context,
             rows=row,
             block_tables=self.rows.block_tables,
-            num_decodes=batch.num_tokens if self.alone else batch.num_decodes,
-            max_query=int(lengths.max()),
+            num_decodes=packed.num_decodes,
+            max_query=packed.max_query,
             # CUDA kernels are compiled per bound; one bound for all steps keeps compilation out of traffic.
-            max_context=int(contexts.max()) if ids.device.type == "cpu" else self.rows.max_context,
+            max_context=int(host.context_lens.max()) if ids.device.type == "cpu" else self.rows.max_context,
+            host=host if self.keep_host else None,
         )
-        if self.keep_host:
-            attention.host = HostBatch(
-                token_ids, positions, slots, query_starts, contexts, rows, self.rows.host_tables, size
-            )
         request = None
-        if len(sampling):
-            row_flags = self.rows.flags[rows[sampling]]
-            request = _request(batch, sample_rows, sample_keys, row_flags)
+        if len(packed.sample_at):
+            request = _request(batch, sample_rows, sample_keys, packed.row_flags)
         return StepInputs(ids, attention, last, request)
 
+    def sampling_of(self, batch: Batch, packed: Packed) -> SampleRequest:
+        """The sampling side alone."""
+        rows, keys = self._staging.upload([packed.sample_rows, packed.keys()])
+        return _request(batch, rows, keys, packed.row_flags)
+
     def sampling(self, batch: Batch) -> SampleRequest:
-        """The sampling side alone, for a batch in which every chunk samples."""
+        """The same for a batch in which every chunk samples and which has not been packed."""
         starts, lengths, rows, _ = entries(batch)
         device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], starts + lengths)])
         return _request(batch, device_rows, keys, self.rows.flags[rows])

@@ -79,6 +79,8 @@ class Rows:
         self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
         on_cpu = device.type == "cpu"
         self.host_tables = self.block_tables.numpy() if on_cpu else np.zeros((max_rows, max_blocks), np.int32)
+        self.temperatures = self.floats.numpy()[:, FLOATS.index("temperature")] if on_cpu else np.zeros(0, np.float32)
+        """On CPU: a view of `floats`."""
         self.seeds = np.zeros(max_rows, np.uint64)
         self.flags = np.zeros(max_rows, np.uint8)
         self.output_counts: Tensor | None = None
@@ -95,18 +97,19 @@ class Rows:
         """Bring the rows of a batch up to date with its sequences."""
         cells: list[tuple[int, int, int]] = []
         fresh: list[Sequence] = []
+        occupants, epochs, blocks = self._occupant, self._epoch, self._known_blocks
         for chunk in batch.chunks:
             seq, row = chunk.seq, chunk.seq.row
-            if self._occupant[row] is not seq or self._epoch[row] != seq.epoch:
-                self._occupant[row], self._epoch[row] = seq, seq.epoch
-                self._known_blocks[row] = 0
+            if occupants[row] is not seq or epochs[row] != seq.epoch:
+                occupants[row], epochs[row] = seq, seq.epoch
+                blocks[row] = 0
                 fresh.append(seq)
-            known = self._known_blocks[row]
+            known = blocks[row]
             if known < len(seq.blocks):
                 self.host_tables[row, known : len(seq.blocks)] = seq.blocks[known:]
                 if self.device.type != "cpu":
                     cells.extend((row, col, seq.blocks[col]) for col in range(known, len(seq.blocks)))
-                self._known_blocks[row] = len(seq.blocks)
+                blocks[row] = len(seq.blocks)
         if fresh:
             self._load_parameters(fresh)
         if cells:

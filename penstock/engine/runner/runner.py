@@ -16,12 +16,13 @@ from penstock.engine.adapters.apply import GraphLora
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.cpu.tape import Tape, record
+from penstock.engine.kernels.interface import Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
-from penstock.engine.runner.inputs import InputBuilder, StepInputs, chunk_targets, sampling_chunks
+from penstock.engine.runner.inputs import InputBuilder, Packed, chunk_targets, sampling_chunks
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
@@ -50,7 +51,7 @@ class PendingStep:
     rows: Rows
     chunks: list[Chunk] = field(default_factory=list)
     """The chunk of each sampled token; see `SampleRequest`."""
-    tokens: Tensor | None = None
+    tokens: Tensor | Ints | None = None
     logprobs: LogprobTensors | None = None
     event: torch.cuda.Event | None = None
 
@@ -66,6 +67,8 @@ class PendingStep:
     def wait(self) -> list[Sampled]:
         """Block until the step's tokens are on the host; they come in batch order."""
         tokens = self._tokens()
+        if self.batch.plain and self.logprobs is None:
+            return [Sampled(chunk, [token], None) for chunk, token in zip(self.chunks, tokens, strict=True)]
         logprobs = None
         if self.logprobs is not None:
             logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
@@ -134,9 +137,16 @@ class Runner:
         graphs = self._graphs_for(batch)
         if graphs is not None:
             return self._replay(graphs, batch)
+        packed = self.inputs.pack(batch)
+        decoder, tape = self.decoder, self.tape
+        if self.adapters is not None and self.adapters.begin(batch):
+            decoder, tape = self.adapters.decoder, self.adapted_tape
         step = PendingStep(batch, self.rows)
-        inputs = self.inputs.build(batch)
-        hidden = self._forward(batch, inputs)
+        if tape is not None and tape.fits(packed.host, len(packed.sample_at), self.rows.block_tables, self.kv):
+            self._play(tape, step, packed)
+            return step
+        inputs = self.inputs.upload(batch, packed)
+        hidden = decoder.forward(inputs.token_ids, inputs.attention, self.kv)
         self._score_prompts(batch, hidden)
         if inputs.sampling is not None:
             self._sample(step, self.decoder.head(hidden[inputs.sample_at]), inputs.sampling)
@@ -158,17 +168,35 @@ class Runner:
     def _record(self, decoder: Decoder, tokens: int) -> Tape | None:
         if not isinstance(decoder.ops, CpuOps):
             return None
-        most = tokens if self.inputs.alone else max(len(self.rows.block_tables), self.max_verified)
-        sequences = min(tokens, most)
-        return record(decoder.ops, decoder.forward, self.kv, self.rows.block_tables, tokens=tokens, sequences=sequences)
+        samples = min(tokens, max(len(self.rows.block_tables), self.max_verified))
+        return record(
+            decoder.ops,
+            decoder.forward,
+            self.decoder.head,
+            self.kv,
+            self.rows.block_tables,
+            tokens=tokens,
+            sequences=tokens if self.inputs.alone else samples,
+            samples=samples,
+        )
 
-    def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
-        decoder, tape = self.decoder, self.tape
-        if self.adapters is not None and self.adapters.begin(batch):
-            decoder, tape = self.adapters.decoder, self.adapted_tape
-        if tape is not None and tape.fits(inputs.token_ids, inputs.attention, self.kv):
-            return tape(inputs.token_ids, inputs.attention)
-        return decoder.forward(inputs.token_ids, inputs.attention, self.kv)
+    def _play(self, tape: Tape, step: PendingStep, packed: Packed) -> None:
+        """On CPU, a whole step in one native call; rows that need more than a draw are sampled from its logits."""
+        batch, host, at = step.batch, packed.host, packed.sample_at
+        if not len(at):
+            tape.forward(host)
+        elif not tape.has_head:
+            hidden = tape.forward(host)
+            self._sample(step, self.decoder.head(hidden[at]), self.inputs.sampling_of(batch, packed))
+        elif (flags := packed.flags) & ~Flag.RANDOM:
+            self._sample(step, tape.logits(host, at), self.inputs.sampling_of(batch, packed))
+        else:
+            keys = packed.keys() if flags else None
+            step.tokens = tape.draw(host, at, self.rows.temperatures[packed.sample_rows], keys)
+            step.chunks = sampling_chunks(batch)
+            self.rows.last_tokens.numpy()[packed.sample_rows] = step.tokens  # of a row's several the last stays
+        if not batch.plain:
+            self._score_prompts(batch, tape.hidden)
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
         """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""
@@ -197,7 +225,7 @@ class Runner:
 
     def _send_home(self, step: PendingStep) -> None:
         """Queue copies to pinned memory behind the step; `wait` then needs only the event."""
-        assert step.tokens is not None
+        assert isinstance(step.tokens, Tensor)
         step.tokens = _to_pinned(step.tokens)
         if step.logprobs is not None:
             step.logprobs = LogprobTensors(

@@ -103,7 +103,7 @@ class DraftProposer:
             if length == behind:
                 ready[seq] = count
         if chunks:
-            self.runner.run(_batch(chunks)).wait()
+            self.runner.run(Batch.of(chunks)).wait()
         return ready
 
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -122,7 +122,7 @@ class DraftProposer:
                     chunks.append(self._chunk(seq, state, len(seq.tokens) + depth - state.read, samples=True))
             if len(flying) == _IN_FLIGHT:
                 collect()
-            flying.append(self.runner.run(_batch(chunks)))
+            flying.append(self.runner.run(Batch.of(chunks)))
         while flying:
             collect()
         for seq in wanted:
@@ -164,9 +164,3 @@ class DraftProposer:
             if self._contents[seq.blocks[index]] == seq.block_names[index]:
                 break
             self._contents[seq.blocks[index]] = seq.block_names[index]
-
-
-def _batch(chunks: list[Chunk]) -> Batch:
-    chunks.sort(key=lambda chunk: not chunk.decodes)
-    decodes = sum(chunk.length for chunk in chunks if chunk.decodes)
-    return Batch(chunks, num_decodes=decodes, num_tokens=sum(chunk.length for chunk in chunks))

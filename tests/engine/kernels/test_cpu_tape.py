@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from torch import Tensor
 from penstock.engine.core import Engine
 from penstock.engine.kernels import cpu
 from penstock.engine.kernels.cpu.ops import LayoutError
-from penstock.engine.kernels.cpu.tape import record
-from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kernels.cpu.tape import Forward, Head, Tape, record
+from penstock.engine.kernels.interface import AttentionBatch, HostBatch
 from tests.engine.harness import drain, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -51,10 +53,11 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     scored(engine)
     spent = tape.seconds()
     assert {name: calls for name, (calls, _) in spent.items()} == {
-        "pk_embed": 1, "pk_rms_norm": 1, "pk_add_rms_norm": 6, "pk_linear": 12, "pk_rope_and_cache": 3,
-        "pk_attention": 3, "pk_silu_mul": 3,
+        "pk_embed": 2, "pk_rms_norm": 1, "pk_add_rms_norm": 6, "pk_linear": 13, "pk_rope_and_cache": 3,
+        "pk_attention": 3, "pk_silu_mul": 3, "pk_gumbel_argmax": 1,
     }  # fmt: skip
-    assert all(seconds > 0 for _, seconds in spent.values())
+    # These requests want log-probabilities: their tokens are chosen outside.
+    assert all((seconds > 0) == (name != "pk_gumbel_argmax") for name, (_, seconds) in spent.items())
     assert all(seconds == 0 for _, seconds in tape.seconds().values())
 
 
@@ -80,33 +83,62 @@ def test_a_pass_with_anything_else_is_not_recorded(tmp_path: Path) -> None:
     def doubled(ids: Tensor, batch: AttentionBatch, kv: object) -> Tensor:
         return runner.decoder.forward(ids, batch, runner.kv) * 2
 
-    tables = runner.rows.block_tables
-    assert isinstance(runner.decoder.ops, cpu.CpuOps)
-    assert record(runner.decoder.ops, doubled, runner.kv, tables, tokens=8, sequences=8) is None
+    def record_with(forward: Forward, head: Head) -> Tape | None:
+        ops, tables = runner.decoder.ops, runner.rows.block_tables
+        assert isinstance(ops, cpu.CpuOps)
+        return record(ops, forward, head, runner.kv, tables, tokens=8, sequences=8, samples=8)
+
+    assert record_with(doubled, runner.decoder.head) is None
+    without_head = record_with(runner.decoder.forward, lambda x: runner.decoder.head(x) * 2)
+    assert without_head is not None and not without_head.has_head
+    assert "pk_gumbel_argmax" not in without_head.names
 
 
 @torch.inference_mode()
 def test_what_lies_outside_the_tables_is_refused(tmp_path: Path) -> None:
     runner = make_engine(write_checkpoint("llama-gqa", tmp_path), weights="int8").runner
     assert runner.tape is not None
-    ints = {"dtype": torch.int32}
-    batch = AttentionBatch(
-        positions=torch.zeros(1, dtype=torch.int64),
-        slots=torch.zeros(1, dtype=torch.int64),
-        query_starts=torch.tensor([0, 1], **ints),
-        context_lens=torch.tensor([1], **ints),
-        rows=torch.tensor([0], **ints),
-        block_tables=runner.rows.block_tables,
-        num_decodes=1,
-        max_query=1,
-        max_context=1,
+    step = HostBatch(
+        token_ids=np.array([198]),
+        positions=np.zeros(1, np.int64),
+        slots=np.zeros(1, np.int64),
+        query_starts=np.array([0, 1]),
+        context_lens=np.ones(1, np.int64),
+        rows=np.zeros(1, np.int64),
+        tables=runner.rows.host_tables,
+        block_size=16,
     )
-    assert runner.tape(torch.tensor([198]), batch).shape == (1, 64)
+    assert runner.tape.forward(step).shape == (1, 64)
+    step.token_ids[0] = 199
     with pytest.raises(LayoutError, match="token id"):
-        runner.tape(torch.tensor([199]), batch)
-    batch.slots[0] = 10**9
+        runner.tape.forward(step)
+    step.token_ids[0], step.slots[0] = 5, 10**9
     with pytest.raises(LayoutError, match="slot"):
-        runner.tape(torch.tensor([5]), batch)
-    batch.slots[0], batch.positions[0] = 0, 10**9
+        runner.tape.forward(step)
+    step.slots[0], step.positions[0] = 0, 10**9
     with pytest.raises(LayoutError, match="position"):
-        runner.tape(torch.tensor([5]), batch)
+        runner.tape.forward(step)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])
+def test_tokens_of_a_tape_are_those_of_the_sampler(family: str, tmp_path: Path) -> None:
+    """Greedy and drawn ones, behind a head that is recorded and behind one that is not (gemma's caps its logits)."""
+    engine = make_engine(write_checkpoint(family, tmp_path), weights="int8", token_budget=48, prefix_cache=False)
+    assert engine.runner.tape is not None
+    assert engine.runner.tape.has_head == (family == "llama-gqa")
+
+    def generated() -> dict[str, list[int]]:
+        for index, length in enumerate((3, 40, 1, 17, 90)):
+            prompt = [(5 * index + 11 * position) % 199 for position in range(length)]
+            request = greedy(f"r{index}", prompt, 20 + index)
+            params = replace(request.params, temperature=index % 2 * 1.5, seed=index)
+            engine.submit(replace(request, params=params))
+        tokens: dict[str, list[int]] = {}
+        for delta in drain(engine):
+            tokens.setdefault(delta.request_id, []).extend(delta.tokens)
+        return tokens
+
+    taped = generated()
+    engine.runner.tape = None
+    assert taped == generated()
+    assert [len(taped[f"r{index}"]) for index in range(5)] == [20, 21, 22, 23, 24]

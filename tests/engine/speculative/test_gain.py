@@ -160,7 +160,7 @@ class _Machine:
             if waits:
                 drafts = speculation.propose(decoding)
             chunks = [Chunk(s, 0, 1 + len(drafts.get(s, ())), True, tuple(drafts.get(s, ()))) for s in decoding]
-            batch = Batch(chunks, 0, sum(chunk.length for chunk in chunks))
+            batch = Batch.of(chunks)
             bubble = 0.2 if self.overlap and waits else 0.0
             self.now += bubble + self.base + self.slope * batch.num_tokens
             for chunk in chunks:

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "context.h"
 #include "simd.h"
+#include "tape.h"
 
 using namespace pk;
 
@@ -136,3 +136,4 @@ PK_API void pk_gumbel_argmax(Context* ctx, const float* logits, const float* tem
         for (int64_t r = begin; r < end; ++r) out[r] = gumbel_row(logits + r * n, n, temperatures[r], keys[r]);
     });
 }
+PK_TAPED(pk_gumbel_argmax)

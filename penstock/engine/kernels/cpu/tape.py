@@ -2,8 +2,9 @@
 
 The decoder's Python runs a single time with the library replaced by a recorder: nothing is computed, every native call
 is written down, and every tensor made on the way lives in an arena where it stays. A step then copies its inputs to
-the addresses of the recording, says how many tokens and sequences it has, and runs the list. A pass that does
-anything but native calls (an expert router, a vendor's matmul) cannot be recorded, and its decoder runs as it is.
+the addresses of the recording, says how many tokens, sequences and samples it has, and runs the list as far as it
+needs it: to the hidden states, to the logits, or to the tokens drawn from them. A pass that does anything but native
+calls (an expert router, a vendor's matmul) cannot be recorded, and its decoder runs as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.kernels.cpu.native import PROTOTYPES
 from penstock.engine.kernels.cpu.ops import CpuOps, LayoutError
-from penstock.engine.kernels.interface import AttentionBatch
+from penstock.engine.kernels.interface import AttentionBatch, Floats, HostBatch, Ints
 from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _ALIGNMENT: Final = 64
 _TOKENS: Final = 0
 _SEQUENCES: Final = 1
+_SAMPLES: Final = 2
 _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", _TOKENS),
     "pk_dense": ("rows", _TOKENS),
@@ -119,6 +121,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.words: list[Any] = []
         self.patches: list[tuple[int, int, int]] = []
+        self.rows = _TOKENS
+        """Which count the rows of what is recorded now have."""
         self.kept: list[Any] = []
 
     @classmethod
@@ -145,12 +149,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names.append(name)
         self.words.append(words)
         if name in _STRUCT_COUNTS:
-            label, count = _STRUCT_COUNTS[name]
+            label, counted = _STRUCT_COUNTS[name]
             where = getattr(type(arguments[0]._obj), label)
-            self.patches.append((words[0] + where.offset, where.size, count))
+            self.patches.append((words[0] + where.offset, where.size, self.rows if counted == _TOKENS else counted))
         else:
             first = kinds.index(ctypes.c_int64)
-            self.patches.append((ctypes.addressof(words) + 8 * first, 8, _TOKENS))
+            self.patches.append((ctypes.addressof(words) + 8 * first, 8, self.rows))
         return 0
 
     def __torch_dispatch__(
@@ -178,18 +182,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 Forward = Callable[[Tensor, AttentionBatch, Any], Tensor]
+Head = Callable[[Tensor], Tensor]
 
 
 class Tape:
-    """A recorded forward pass for up to `tokens` tokens of `sequences` sequences."""
+    """A recorded step of up to `tokens` tokens of `sequences` sequences, behind which up to `samples` are drawn."""
 
     def __init__(
-        self, ops: CpuOps, forward: Forward, kv: Any, block_tables: Tensor, *, tokens: int, sequences: int
+        self,
+        ops: CpuOps,
+        forward: Forward,
+        head: Head,
+        kv: Any,
+        block_tables: Tensor,
+        *,
+        tokens: int,
+        sequences: int,
+        samples: int,
     ) -> None:
         self._ops = ops
-        self._tokens, self._sequences = tokens, sequences
+        self._tokens, self._sequences, self._samples = tokens, sequences, samples
         self._kv, self._tables = kv, block_tables
-        self._inputs = AttentionBatch(
+        inputs = AttentionBatch(
             positions=torch.zeros(tokens, dtype=torch.int64),
             slots=torch.zeros(tokens, dtype=torch.int64),
             query_starts=torch.zeros(sequences + 1, dtype=torch.int32),
@@ -200,10 +214,20 @@ class Tape:
             max_query=tokens,
             max_context=1,
         )
-        self._ids = torch.zeros(tokens, dtype=torch.int64)
+        ids = torch.zeros(tokens, dtype=torch.int64)
+        at = torch.zeros(samples, dtype=torch.int64)
+        temperatures = torch.zeros(samples, dtype=torch.float32)
+        keys = torch.zeros(samples, dtype=torch.int64)
         recorder = _Recorder(ops.handle.lib)
         with ops.handle.replaced_by(recorder), recorder:
-            self._out = forward(self._ids, self._inputs, kv)
+            self.hidden = forward(ids, inputs, kv)
+            """Final hidden states; as everything that a tape gives, in memory that the next run overwrites."""
+            self._to_hidden = len(recorder.names)
+            recorder.rows = _SAMPLES
+            self._logits = _record_head(recorder, head, self.hidden, at)
+            self._to_logits, drawn = len(recorder.names), at
+            if self._logits is not None:
+                drawn = ops.gumbel_argmax(self._logits, temperatures, keys)
         self.names = recorder.names
         self._words, self._kept, self._arena = recorder.words, recorder.kept, recorder.arena
         lib = ops.handle.lib
@@ -214,7 +238,13 @@ class Tape:
             )
         )
         self._patches = (_Patch * len(recorder.patches))(*(_Patch(*patch) for patch in recorder.patches))
-        self._counts = (ctypes.c_int64 * 2)()
+        self._counts = (ctypes.c_int64 * 3)()
+        # Arrays over the memory of the recorded inputs: filling one costs a tenth of a tensor operation.
+        self._ids, self._positions, self._slots = ids.numpy(), inputs.positions.numpy(), inputs.slots.numpy()
+        self._query_starts, self._context_lens = inputs.query_starts.numpy(), inputs.context_lens.numpy()
+        self._rows = inputs.rows.numpy()
+        self._at, self._temperatures, self._keys = at.numpy(), temperatures.numpy(), keys.numpy()
+        self._drawn = drawn.numpy()
         self.timed = False
         """Whether runs add up the time of each call; see `seconds`."""
 
@@ -223,34 +253,59 @@ class Tape:
         """Memory held for what a pass makes on its way."""
         return self._arena.nbytes
 
-    def fits(self, token_ids: Tensor, batch: AttentionBatch, kv: Any) -> bool:
+    @property
+    def has_head(self) -> bool:
+        """Whether logits and draws are part of it."""
+        return self._logits is not None
+
+    def fits(self, step: HostBatch, samples: int, block_tables: Tensor, kv: Any) -> bool:
         """Whether this step is one of those recorded."""
         return (
-            token_ids.shape[0] <= self._tokens
-            and batch.context_lens.shape[0] <= self._sequences
-            and batch.block_tables is self._tables
+            len(step.token_ids) <= self._tokens
+            and len(step.rows) <= self._sequences
+            and samples <= self._samples
+            and block_tables is self._tables
             and kv is self._kv
         )
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """The final hidden states, in memory that the next run overwrites."""
-        tokens, sequences = token_ids.shape[0], batch.context_lens.shape[0]
-        inputs = self._inputs
-        self._ids[:tokens].copy_(token_ids)
-        inputs.positions[:tokens].copy_(batch.positions)
-        inputs.slots[:tokens].copy_(batch.slots)
-        inputs.query_starts[: sequences + 1].copy_(batch.query_starts)
-        inputs.context_lens[:sequences].copy_(batch.context_lens)
-        inputs.rows[:sequences].copy_(batch.rows)
-        self._counts[_TOKENS], self._counts[_SEQUENCES] = tokens, sequences
-        handle = self._ops.handle
+    def forward(self, step: HostBatch) -> Tensor:
+        """The hidden states of a step's tokens."""
+        self._run(self._to_hidden, step, 0)
+        return self.hidden[: len(step.token_ids)]
+
+    def logits(self, step: HostBatch, at: Ints) -> Tensor:
+        """float32 [S, vocab] behind the tokens with the packed indices `at`."""
+        assert self._logits is not None
+        self._at[: len(at)] = at
+        self._run(self._to_logits, step, len(at))
+        return self._logits[: len(at)]
+
+    def draw(self, step: HostBatch, at: Ints, temperatures: Floats, keys: Ints | None) -> Ints:
+        """int64 [S]: tokens drawn behind those, as `Ops.gumbel_argmax` does; without keys all are greedy."""
+        count = len(at)
+        self._at[:count] = at
+        self._temperatures[:count] = temperatures
+        if keys is not None:
+            self._keys[:count] = keys
+        self._run(len(self.names), step, count)
+        return self._drawn[:count].copy()
+
+    def _run(self, calls: int, step: HostBatch, samples: int) -> None:
+        tokens, sequences = len(step.token_ids), len(step.rows)
+        self._ids[:tokens] = step.token_ids
+        self._positions[:tokens] = step.positions
+        self._slots[:tokens] = step.slots
+        self._query_starts[: sequences + 1] = step.query_starts
+        self._context_lens[:sequences] = step.context_lens
+        self._rows[:sequences] = step.rows
+        counts, handle = self._counts, self._ops.handle
+        counts[_TOKENS], counts[_SEQUENCES], counts[_SAMPLES] = tokens, sequences, samples
         stopped = handle.lib.pk_run(
-            handle.pointer, self._calls, len(self._calls), self._patches, len(self._patches), self._counts, self.timed
+            handle.pointer, self._calls, calls, self._patches, len(self._patches), counts, self.timed
         )
         if stopped:
             name, code = self.names[stopped // 256], stopped % 256
             raise LayoutError(_FAILURES.get((name, code), f"{name} stopped with code {code}"))
-        return self._out[:tokens]
 
     def seconds(self) -> dict[str, tuple[int, float]]:
         """Calls in one pass, and seconds spent since the last time this was asked, by function."""
@@ -262,11 +317,34 @@ class Tape:
         return totals
 
 
-def record(ops: CpuOps, forward: Forward, kv: Any, block_tables: Tensor, *, tokens: int, sequences: int) -> Tape | None:
-    """A tape of `forward`, or None where it does something that cannot be recorded."""
+def _record_head(recorder: _Recorder, head: Head, hidden: Tensor, at: Tensor) -> Tensor | None:
+    """Logits behind chosen tokens; None, and nothing recorded, where the head is not a native one."""
+    calls, patches = len(recorder.names), len(recorder.patches)
+    try:
+        logits = head(torch.nn.functional.embedding(at, hidden))
+        if logits.dtype is torch.float32:
+            return logits
+    except NotRecordableError as reason:
+        log.info("the head is not recorded: %s", str(reason))
+    del recorder.names[calls:], recorder.words[calls:], recorder.patches[patches:]
+    return None
+
+
+def record(
+    ops: CpuOps,
+    forward: Forward,
+    head: Head,
+    kv: Any,
+    block_tables: Tensor,
+    *,
+    tokens: int,
+    sequences: int,
+    samples: int,
+) -> Tape | None:
+    """A tape of a step, or None where it does something that cannot be recorded."""
     try:
         with torch.inference_mode():
-            tape = Tape(ops, forward, kv, block_tables, tokens=tokens, sequences=sequences)
+            tape = Tape(ops, forward, head, kv, block_tables, tokens=tokens, sequences=sequences, samples=samples)
     except NotRecordableError as reason:
         log.info("the forward pass is not recorded: %s", str(reason))  # the error itself would keep the cache alive
         return None
