@@ -2,22 +2,26 @@
 
 A workload is brought to the point where every running sequence decodes, then a few steps are recorded. On CUDA the
 recording is the device's own timeline; on CPU it is Python's profiler, in which the native kernels are calls, and where
-the forward pass is a tape, the tape's own times of its kernels.
+the forward pass is a tape, the tape's own times of its kernels. Python's share of a step is measured before that and
+without a profiler: what the engine's thread computes outside of native calls, so that other processes do not count.
 """
 
 from __future__ import annotations
 
 import cProfile
 import pstats
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.workloads import Workload
+from penstock.engine.kernels.cpu.ops import CpuOps
 
 if TYPE_CHECKING:
     from penstock.engine.core import Engine
@@ -45,7 +49,9 @@ class Profile:
     busy_s: float
     shares: list[Share]
     native_s: float | None = None
-    """On CPU, of a recorded forward pass: time inside its kernels. The rest is scheduling, sampling and Python."""
+    """On CPU, of a recorded step: time inside its kernels."""
+    python_s: float | None = None
+    """On CPU with native kernels: what a step takes outside of them, in the middle of the steps."""
 
 
 def record(engine: Engine, workload: Workload) -> Profile:
@@ -97,7 +103,44 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
+class _Stopwatch:
+    """Stands in for the library and adds up the CPU time that this thread spends in its calls."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._lib, name)
+
+        def timed(*arguments: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.thread_time() - begin
+
+        self.__dict__[name] = timed
+        return timed
+
+
+def _python_seconds(engine: Engine) -> float | None:
+    """What a step takes outside of native calls: the median of some."""
+    ops = engine.runner.decoder.ops
+    if not isinstance(ops, CpuOps):
+        return None
+    watch = _Stopwatch(ops.handle.lib)
+    taken: list[float] = []
+    with ops.handle.replaced_by(watch):
+        for _ in range(STEPS):
+            begin, inside = time.thread_time(), watch.seconds
+            engine.step()
+            taken.append(time.thread_time() - begin - (watch.seconds - inside))
+    return statistics.median(taken)
+
+
 def _on_cpu(engine: Engine, rows: int) -> Profile:
+    python = _python_seconds(engine)
     profiler = cProfile.Profile()
     tape = engine.runner.tape
     native: float | None = None
@@ -122,13 +165,13 @@ def _on_cpu(engine: Engine, rows: int) -> Profile:
         native = sum(seconds for _, seconds in kernels.values())
         shares = _with_kernels(shares, kernels)
     shares.sort(key=lambda share: -share.seconds)
-    return Profile(STEPS, rows, wall, sum(share.seconds for share in shares), shares, native)
+    return Profile(STEPS, rows, wall, sum(share.seconds for share in shares), shares, native, python)
 
 
 def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]]) -> list[Share]:
     """Python's profiler sees a tape as part of the function that runs it: take the kernels out of that one."""
     inside = sum(seconds for _, seconds in kernels.values())
-    runs = "kernels/cpu/tape.py:__call__"
+    runs = "kernels/cpu/tape.py:_run"
     outer = [Share(s.name, s.calls, s.seconds - inside) if s.name.endswith(runs) else s for s in shares]
     return outer + [Share(name, calls * STEPS, seconds) for name, (calls, seconds) in kernels.items()]
 
@@ -145,8 +188,9 @@ def show(profile: Profile, workload: Workload, console: Console) -> None:
         f"busy {profile.busy_s / profile.wall_s:.0%}, idle {max(0.0, 1 - profile.busy_s / profile.wall_s):.0%}"
     )
     if profile.native_s is not None:
-        outside = (profile.wall_s - profile.native_s) / profile.steps
-        title += f"; forward pass {profile.native_s / profile.wall_s:.0%}, the rest {outside * 1e6:,.0f} us a step"
+        title += f"; kernels {profile.native_s / profile.steps * 1e3:.2f} ms a step"
+    if profile.python_s is not None:
+        title += f"; Python {profile.python_s * 1e6:,.0f} us a step (without the profiler)"
     rows = report.table(title, "kernel", "calls/step", "us/call", "us/step", "of step")
     for share in profile.shares[:_SHOWN]:
         rows.add_row(

@@ -30,15 +30,15 @@ def test_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None:
 @pytest.mark.skipif(not cpu.status().available, reason="no native kernels here")
 def test_a_recorded_forward_pass_shows_its_kernels(tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4, weights="int8")
-    workload = workloads.closed_loop(4, 20, 60)
+    workload = workloads.closed_loop(4, 20, 80)
     profile = profiler.record(engine, workload)
     linears = next(share for share in profile.shares if share.name == "pk_linear")
-    assert linears.calls == 12 * profiler.STEPS and linears.seconds > 0
+    assert linears.calls == 13 * profiler.STEPS and linears.seconds > 0
     assert profile.native_s is not None and linears.seconds < profile.native_s < profile.wall_s
-    assert 0.5 < profile.busy_s / profile.wall_s <= 1.01
+    assert profile.python_s is not None and 0 < profile.python_s < profile.wall_s / profile.steps
     screen = io.StringIO()
     profiler.show(profile, workload, Console(file=screen, width=160))
-    assert "forward pass" in screen.getvalue() and "us a step" in screen.getvalue()
+    assert "kernels" in screen.getvalue() and "us a step" in screen.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -132,16 +132,16 @@ def test_after_a_failed_step_nothing_on_the_host_is_trusted(folder: Path) -> Non
     _, once = run(engine, "first", conversation(1, 140))
     run(engine, "other", conversation(2, 150))
     assert engine.load_snapshot().host_blocks > 0
-    forward, broken = engine.runner._forward, True
+    launch, broken = engine.runner._launch, True
 
     def failing(*args: object) -> object:
         nonlocal broken
         if broken:
             broken = False
             raise RuntimeError("broken")
-        return forward(*args)  # type: ignore[arg-type]
+        return launch(*args)  # type: ignore[arg-type]
 
-    engine.runner._forward = failing  # type: ignore[method-assign, assignment]
+    engine.runner._launch = failing  # type: ignore[method-assign, assignment]
     engine.submit(greedy("x", conversation(4, 150), 3))
     engine.submit(greedy("y", conversation(4, 3), 3))
     drain(engine)

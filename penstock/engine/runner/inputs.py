@@ -19,8 +19,6 @@ from penstock.engine.runner.sampler import SampleRequest
 from penstock.engine.runner.staging import Staging
 from penstock.engine.scheduler import Batch, Chunk
 
-_NONE: Ints = np.zeros(0, np.int64)
-
 
 @dataclass(slots=True)
 class Packed:
@@ -76,36 +74,13 @@ class InputBuilder:
     def pack(self, batch: Batch) -> Packed:
         """The batch as arrays; the rows are brought up to date with it."""
         self.rows.update(batch)
-        packed = self._pack_decodes(batch) if batch.plain else self._pack_chunks(batch)
-        if len(packed.holes) and self.rows.device.type == "cpu":
-            packed.host.token_ids[packed.holes] = self.rows.last_tokens.numpy()[packed.hole_rows]
-            packed.holes = packed.hole_rows = _NONE
-        return packed
-
-    def _pack_decodes(self, batch: Batch) -> Packed:
-        """Every chunk is one token behind which one is sampled: what nearly all steps are."""
-        ids, starts, rows, holes = [], [], [], []
-        for index, chunk in enumerate(batch.chunks):
-            seq, start = chunk.seq, chunk.start
-            if start < len(seq.tokens):
-                ids.append(seq.tokens[start])
-            else:
-                ids.append(0)
-                holes.append(index)
-            starts.append(start)
-            rows.append(seq.row)
-        positions, at_rows = np.array(starts, np.int64), np.array(rows, np.int64)
-        edges = np.arange(len(rows) + 1)
-        host = self._host(np.array(ids, np.int64), positions, at_rows, edges, positions + 1, at_rows)
-        unknown = np.array(holes, np.int64) if holes else _NONE
-        return self._packed(host, batch.num_tokens, 1, edges[:-1], at_rows, unknown, at_rows[unknown])
-
-    def _pack_chunks(self, batch: Batch) -> Packed:
+        size, tables = self.block_size, self.rows.host_tables
         starts, lengths, rows, samples = single_tokens(batch) if self.alone else entries(batch)
         ends = np.cumsum(lengths)
         query_starts = np.concatenate(([0], ends))
         owner = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(batch.num_tokens) - query_starts[owner] + starts[owner]
+        slots = tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
         token_ids = np.zeros(batch.num_tokens, np.int64)
         on_device: list[tuple[int, int]] = []
         end = 0
@@ -116,32 +91,22 @@ class InputBuilder:
             if len(known) < chunk.length:
                 on_device.append((end - 1, chunk.seq.row))
         holes = np.array(on_device, np.int64).reshape(-1, 2)
+        if on_device and self.rows.device.type == "cpu":
+            token_ids[holes[:, 0]] = self.rows.last_tokens.numpy()[holes[:, 1]]
+            holes = holes[:0]
         sampling = np.flatnonzero(samples)
-        host = self._host(token_ids, positions, rows[owner], query_starts, starts + lengths, rows)
-        decodes = batch.num_tokens if self.alone else batch.num_decodes
-        unknown, hole_rows = np.ascontiguousarray(holes[:, 0]), np.ascontiguousarray(holes[:, 1])
-        at, at_rows = ends[sampling] - 1, rows[sampling]
-        return self._packed(host, decodes, int(lengths.max()), at, at_rows, unknown, hole_rows)
-
-    def _host(
-        self, token_ids: Ints, positions: Ints, token_rows: Ints, query_starts: Ints, contexts: Ints, rows: Ints
-    ) -> HostBatch:
-        size, tables = self.block_size, self.rows.host_tables
-        slots = tables[token_rows, positions // size].astype(np.int64) * size + positions % size
-        return HostBatch(token_ids, positions, slots, query_starts, contexts, rows, tables, size)
-
-    def _packed(
-        self,
-        host: HostBatch,
-        num_decodes: int,
-        max_query: int,
-        sample_at: Ints,
-        sample_rows: Ints,
-        holes: Ints,
-        hole_rows: Ints,
-    ) -> Packed:
-        flags, seeds = self.rows.flags[sample_rows], self.rows.seeds[sample_rows]
-        return Packed(host, num_decodes, max_query, sample_at, sample_rows, flags, seeds, holes, hole_rows)
+        sample_rows = rows[sampling]
+        return Packed(
+            HostBatch(token_ids, positions, slots, query_starts, starts + lengths, rows, tables, size),
+            num_decodes=batch.num_tokens if self.alone else batch.num_decodes,
+            max_query=int(lengths.max()),
+            sample_at=ends[sampling] - 1,
+            sample_rows=sample_rows,
+            row_flags=self.rows.flags[sample_rows],
+            seeds=self.rows.seeds[sample_rows],
+            holes=np.ascontiguousarray(holes[:, 0]),
+            hole_rows=np.ascontiguousarray(holes[:, 1]),
+        )
 
     def upload(self, batch: Batch, packed: Packed) -> StepInputs:
         """The same on the device. Tokens sampled by a step still in flight are taken from the device rows."""
@@ -191,6 +156,16 @@ class InputBuilder:
         starts, lengths, rows, _ = entries(batch)
         device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], starts + lengths)])
         return _request(batch, device_rows, keys, self.rows.flags[rows])
+
+
+def decode_entries(chunks: list[Chunk]) -> list[int]:
+    """Token, position and row of every chunk of a plain batch, one after the other; see `Tape.load_decodes`."""
+    flat: list[int] = []
+    for chunk in chunks:
+        seq, start = chunk.seq, chunk.start
+        tokens = seq.tokens
+        flat += (tokens[start] if start < len(tokens) else -1, start, seq.row)
+    return flat
 
 
 def chunk_tokens(chunk: Chunk) -> list[int]:

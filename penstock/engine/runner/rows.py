@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.cpu.tape import RowArrays
 from penstock.engine.request import SamplingParams
 from penstock.engine.runner.staging import Staging
 from penstock.engine.scheduler import Batch
@@ -79,8 +80,6 @@ class Rows:
         self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
         on_cpu = device.type == "cpu"
         self.host_tables = self.block_tables.numpy() if on_cpu else np.zeros((max_rows, max_blocks), np.int32)
-        self.temperatures = self.floats.numpy()[:, FLOATS.index("temperature")] if on_cpu else np.zeros(0, np.float32)
-        """On CPU: a view of `floats`."""
         self.seeds = np.zeros(max_rows, np.uint64)
         self.flags = np.zeros(max_rows, np.uint8)
         self.output_counts: Tensor | None = None
@@ -116,6 +115,11 @@ class Rows:
             flat = np.array(cells, np.int64)
             rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
             self.block_tables[rows, cols] = values.to(torch.int32)
+
+    def arrays(self) -> RowArrays:
+        """On CPU: the rows as a tape reads them."""
+        temperatures = self.floats.numpy()[:, FLOATS.index("temperature")]
+        return RowArrays(self.host_tables, self.last_tokens.numpy(), self.seeds, temperatures, self.flags)
 
     def needs(self, batch: Batch, flags: int) -> bool:
         """Whether any row of the batch has one of `flags`."""

@@ -22,7 +22,7 @@ from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.graphs import DecodeGraphs
-from penstock.engine.runner.inputs import InputBuilder, Packed, chunk_targets, sampling_chunks
+from penstock.engine.runner.inputs import InputBuilder, Packed, chunk_targets, decode_entries, sampling_chunks
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.scheduler import Batch, Chunk
@@ -126,7 +126,6 @@ class Runner:
             if adapters is not None and isinstance(adapters.kernel, GraphLora):
                 self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
         if batch.transfers is not None:
@@ -134,6 +133,12 @@ class Runner:
             self.mover.run(batch.transfers)
         if self.adapters is not None:
             self.adapters.settle()
+        elif batch.plain and self.tape is not None and (step := self._decode(self.tape, batch)) is not None:
+            return step
+        return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> PendingStep:
         graphs = self._graphs_for(batch)
         if graphs is not None:
             return self._replay(graphs, batch)
@@ -142,7 +147,7 @@ class Runner:
         if self.adapters is not None and self.adapters.begin(batch):
             decoder, tape = self.adapters.decoder, self.adapted_tape
         step = PendingStep(batch, self.rows)
-        if tape is not None and tape.fits(packed.host, len(packed.sample_at), self.rows.block_tables, self.kv):
+        if tape is not None and tape.fits(batch.num_tokens, len(packed.host.rows), len(packed.sample_at)):
             self._play(tape, step, packed)
             return step
         inputs = self.inputs.upload(batch, packed)
@@ -174,29 +179,36 @@ class Runner:
             decoder.forward,
             self.decoder.head,
             self.kv,
-            self.rows.block_tables,
+            self.rows.arrays(),
+            block_size=self.inputs.block_size,
             tokens=tokens,
             sequences=tokens if self.inputs.alone else samples,
             samples=samples,
         )
 
+    def _decode(self, tape: Tape, batch: Batch) -> PendingStep | None:
+        """On CPU, nearly every step: from tokens to tokens natively. None when rows need more than a draw."""
+        count = len(batch.chunks)
+        if not tape.has_head or not tape.fits(count, count, count):
+            return None
+        self.rows.update(batch)
+        if tape.load_decodes(decode_entries(batch.chunks)) & ~Flag.RANDOM:
+            return None
+        return PendingStep(batch, self.rows, batch.chunks, tape.draw())
+
     def _play(self, tape: Tape, step: PendingStep, packed: Packed) -> None:
-        """On CPU, a whole step in one native call; rows that need more than a draw are sampled from its logits."""
-        batch, host, at = step.batch, packed.host, packed.sample_at
+        """On CPU, any step that is recorded; rows that need more than a draw are sampled from its logits."""
+        batch, at, flags = step.batch, packed.sample_at, packed.flags
+        tape.load(packed.host, at, packed.sample_rows, packed.keys() if flags & Flag.RANDOM else None)
         if not len(at):
-            tape.forward(host)
+            tape.forward()
         elif not tape.has_head:
-            hidden = tape.forward(host)
-            self._sample(step, self.decoder.head(hidden[at]), self.inputs.sampling_of(batch, packed))
-        elif (flags := packed.flags) & ~Flag.RANDOM:
-            self._sample(step, tape.logits(host, at), self.inputs.sampling_of(batch, packed))
+            self._sample(step, self.decoder.head(tape.forward()[at]), self.inputs.sampling_of(batch, packed))
+        elif flags & ~Flag.RANDOM:
+            self._sample(step, tape.logits(), self.inputs.sampling_of(batch, packed))
         else:
-            keys = packed.keys() if flags else None
-            step.tokens = tape.draw(host, at, self.rows.temperatures[packed.sample_rows], keys)
-            step.chunks = sampling_chunks(batch)
-            self.rows.last_tokens.numpy()[packed.sample_rows] = step.tokens  # of a row's several the last stays
-        if not batch.plain:
-            self._score_prompts(batch, tape.hidden)
+            step.chunks, step.tokens = sampling_chunks(batch), tape.draw()
+        self._score_prompts(batch, tape.hidden)
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch) -> PendingStep:
         """A pure decode step: the graph samples plain rows itself; others are sampled again from its logits."""

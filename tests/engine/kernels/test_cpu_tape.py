@@ -54,10 +54,10 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     spent = tape.seconds()
     assert {name: calls for name, (calls, _) in spent.items()} == {
         "pk_embed": 2, "pk_rms_norm": 1, "pk_add_rms_norm": 6, "pk_linear": 13, "pk_rope_and_cache": 3,
-        "pk_attention": 3, "pk_silu_mul": 3, "pk_gumbel_argmax": 1,
+        "pk_attention": 3, "pk_silu_mul": 3, "pk_gumbel_argmax": 1, "pk_keep": 1,
     }  # fmt: skip
     # These requests want log-probabilities: their tokens are chosen outside.
-    assert all((seconds > 0) == (name != "pk_gumbel_argmax") for name, (_, seconds) in spent.items())
+    assert {name for name, (_, seconds) in spent.items() if seconds == 0} == {"pk_gumbel_argmax", "pk_keep"}
     assert all(seconds == 0 for _, seconds in tape.seconds().values())
 
 
@@ -84,9 +84,9 @@ def test_a_pass_with_anything_else_is_not_recorded(tmp_path: Path) -> None:
         return runner.decoder.forward(ids, batch, runner.kv) * 2
 
     def record_with(forward: Forward, head: Head) -> Tape | None:
-        ops, tables = runner.decoder.ops, runner.rows.block_tables
+        ops, sizes = runner.decoder.ops, {"tokens": 8, "sequences": 8, "samples": 8}
         assert isinstance(ops, cpu.CpuOps)
-        return record(ops, forward, head, runner.kv, tables, tokens=8, sequences=8, samples=8)
+        return record(ops, forward, head, runner.kv, runner.rows.arrays(), block_size=16, **sizes)
 
     assert record_with(doubled, runner.decoder.head) is None
     without_head = record_with(runner.decoder.forward, lambda x: runner.decoder.head(x) * 2)
@@ -108,16 +108,38 @@ def test_what_lies_outside_the_tables_is_refused(tmp_path: Path) -> None:
         tables=runner.rows.host_tables,
         block_size=16,
     )
-    assert runner.tape.forward(step).shape == (1, 64)
+    tape, none = runner.tape, np.zeros(0, np.int64)
+
+    def forward() -> Tensor:
+        tape.load(step, none, none)
+        return tape.forward()
+
+    assert forward().shape == (1, 64)
     step.token_ids[0] = 199
     with pytest.raises(LayoutError, match="token id"):
-        runner.tape.forward(step)
+        forward()
     step.token_ids[0], step.slots[0] = 5, 10**9
     with pytest.raises(LayoutError, match="slot"):
-        runner.tape.forward(step)
+        forward()
     step.slots[0], step.positions[0] = 0, 10**9
     with pytest.raises(LayoutError, match="position"):
-        runner.tape.forward(step)
+        forward()
+    with pytest.raises(LayoutError, match="block table"):
+        tape.load_decodes([5, 10**9, 0])
+
+
+@torch.inference_mode()
+def test_a_token_that_nobody_has_looked_at_is_the_one_its_row_sampled_last(tmp_path: Path) -> None:
+    runner = make_engine(write_checkpoint("llama-gqa", tmp_path), weights="int8").runner
+    tape = runner.tape
+    assert tape is not None
+    runner.rows.host_tables[:2, 0] = 1, 2
+    tape.load_decodes([5, 0, 0, 9, 0, 1])
+    first, second = tape.draw().tolist()
+    tape.load_decodes([-1, 1, 1, -1, 1, 0])
+    unseen = tape.forward().clone()
+    tape.load_decodes([second, 1, 1, first, 1, 0])
+    assert first != second and torch.equal(unseen, tape.forward())
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])

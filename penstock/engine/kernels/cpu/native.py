@@ -77,6 +77,17 @@ class DenseArgs(ctypes.Structure):
     )
 
 
+class DecodeArgs(ctypes.Structure):
+    """Mirror of `DecodeArgs` in tape.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("ids", "positions", "slots", "at", "keys")),
+        *((name, c_void_p) for name in ("query_starts", "context_lens", "rows", "sample_rows", "temperatures")),
+        *((name, c_void_p) for name in ("tables", "last_tokens", "seeds", "row_temperatures", "flags")),
+        *((name, c_int64) for name in ("width", "block_size", "temperature_stride")),
+    )
+
+
 class LoraStep(ctypes.Structure):
     """Mirror of `LoraStep` in lora.cpp."""
 
@@ -118,6 +129,8 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
     "pk_run": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
+    "pk_keep": (None, (c_void_p, *[c_void_p] * 3, c_int64)),
+    "pk_load_decodes": (c_int, (POINTER(DecodeArgs), c_void_p, c_int64)),
     "pk_lora": (c_int, (c_void_p, POINTER(LoraArgs))),
     "pk_mask_logits": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),

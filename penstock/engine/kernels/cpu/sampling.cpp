@@ -8,20 +8,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "noise.h"
 #include "simd.h"
 #include "tape.h"
 
 using namespace pk;
 
 namespace {
-
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
-
-PK_INLINE uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
 
 PK_INLINE float uniform(uint64_t key, int64_t i) {
     return float(uint32_t(mix(key + uint64_t(i) * kGolden) >> 40) | 1) * 5.9604644775390625e-8f;
