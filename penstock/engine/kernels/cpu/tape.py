@@ -165,7 +165,7 @@ class Tape:
         self._temperatures[:samples] = self._row_arrays.temperatures[rows]
         if keys is not None:
             self._keys[:samples] = keys
-        self._counts[:] = tokens, sequences, samples
+        self._counts[:] = [tokens, sequences, samples]
 
     def load_decodes(self, decodes: list[int]) -> int:
         """A step in which every sequence computes one token and samples behind it: token (-1: the one its row sampled
@@ -176,7 +176,7 @@ class Tape:
         flags: int = lib.pk_load_decodes(self._decode_args, self._decodes_at, count)
         if flags < 0:
             raise LayoutError("a position is outside the block table")
-        self._counts[:] = count, count, count
+        self._counts[:] = [count, count, count]
         return flags
 
     def forward(self) -> Tensor:
@@ -207,12 +207,12 @@ class Tape:
     def _make_decode_args(self, rows: RowArrays, block_size: int) -> DecodeArgs:
         if not rows.tables.flags.c_contiguous:
             raise LayoutError("block tables must be dense")
-        targets = {
+        targets: dict[str, npt.NDArray[Any]] = {
             "ids": self._ids, "positions": self._positions, "slots": self._slots, "at": self._at, "keys": self._keys,
             "query_starts": self._query_starts, "context_lens": self._context_lens, "rows": self._rows,
             "sample_rows": self._sample_rows, "temperatures": self._temperatures,
         }  # fmt: skip
-        sources = {
+        sources: dict[str, npt.NDArray[Any]] = {
             "tables": rows.tables, "last_tokens": rows.last_tokens, "seeds": rows.seeds,
             "row_temperatures": rows.temperatures, "flags": rows.flags,
         }  # fmt: skip
