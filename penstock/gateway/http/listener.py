@@ -1,13 +1,24 @@
-"""A port: accepts connections, and lets them go."""
+"""A port: accepts connections, and lets them go.
+
+Connections are accepted here, many at a time: libuv takes one per turn of the event loop, and under load, when a turn
+answers dozens of requests, new clients would wait for seconds beside old ones that are served at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 from penstock.gateway.http.connection import Application, Connection, Connections, Failure
 
+log = logging.getLogger("penstock.http")
+
 BACKLOG = 4096
+AT_ONCE = 64
+"""Connections that are accepted in one turn of the event loop."""
+AGAIN_S = 0.1
+"""How long none is accepted when the system has no room for more."""
 
 
 class Listener:
@@ -28,24 +39,29 @@ class Listener:
         long a connection may send no request, or take to send the head of one. `room`: the most connections."""
         self._address = host, port
         self._shared = Connections(app, failed, head_limit=head_limit, receive_s=receive_s, room=room)
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._arriving: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when connections are accepted."""
-        loop, shared = asyncio.get_running_loop(), self._shared
-        self._server = await loop.create_server(
-            lambda: Connection(shared), sock=_bound(*self._address), backlog=BACKLOG
-        )
+        self._listening = _bound(*self._address)
+        self._listening.listen(BACKLOG)
+        self._watch()
         self._sweeper = asyncio.create_task(self._sweep(), name="http sweeper")
 
     async def close(self, within: float) -> None:
         """Accept nothing more; let what is being answered end, cut what has not after `within` seconds."""
-        if self._server is None or self._sweeper is None:
+        if self._listening is None or self._sweeper is None:
             return
         shared = self._shared
         shared.closing = True
-        self._server.close()
+        if self._again is not None:
+            self._again.cancel()
+        shared.loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+        await asyncio.gather(*self._arriving, return_exceptions=True)
         for connection in list(shared.open):
             connection.close_when_idle()
         if shared.tasks:
@@ -57,6 +73,37 @@ class Listener:
         for connection in list(shared.open):
             connection.abort()
         await asyncio.sleep(0)
+
+    def _watch(self) -> None:
+        assert self._listening is not None
+        self._again = None
+        self._shared.loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        loop = self._shared.loop
+        for _ in range(AT_ONCE):
+            try:
+                arrived, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor, no memory: some will be given back
+                log.error("no connection can be accepted: %s", error)
+                loop.remove_reader(self._listening.fileno())
+                self._again = loop.call_later(AGAIN_S, self._watch)
+                return
+            arrived.setblocking(False)
+            task = loop.create_task(self._welcome(arrived))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+
+    async def _welcome(self, arrived: socket.socket) -> None:
+        try:
+            arrived.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._shared.loop.connect_accepted_socket(lambda: Connection(self._shared), arrived)
+        except OSError as error:  # it has left already
+            arrived.close()
+            log.debug("a connection ended before it began: %s", error)
 
     async def _sweep(self) -> None:
         interval = min(1.0, self._shared.receive_s / 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -273,6 +274,26 @@ async def client_that_does_not_read() -> None:
         assert app.written < 500
         assert (await say(port, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(b"GET")
         writer.close()
+
+
+@on_both_loops
+def test_a_crowd_of_new_clients_does_not_queue_behind_turns_of_the_loop(run: Run) -> None:
+    async def scenario() -> None:
+        app, port = Echo(), free_port()
+        listener = Listener(app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100)
+        await listener.start()
+        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]  # nobody accepts meanwhile
+        for client in crowd:
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(app.seen) == 40
+        assert all(client.recv(1000).endswith(b"GET") for client in crowd)
+        for client in crowd:
+            client.close()
+        await listener.close(0.2)
+
+    run(scenario())
 
 
 async def test_more_connections_than_there_is_room_for_are_told_to_come_back() -> None:
