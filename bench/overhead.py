@@ -8,7 +8,8 @@ Two measurements, with the store, the ledger and the request log on, as they are
 - overhead: an open loop of `--rate` short completions per second (requests come when they come, whatever is still
   running; a request that is sent late counts from when it was due). What answers behind the gateway takes no time, so
   what a client waits is what the gateway costs, including this process's own reading and writing, also measured
-  against the bare backend and shown. CPU milliseconds per request are given for each process: they hold also on a
+  against the bare backend and shown, and how late this process was itself (`late p99`; its garbage collector rests
+  meanwhile). CPU milliseconds per request are given for each process: they hold also on a
   machine that is busy with other things, where waiting times do not.
 - requests/s: a closed loop of `--at-once` clients, Penstock and LiteLLM in turn (A B A B), one process each, both
   checking a key.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import secrets
@@ -107,14 +109,16 @@ def request(tokens: int, key: str, model: str = MODEL) -> bytes:
     return head.encode() + body
 
 
-async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> list[float]:
+async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> tuple[list[float], list[float]]:
     """Latencies, counted from when a request was due: waiting for a free connection, or for this process to wake up
-    and send it, is waiting too."""
+    and send it, is waiting too. And how late each was begun here."""
     idle: list[Client] = [await Client(port, payload).connect() for _ in range(64)]
     latencies: list[float] = []
+    late: list[float] = []
     running: set[asyncio.Task[None]] = set()
 
     async def one(due: float) -> None:
+        late.append(time.perf_counter() - due)
         client = idle.pop() if idle else await Client(port, payload).connect()
         await client.ask()
         latencies.append(time.perf_counter() - due)
@@ -132,7 +136,7 @@ async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> l
     await asyncio.gather(*running)
     for client in idle:
         client.transport.close()
-    return latencies
+    return latencies, late
 
 
 async def closed_loop(port: int, payload: bytes, at_once: int, seconds: float) -> float:
@@ -153,6 +157,17 @@ async def closed_loop(port: int, payload: bytes, at_once: int, seconds: float) -
     for client in clients:
         client.transport.close()
     return done / took
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """This process makes as much garbage in a measurement as fits; looking for it would delay requests."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def penstock_key(url: str) -> str:
@@ -222,9 +237,11 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 "generator": [os.getpid()],
             }
             before = {process: cpu_seconds(pids) for process, pids in processes.items()}
-            latencies = uvloop.run(open_loop(port, payload, options.rate, options.seconds))
-            found = percentiles(latencies)
-            results[f"latency, {name}"] = found.as_dict() if found else None
+            with without_collections():
+                latencies, late = uvloop.run(open_loop(port, payload, options.rate, options.seconds))
+            for what, times in (("latency", latencies), ("late", late)):
+                found = percentiles(times)
+                results[f"{what}, {name}"] = found.as_dict() if found else None
             results[f"cpu_ms_per_request, {name}"] = {
                 process: (cpu_seconds(pids) - before[process]) / len(latencies) * 1000
                 for process, pids in processes.items()
@@ -246,10 +263,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], options: argparse.Namespace, console: Console) -> bool:
-    table = report.table(f"short completions at {options.rate:g} requests/s", "", "p50 ms", "p99 ms", "largest ms")
+    title = f"short completions at {options.rate:g} requests/s"
+    table = report.table(title, "", "p50 ms", "p99 ms", "largest ms", "late p99 ms")
     for name in ("bare backend", "penstock"):
-        found = results[f"latency, {name}"]
-        table.add_row(name, *(report.number(found[key] * 1000, 2) for key in ("p50", "p99", "largest")))
+        found, late = results[f"latency, {name}"], results[f"late, {name}"]
+        shown = [*(found[key] for key in ("p50", "p99", "largest")), late["p99"]]
+        table.add_row(name, *(report.number(seconds * 1000, 2) for seconds in shown))
     console.print(table)
     table = report.table(f"{options.at_once} clients at once", "", "requests/s")
     for name, rates in results["requests_per_s"].items():

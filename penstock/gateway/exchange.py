@@ -207,14 +207,7 @@ class Exchange:
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         length = (b"content-length", str(len(body)).encode())
-        await self._guarded(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*self._headers(content_type), length, *headers],
-            }
-        )
-        self.status = status
+        await self._start(status, [*self._headers(content_type), length, *headers])
         await self._guarded({"type": "http.response.body", "body": body, "more_body": False})
 
     async def reply_json(self, value: object, status: int = 200) -> None:
@@ -222,9 +215,7 @@ class Exchange:
 
     async def reply_parts(self, parts: AsyncIterator[bytes], length: int, content_type: bytes) -> None:
         """A body that is not in memory at one time."""
-        self.status = 200
-        headers = [*self._headers(content_type), (b"content-length", str(length).encode())]
-        await self._guarded({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(200, [*self._headers(content_type), (b"content-length", str(length).encode())])
         async for part in parts:
             await self.write(part)
         await self.end_stream()
@@ -234,19 +225,23 @@ class Exchange:
         await self.reply(error.status, encode_json(self.dialect.error(error, self.request_id)), headers=headers)
 
     async def start_stream(self) -> None:
-        self.status = 200
-        headers = [
-            *self._headers(EVENT_STREAM),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await self._guarded({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(
+            200, [*self._headers(EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        )
 
     async def write(self, data: bytes) -> None:
         await self._guarded({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
         await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The head, which goes out with the first of the body and so waits for nothing."""
+        try:
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        except ConnectionResetError:
+            raise ClientGone from None
+        self.status = status
 
     async def _guarded(self, message: Message) -> None:
         """Send. Mostly the server takes it at once; it blocks while the client's socket is full, and only then is there

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.metering.request_log import FIELDS, Counts, Entry, RequestLog, Sink, SinkError
+from penstock.metering.request_log import FIELDS, Counts, Entry, RequestLog, Sink, SinkError, entry_of
 from penstock.metering.request_sinks import ClickHouseSink, KafkaSink, open_sink
-from penstock.metering.request_store import RequestStore
+from penstock.metering.request_store import ROWS_TOGETHER, RequestStore
 from penstock.metering.spool import Spool
-from penstock.storage import open_database
+from penstock.storage import Database, Statement, open_database
 from penstock.telemetry.exposition import Value
 from penstock.telemetry.logging import RequestRecord
 
@@ -197,6 +197,32 @@ async def test_a_database_holds_exactly_the_fields_once_and_forgets(url: str, tm
     await forgetting.write([entries[0]])
     assert [entry.request_id for entry in await forgetting.read()] == ["req_2"]
     await forgetting.close()
+    await database.close()
+
+
+async def test_much_that_is_too_old_goes_a_little_at_a_time(tmp_path: Path) -> None:
+    """Charges wait for the same thread: an hour's worth of old rows in one statement took as long as a minute."""
+    database = await open_database(f"sqlite:///{tmp_path / 'old.db'}")
+    removed: list[int] = []
+    transact = database.transact
+
+    async def counting(statements: Sequence[Statement], **options: Any) -> list[int]:
+        counts = await transact(statements, **options)
+        removed.extend(count for (sql, _), count in zip(statements, counts, strict=False) if sql.startswith("DELETE"))
+        return counts
+
+    database.transact = counting  # type: ignore[method-assign]
+
+    async def opened() -> Database:
+        return database
+
+    store = RequestStore(opened, owned=False)
+    await store.write([entry_of(record(number)) for number in range(3000)])
+    store = RequestStore(opened, owned=False, retention_s=10.0, clock=lambda: 1_700_003_011.5)
+    for number in range(3001, 3006):
+        await store.write([entry_of(record(number))])
+    assert sum(removed) == 3000 and max(removed) <= ROWS_TOGETHER
+    assert len(await store.read()) == 5
     await database.close()
 
 

@@ -16,7 +16,7 @@ import msgspec
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
 from penstock.routing.admission.capacity import Capacity
-from penstock.routing.admission.decision import Ask, decide, predicted_wait, saturated
+from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.model import (
     CLASSES,
@@ -99,11 +99,12 @@ class Desk:
         patience = patience_of(config, rank)
         if wish.patience_s is not None:
             patience = min(patience, wish.patience_s)
-        ask = Ask(entry, prompt, cached, wish.budget_left, patience)
-        verdict = decide(ask, standing, room, config, self._roll())
-        if verdict.action == "refuse":
-            assert verdict.reason is not None
-            raise self.refusal(entry, verdict.reason, verdict.wait_s)
+        if standing.depth or not fits(entry, standing.in_flight, standing.kv_tokens, room):
+            ask = Ask(entry, prompt, cached, wish.budget_left, patience)
+            verdict = decide(ask, standing, room, config, self._roll())
+            if verdict.action == "refuse":
+                assert verdict.reason is not None
+                raise self.refusal(entry, verdict.reason, verdict.wait_s)
         return Ticket(self, entry, await self.queue.enter(entry, room), patience)
 
     def saturated(self) -> bool:
