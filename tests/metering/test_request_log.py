@@ -219,7 +219,7 @@ async def test_much_that_is_too_old_goes_a_little_at_a_time(tmp_path: Path) -> N
     store = RequestStore(opened, owned=False)
     await store.write([entry_of(record(number)) for number in range(3000)])
     store = RequestStore(opened, owned=False, retention_s=10.0, clock=lambda: 1_700_003_011.5)
-    for number in range(3001, 3006):
+    for number in range(3002, 3007):
         await store.write([entry_of(record(number))])
     assert sum(removed) == 3000 and max(removed) <= ROWS_TOGETHER
     assert len(await store.read()) == 5
