@@ -15,6 +15,7 @@ from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
+from penstock.cli.handover import handover
 from penstock.cli.ingest import ingest
 from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
@@ -95,6 +96,7 @@ app.add_typer(batch, name="batch")
 bench.command(help=structure.__doc__)(structure)
 bench.command(help=speculation.__doc__)(speculation)
 bench.command(help=soak.__doc__)(soak)
+bench.command(help=handover.__doc__)(handover)
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +51,20 @@ def assert_idle(engine: Engine) -> None:
     load = engine.load_snapshot()
     assert load.running == 0 and load.waiting == 0 and load.used_blocks == 0
     engine.check_idle()
+
+
+def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[int]:
+    """What the network does: blocks from the slots of one engine to those of another; they are held there."""
+    here, there = giver.exchange, taker.exchange
+    assert here is not None and there is not None
+    blocks: list[int] = []
+    for name, slot in zip(names, here.copy_out(names), strict=True):
+        target = there.slots.pop()
+        while not (here.settled(slot) and there.settled(target)):
+            pass
+        for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
+            memory[:] = source
+        blocks += there.take_in([(name, target)])
+        here.slots.append(slot)
+        there.slots.insert(0, target)
+    return blocks

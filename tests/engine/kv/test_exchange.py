@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from penstock.engine.core import Engine
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
-from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
 
@@ -28,20 +27,6 @@ def text(number: int, length: int) -> list[int]:
 def exchange_of(engine: Engine) -> BlockExchange:
     assert engine.exchange is not None
     return engine.exchange
-
-
-def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[int]:
-    """What the network does: blocks from the slots of one engine to those of another; they are held there."""
-    here, there = exchange_of(giver), exchange_of(taker)
-    blocks: list[int] = []
-    for name, slot in zip(names, here.copy_out(names), strict=True):
-        target = there.slots.pop()
-        for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
-            memory[:] = source
-        blocks += there.take_in([(name, target)])
-        here.slots.append(slot)
-        there.slots.append(target)
-    return blocks
 
 
 def hand_over(giver: Engine, taker: Engine, request: Request) -> None:

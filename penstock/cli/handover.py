@@ -1,0 +1,67 @@
+"""`penstock bench handover`: here and not in `penstock.bench`, because it starts whole servers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class _KVDType(StrEnum):
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
+def handover(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
+    streams: Annotated[int, typer.Option(min=1, help="Streams that run meanwhile.")] = 8,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 256,
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts that arrive.")] = 1536,
+    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two of them.")] = 2.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each server.")] = 2,
+    device: Annotated[
+        list[str] | None, typer.Option(help="Device of the first engine of a server; again for the second.")
+    ] = None,
+    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
+    memory_share: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Part of a GPU's memory for each engine; there are four.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each engine; half the cores by default.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures.")] = None,
+) -> None:
+    """
+    Streams while long prompts arrive: two plain replicas against one for prefill and one for decode, turn by turn.
+
+    Also how fast KV blocks cross from engine to engine.
+
+    Examples:
+
+        penstock bench handover
+
+        penstock bench handover --tokens 4096 --every 4 --kv-dtype int8
+
+        penstock bench handover -m hf:Qwen/Qwen3-8B --device cuda:0 --device cuda:1 --memory-share 0.4 --tokens 16384
+    """
+    import os
+
+    from penstock.bench import handover as measured
+    from penstock.cli.console import stderr
+
+    settings = measured.Settings(
+        model=model,
+        streams=streams,
+        output_len=output_len,
+        tokens=tokens,
+        every_s=every,
+        rounds=rounds,
+        devices=tuple(device or ()),
+        kv_dtype=kv_dtype.value,
+        memory_share=memory_share,
+        threads=threads or max(1, (os.cpu_count() or 1) // 2),
+    )
+    measured.main(settings, json_file, stderr())

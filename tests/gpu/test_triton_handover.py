@@ -1,0 +1,112 @@
+"""KV blocks from one engine on a GPU to another: the same answers, while the one that takes them decodes on."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from gpu_harness import Row  # noqa: E402
+
+from penstock.engine.kv.allocator import BlockAllocator  # noqa: E402
+from penstock.engine.kv.cache import KVCache, KVShape  # noqa: E402
+from penstock.engine.kv.exchange import BlockExchange  # noqa: E402
+from penstock.engine.kv.pool import BlockPool  # noqa: E402
+from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine  # noqa: E402
+from tests.engine.tiny import write_checkpoint  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
+
+
+def _text(number: int, length: int) -> list[int]:
+    return [(31 * number + 7 * j * j + 3 * j) % 199 for j in range(length)]
+
+
+def test_an_engine_goes_on_behind_blocks_that_another_computed() -> None:
+    if not ON_DEVICE:
+        return
+    for settings in ({}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8", "dtype": "bfloat16"}, {"host_memory": 4 << 20}):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint("llama-gqa", Path(folder), spread=0.5)
+            common = {"device": "cuda", "max_running": 8, "num_blocks": 120, **settings}
+            giver = make_engine(path, role="prefill", **common)
+            taker = make_engine(path, role="decode", **common)
+            others = [greedy(f"other{i}", _text(10 + i, 30), 40) for i in range(3)]
+            expected = generate(giver, *others)
+            for other in others:
+                taker.submit(other)
+            deltas = []
+            for number in range(4):
+                request = greedy(f"r{number}", _text(number, 400), 12)
+                expected |= generate(giver, request)
+                assert taker.exchange is not None
+                names, held = taker.exchange.names(request), list[int]()
+                for begin in range(0, len(names), 5):  # a few between two steps, as they come
+                    held += carry(giver, taker, names[begin : begin + 5])
+                    output = taker.step()
+                    deltas += output.deltas if output is not None else []
+                assert len(held) == 24
+                taker.exchange.release(held)
+                taker.submit(request)
+            deltas += drain(taker)
+            assert collect(deltas) == expected, settings
+            firsts = [delta for delta in deltas if delta.cached_tokens is not None and delta.request_id[0] == "r"]
+            assert [delta.cached_tokens for delta in firsts] == [384] * 4
+            for engine in (giver, taker):
+                assert_idle(engine)
+
+
+def bench_blocks_cross() -> Iterator[Row]:
+    """Blocks of an 8B model, 2 MiB each: out of a cache, through host memory, into another; 128 are 2048 tokens."""
+    if not ON_DEVICE:
+        return
+    ends = []
+    for _ in range(2):
+        kv = KVCache(KVShape(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
+        allocator = BlockAllocator(BlockPool(300), 16)
+        ends.append((BlockExchange(allocator, kv, step_tokens=2048, version=lambda name: name), allocator.pool))
+    (giver, source), (taker, target) = ends
+    names = [index.to_bytes(16, "little") for index in range(128)]
+    for name in names:
+        source.name(source.allocate(), name)
+    size = len(names) * giver.block_bytes
+    times: dict[str, list[float]] = {"out": [], "host to host": [], "in": []}
+    for _ in range(4):
+        torch.cuda.synchronize()
+        marks = [time.perf_counter()]
+        slots = giver.copy_out(names)
+        _settle(giver, slots)
+        marks.append(time.perf_counter())
+        arrived = []
+        for name, slot in zip(names, slots, strict=True):
+            arrived.append((name, taker.slots.pop()))
+            for part, memory in zip(giver.memory(slot), taker.memory(arrived[-1][1]), strict=True):
+                memory[:] = part
+        marks.append(time.perf_counter())
+        held = taker.take_in(arrived)
+        _settle(taker, [slot for _, slot in arrived])
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        taker.release(held)
+        target.forget_all()
+        giver.slots.extend(slots)
+        taker.slots.extend(slot for _, slot in arrived)
+        for label, begin, end in zip(times, marks, marks[1:], strict=False):
+            times[label].append(end - begin)
+    for label, values in times.items():
+        seconds = statistics.median(values[1:])
+        yield f"128 blocks of 2 MiB {label}", 1e6 * seconds, f"{size / seconds / 1e9:.1f} GB/s"
+
+
+def _settle(exchange: BlockExchange, slots: list[int]) -> None:
+    while not all(exchange.settled(slot) for slot in slots):
+        pass
