@@ -44,9 +44,11 @@ class Settings:
     model: str = "smollm2-135m"
     streams: int = 8
     output_len: int = 256
-    tokens: int = 1536
+    tokens: int = 1024
     """Of a long prompt."""
-    every_s: float = 2.0
+    every_s: float = 4.0
+    prompts: int = 8
+    """Most of them in a round: a server that cannot keep up is not buried in them."""
     rounds: int = 2
     devices: tuple[str, ...] = ()
     """Of the two engines; both wherever the model goes by default when empty."""
@@ -149,7 +151,7 @@ async def measure(url: str, settings: Settings, seed: int, figures: Figures) -> 
     streams = asyncio.create_task(_finished(load, bodies, settings.output_len))
     arrivals: list[asyncio.Task[serve.Tally]] = []
     await asyncio.wait([streams], timeout=settings.every_s / 2)
-    while not streams.done():
+    while not streams.done() and len(arrivals) < settings.prompts:
         long = list(load.bodies(1, settings.tokens, LONG_OUTPUT, seed + 1000 + len(arrivals)))
         arrivals.append(asyncio.create_task(_finished(load, long, LONG_OUTPUT)))
         await asyncio.wait([streams], timeout=settings.every_s)

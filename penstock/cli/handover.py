@@ -19,8 +19,9 @@ def handover(
     model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
     streams: Annotated[int, typer.Option(min=1, help="Streams that run meanwhile.")] = 8,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 256,
-    tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts that arrive.")] = 1536,
-    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two of them.")] = 2.0,
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts that arrive.")] = 1024,
+    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two of them.")] = 4.0,
+    prompts: Annotated[int, typer.Option(min=1, help="Most of them in a round.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each server.")] = 2,
     device: Annotated[
         list[str] | None, typer.Option(help="Device of the first engine of a server; again for the second.")
@@ -58,6 +59,7 @@ def handover(
         output_len=output_len,
         tokens=tokens,
         every_s=every,
+        prompts=prompts,
         rounds=rounds,
         devices=tuple(device or ()),
         kv_dtype=kv_dtype.value,

@@ -20,7 +20,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,10 +173,9 @@ class Engine:
 
     def load_snapshot(self) -> Load:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
-        handover = None if self.exchange is None else replace(self.exchange.counts)
-        return Load(
+        load = Load(
             running=len(scheduler.running),
-            waiting=scheduler.waiting + self._constraints.opening + (handover.waiting if handover else 0),
+            waiting=scheduler.waiting + self._constraints.opening,
             used_blocks=pool.used,
             cached_blocks=pool.cached,
             total_blocks=pool.capacity,
@@ -187,18 +185,14 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
-            host_blocks=pool.host.used if pool.host else 0,
-            total_host_blocks=pool.host.capacity if pool.host else 0,
-            offloaded_blocks=pool.host.offloaded if pool.host else 0,
-            restored_blocks=pool.host.restored if pool.host else 0,
             host_hit_tokens=scheduler.host_hit_tokens,
-            drafts=self.speculation.drafts if self.speculation else 0,
-            draft_tokens=self.speculation.draft_tokens if self.speculation else 0,
-            accepted_tokens=self.speculation.accepted_tokens if self.speculation else 0,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
-            handover=handover,
         )
+        for part in (pool.host, self.speculation, self.exchange):
+            if part is not None:
+                part.report(load)
+        return load
 
     def check_idle(self) -> None:
         """Assert that an engine without work holds nothing; for tests and soaks."""

@@ -294,20 +294,16 @@ class EngineServer:
         if self._handovers.open:
             for request in self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None):
                 self._accept(request.request_id, partial(self._engine.submit, request))
-        if self._state == "drowsy" and self._idle:
+        if self._state == "drowsy" and not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
             self._fall_asleep()
         if self._drain_until is not None:
             if not self._said_leaving:
                 self._said_leaving = True
                 self._peers.tell_all(Leaving(), now)
-            if self._idle:
+            if not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
-
-    @property
-    def _idle(self) -> bool:
-        return not self._engine.has_work and not self._handovers.busy and self._peers.flushed
 
     def _doze(self) -> None:
         """Told to sleep: at once when idle, otherwise when what runs has finished."""

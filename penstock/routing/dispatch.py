@@ -184,10 +184,11 @@ class Dispatcher:
         while able:
             member = able.pop(0 if alone else self._choose(request, able, expected, now))
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
-            sent, helper = self._handovers.arrange(request, member, self._members, now)
+            sent = request if alone else self._handovers.arrange(request, leg, self._members, now)
             try:
                 member.backend.submit(sent, leg, flight.index)
             except ApiError as error:
+                leg.helped(now)
                 refusal = error
                 continue
             flight.legs.append(leg)
@@ -195,11 +196,7 @@ class Dispatcher:
             member.legs[flight.id] = leg
             if not alone:
                 member.breaker.began()
-                tokens = len(request.prompt) + len(request.produced)
-                member.meter.sent(flight.id, tokens, expected, now)
-                if helper is not None:
-                    leg.helper = helper
-                    helper.meter.sent(flight.id, tokens, 0, now)
+                member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
             return member
         raise refusal or EngineUnavailable("No replica of this model can take this request now; try again.")
 
@@ -224,14 +221,8 @@ class Dispatcher:
         for leg in legs:
             self._end(leg, abort=True)
 
-    def _helped(self, leg: Leg) -> None:
-        """Its prompt is computed, or nobody needs it any more."""
-        if leg.helper is not None:
-            leg.helper.meter.ended(leg.flight.id, self._clock())
-            leg.helper = None
-
     def _end(self, leg: Leg, *, abort: bool) -> None:
-        self._helped(leg)
+        leg.helped(self._clock())
         leg.member.legs.pop(leg.flight.id, None)
         if leg.metered:
             leg.member.meter.ended(leg.flight.id, self._clock())
@@ -253,7 +244,7 @@ class Dispatcher:
         if leg.metered:
             leg.member.meter.received(delta, self._clock())
         if not flight.begun:
-            self._helped(leg)
+            leg.helped(self._clock())
             flight.stop_hedging()
             for other in flight.legs:
                 if other is not leg:

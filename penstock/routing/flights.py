@@ -109,6 +109,12 @@ class Leg:
         self.helper: Member | None = None
         """Who computes its prompt, until it has a token."""
 
+    def helped(self, now: float) -> None:
+        """Its prompt is computed, or nobody needs it any more."""
+        if self.helper is not None:
+            self.helper.meter.ended(self.flight.id, now)
+            self.helper = None
+
     def put(self, index: int, delta: Delta) -> None:
         self._on_delta(self, delta)
 

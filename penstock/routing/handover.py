@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from penstock.backends.native import NativeBackend
 from penstock.engine.request import Handover, Request
+from penstock.routing.flights import Leg
 from penstock.routing.member import Member
 
 log = logging.getLogger("penstock.routing")
@@ -37,22 +38,23 @@ class Handovers:
         self._refused: set[tuple[str, str]] = set()
         """Instances whose blocks were found not to fit, of which the log tells once."""
 
-    def arrange(
-        self, request: Request, member: Member, members: Sequence[Member], now: float
-    ) -> tuple[Request, Member | None]:
-        """The request as `member` shall have it, and who computes its prompt when that is not `member` itself."""
-        tokens = len(request.prompt) + len(request.produced)
+    def arrange(self, request: Request, leg: Leg, members: Sequence[Member], now: float) -> Request:
+        """The request as the replica of `leg` shall have it: with the address of whoever computes its prompt, when that
+        is another, which is the leg's helper from now on."""
+        member, tokens = leg.member, len(request.prompt) + len(request.produced)
         if member.role != "decode" or tokens < self._policy.least_tokens:
-            return request, None
+            return request
         helpers = [other for other in members if other.role == "prefill" and other.takes(request)]
         helpers = [other for other in helpers if self._fits(other, member)]
         if not helpers:
-            return request, None
+            return request
         helper = min(helpers, key=lambda other: other.view(now).queued_tokens)
         backend = helper.backend
         assert isinstance(backend, NativeBackend)
         source = Handover(backend.endpoint, backend.public_key, self._policy.least_tokens, self._policy.wait_s)
-        return replace(request, handover=source), helper
+        leg.helper = helper
+        helper.meter.sent(leg.flight.id, tokens, 0, now)
+        return replace(request, handover=source)
 
     def _fits(self, helper: Member, member: Member) -> bool:
         """Whether the one can use the other's blocks. The engines check it too; asking in vain would cost time."""

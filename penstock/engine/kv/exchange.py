@@ -12,13 +12,14 @@ evicted. Slots come from `slots` and go back there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.hashing import block_names
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.request import HandoverLoad, Request
+from penstock.engine.request import HandoverLoad, Load, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
@@ -133,6 +134,10 @@ class BlockExchange:
         """Give up blocks in the order of their sequence; ends first, so that beginnings are evicted last."""
         for block in reversed(blocks):
             self._pool.release(block)
+
+    def report(self, load: Load) -> None:
+        load.handover = replace(self.counts)
+        load.waiting += self.counts.waiting
 
     def _block(self, name: bytes) -> int:
         block = self._pool.find(name)

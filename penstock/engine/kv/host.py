@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from penstock.engine.request import Load
+
 IDLE_COPIES = 32
 """Most idle blocks copied out in one step, so that tidying up never delays a step noticeably."""
 
@@ -114,6 +116,10 @@ class HostTier:
         self._moving.clear()
         self._cooling.clear()
         self._transfers = Transfers()
+
+    def report(self, load: Load) -> None:
+        load.host_blocks, load.total_host_blocks = self.used, self.capacity
+        load.offloaded_blocks, load.restored_blocks = self.offloaded, self.restored
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""
