@@ -122,9 +122,7 @@ def _assemble(
         runner.record(part.token_budget)
     if runner.graphs is not None:
         with phases("graphs"):
-            runner.graphs.capture_all()
-            if runner.adapted_graphs is not None:
-                runner.adapted_graphs.capture_all()
+            runner.capture_graphs()
     with phases("warm up"):
         _warm_up(engine)
     if engine.adapters is not None:

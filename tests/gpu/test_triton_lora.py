@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from gpu_harness import (
     rand,
     time_us,
 )
-from test_triton_attention import Case, build
+from test_triton_attention import build
 from test_triton_attention import layout as heads_of
 from test_triton_gemv import linear64, make_weight
 
@@ -35,8 +37,10 @@ sys.path.insert(0, str(ROOT))
 from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear, ReferenceLora  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.kernels.triton import gemv  # noqa: E402
 from penstock.engine.kernels.triton.addends import Addends  # noqa: E402
 from penstock.engine.kernels.triton.lora import TritonLora  # noqa: E402
+from penstock.engine.kernels.triton.norm import rms_norm  # noqa: E402
 from penstock.engine.kernels.triton.ops import TritonOps  # noqa: E402
 from penstock.engine.layers.cuda_linear import CudaLinear  # noqa: E402
 
@@ -49,6 +53,7 @@ TINY = AdapterLayout(
         Site("gate_up", ("g", "u"), (96, 96), 64),
     ),
     2,
+    by_output=True,
 )
 COS_SIN = rand(64, 16)
 SMALL = AdapterLayout(
@@ -58,6 +63,7 @@ SMALL = AdapterLayout(
         Site("gate_up", ("g", "u"), (16, 16), 48),
     ),
     1,
+    by_output=True,
 )
 """The interpreter takes its time for every program."""
 LLAMA = AdapterLayout(
@@ -68,19 +74,21 @@ LLAMA = AdapterLayout(
         Site("down", ("d",), (4096,), 14336),
     ),
     1,
+    by_output=True,
 )
 
 
 def adapter(layout: AdapterLayout, rank: int, dtype: torch.dtype, skip: int | None = None) -> LoadedAdapter:
-    ranks = torch.full((len(layout.sites),), rank, dtype=torch.int32)
+    width = layout.width(rank)
+    ranks = torch.full((len(layout.sites),), width, dtype=torch.int32)
     if skip is not None:
         ranks[skip] = 0
-    data = rand(rank * layout.unit, dtype=dtype, scale=0.2).cpu()
+    data = rand(width * layout.unit, dtype=dtype, scale=0.2).cpu()
     return LoadedAdapter("", rank, "", data, ranks)
 
 
 def kernels(layout: AdapterLayout, ranks: list[int], dtype: torch.dtype, most: int) -> tuple[TritonLora, ReferenceLora]:
-    ours, reference = TritonLora(layout, len(ranks), most, dtype, DEVICE), ReferenceLora(len(ranks), DEVICE)
+    ours, reference = TritonLora(layout, len(ranks), most, dtype, DEVICE), ReferenceLora(layout, len(ranks), DEVICE)
     for slot, rank in enumerate(ranks):
         loaded = adapter(layout, rank, dtype, skip=1 if slot == 2 else None)
         ours.put(slot, loaded)
@@ -124,22 +132,25 @@ def test_adapters_inside_the_launch_of_a_linear() -> None:
             mixed = rng.integers(-1, 4, tokens).astype(np.int32)
             mixed[0] = 3
             for slots in [mixed] if QUICK else [mixed, np.full(tokens, 3, np.int32), np.full(tokens, -1, np.int32)]:
-                ours.begin(slots)
                 reference.begin(slots)
                 inside(f"{weight_dtype} {slots}", layout, ours, reference, slots, dtype, weight_dtype)
 
 
 def inside(name: str, layout: AdapterLayout, ours: TritonLora, reference: ReferenceLora, slots: np.ndarray, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501
-    tokens = len(slots)
-    for layer in range(layout.layers):
-        for index, site in enumerate(layout.sites):
+    """Behind a norm, which makes the products with A, and without one."""
+    tokens, eps = len(slots), 1e-5
+    for normed in (True, False):
+        ours.begin(slots)
+        for layer, (index, site) in itertools.product(range(layout.layers), enumerate(layout.sites)):
             placed = layout.place(layer, index)
             gated = site.attribute == "gate_up"
             x = rand(tokens, site.inputs, dtype=dtype)
+            gain = rand(site.inputs, dtype=dtype) if normed else None
+            seen = x if gain is None else rms_norm(x, gain, eps)
             weight, scale = make_weight(site.outputs, site.inputs, weight_dtype)
             residual = rand(tokens, site.outputs, dtype=dtype) if site.attribute in ("output", "down") else None
-            want = linear64(x, weight, scale=scale).float()
-            reference.add(x.float(), want, placed)
+            want = linear64(seen, weight, scale=scale).float()
+            reference.add(seen.float(), want, placed)
             if gated:
                 gate, up = want.chunk(2, dim=-1)
                 want = torch.nn.functional.silu(gate) * up
@@ -147,8 +158,10 @@ def inside(name: str, layout: AdapterLayout, ours: TritonLora, reference: Refere
                 want = want + residual.float()
             linear = CudaLinear(weight, None, scale)
             with poisoned_outputs():
-                got = linear.fused(x, residual=residual, gated=gated, lora=ours.inline(placed))
-            check(f"inline {name} {site.attribute}", got, want, 3 * TOLERANCE[dtype])
+                got = linear.fused(
+                    x, norm=gain, eps=eps, residual=residual, gated=gated, lora=ours.inline(placed)
+                )  # fmt: skip
+            check(f"inline {name} {site.attribute}, norm {normed}", got, want, 3 * TOLERANCE[dtype])
 
 
 def test_what_follows_a_linear_adds_what_ran_beside_it() -> None:
@@ -295,45 +308,134 @@ def test_adapters_on_fp8_weights() -> None:
         assert len(again) == 12
 
 
-def bench_lora_layer() -> Iterator[Row]:
-    """The linears of an 8B layer and what stands between them, attention left out, with and without adapters."""
-    dtype, eps = torch.bfloat16, 1e-5
-    ops, heads, cos_sin = TritonOps(DEVICE), heads_of(32, 8, 128), rand(64, 128)
-    linears = [CudaLinear(make_weight(site.outputs, site.inputs, dtype)[0], None) for site in LLAMA.sites]
-    gain = rand(4096, dtype=dtype)
-    shapes = ((1, 1), (8, 1), (8, 8), (64, 1), (64, 20)) if MODE != "compile" else ((1, 1), (8, 8))
-    for tokens, count in shapes:
-        ours = TritonLora(LLAMA, count, 16, dtype, DEVICE)
-        for slot in range(count):
-            ours.put(slot, adapter(LLAMA, 16, dtype))
-        ours.begin(np.arange(tokens, dtype=np.int32) % count)
-        case = build([1] * tokens, [20] * tokens, heads, dtype)
-        residual = rand(tokens, 4096, dtype=dtype)
-        adapted = [FusedAdaptedLinear(linear, ours, LLAMA.place(0, i)) for i, linear in enumerate(linears)]
+class _Plain(CudaLinear):
+    def __call__(self, x: Any) -> torch.Tensor:
+        if MODE == "compile":  # the vendor's product is slow on a CPU, and nothing to compile
+            return torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype)
+        return super().__call__(x)
 
-        def rope(x: object, case: Case = case) -> torch.Tensor:
-            q = ops.rope_and_cache(x, heads, cos_sin, case.batch, case.k_cache, case.v_cache, None, None, eps)
+
+class Stack:
+    """Several 8B layers, attention left out: their linears with and without adapters, and what stands between."""
+
+    def __init__(self, layers: int = 1 if MODE == "compile" else 8) -> None:
+        self.dtype, self.eps = torch.bfloat16, 1e-5
+        self.layout = AdapterLayout(LLAMA.sites, layers, by_output=True)
+        self.ops, self.heads, self.cos_sin = TritonOps(DEVICE), heads_of(32, 8, 128), rand(64, 128)
+        self.linears = [
+            [_Plain(make_weight(site.outputs, site.inputs, self.dtype)[0], None) for site in LLAMA.sites]
+            for _ in range(layers)
+        ]
+        self.gain = rand(4096, dtype=self.dtype)
+
+    def adapters(self, tokens: int, count: int, sites: Sequence[int] = range(4)) -> TritonLora:
+        """`count` adapters of rank 16 on these sites, the tokens' in turn."""
+        lora = TritonLora(self.layout, count, 16, self.dtype, DEVICE)
+        loaded = adapter(self.layout, 16, self.dtype)
+        for site in range(4):
+            if site not in sites:
+                loaded.ranks[site] = 0
+        for slot in range(count):
+            lora.put(slot, loaded)
+        lora.begin(np.arange(tokens, dtype=np.int32) % count)
+        return lora
+
+    def adapted(self, lora: TritonLora, sites: int = 4) -> list[list[Any]]:
+        return [
+            [
+                FusedAdaptedLinear(linear, lora, self.layout.place(i, j)) if j < sites else linear
+                for j, linear in enumerate(layer)
+            ]
+            for i, layer in enumerate(self.linears)
+        ]
+
+    def pass_of(
+        self, tokens: int, layers: list[list[Any]], lora: TritonLora | None, most_fused: int = 8
+    ) -> Callable[[], None]:
+        case, residual = (
+            build([1] * tokens, [20] * tokens, self.heads, self.dtype),
+            rand(tokens, 4096, dtype=self.dtype),
+        )
+        ops, gain, eps = self.ops, self.gain, self.eps
+
+        def rope(x: Any) -> torch.Tensor:
+            q = ops.rope_and_cache(x, self.heads, self.cos_sin, case.batch, case.k_cache, case.v_cache, None, None, eps)
             return q.flatten(1)
 
-        def few(qkv: Any, output: Any, gate_up: Any, down: Any, residual: torch.Tensor = residual) -> None:
-            x = rope(qkv.fused(residual, norm=gain, eps=eps))
-            output.fused(x, residual=residual)
-            down.fused(gate_up.fused(residual, norm=gain, eps=eps, gated=True), residual=residual)
+        def few() -> None:
+            for qkv, output, gate_up, down in layers:
+                x = rope(qkv.fused(residual, norm=gain, eps=eps))
+                output.fused(x, residual=residual)
+                down.fused(gate_up.fused(residual, norm=gain, eps=eps, gated=True), residual=residual)
 
-        def many(qkv: Any, output: Any, gate_up: Any, down: Any, residual: torch.Tensor = residual) -> None:
+        def many() -> None:
             x = ops.rms_norm(residual, gain, eps)
-            x = ops.add_rms_norm(output(rope(qkv(x))), residual, gain, eps)
-            ops.add_rms_norm(down(ops.silu_mul(gate_up(x))), residual, gain, eps)
+            for qkv, output, gate_up, down in layers:
+                x = ops.add_rms_norm(output(rope(qkv(x))), residual, gain, eps)
+                x = ops.add_rms_norm(down(ops.silu_mul(gate_up(x))), residual, gain, eps)
 
-        run = few if tokens <= 8 else many
-        sides = [linears, adapted] if MODE != "compile" else [adapted]  # not the vendor's product, on a CPU
-        plain, mixed = ([time_us([lambda run=run, side=side: run(*side)]) for side in sides] * 2)[:2]
-        label = f"8B layer, {tokens} tokens"
-        if tokens == 1 and MODE != "compile":
-            apart = time_us([lambda side=adapted: many(*side)])
-            yield f"{label}: beside the linears instead", apart, f"{apart / plain:.3f}x"
-        yield f"{label}: without", plain, ""
-        yield f"{label}: {count} adapters of rank 16", mixed, f"{mixed / plain:.3f}x" if plain else "-"
+        def step() -> None:
+            if lora is not None:
+                lora._begin(lora._step)  # a pass begins
+            (few if tokens <= most_fused else many)()
+
+        return step
+
+
+def bench_lora_layer() -> Iterator[Row]:
+    """The linears of an 8B layer and what stands between them, attention left out, with and without adapters."""
+    stack = Stack()
+    layers = stack.layout.layers
+    for tokens, counts in ((1, (1,)), (8, (1, 8)), (64, (1, 20))):
+        plain = 0.0
+        if MODE != "compile":  # not the vendor's product, on a CPU
+            plain = time_us([stack.pass_of(tokens, stack.linears, None)]) / layers
+            yield f"8B layer, {tokens} tokens: without", plain, ""
+            if tokens == 8:
+                chosen, gemv.vendor_wins = gemv.vendor_wins, lambda *_: False
+                own = time_us([stack.pass_of(tokens, stack.linears, None)]) / layers
+                gemv.vendor_wins = chosen
+                yield f"8B layer, {tokens} tokens: without, by our own products", own, f"{own - plain:+.1f} us"
+        for wide, count in itertools.product((True, False), counts):
+            lora, name = stack.adapters(tokens, count, range(4)), "every linear" if wide else "qkv"
+            mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
+            ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
+            yield f"8B layer, {tokens} tokens: {count} adapters, {name}", mixed, ratio
+
+
+def tune_lora_rows() -> Iterator[Row]:
+    """Each linear of a single token with and without its adapter, over launch shapes."""
+    stack = Stack()
+    lora = stack.adapters(1, 1, range(4))
+    chosen = gemv.choose
+    adapted, none = stack.adapted(lora), stack.adapters(1, 1, [])
+    untouched = stack.adapted(none)
+    for index, site in enumerate(LLAMA.sites):
+        gated = site.attribute == "gate_up"
+        normed = site.inputs == 4096 and index in (0, 2)
+        x, residual = rand(1, site.inputs, dtype=stack.dtype), rand(1, 4096, dtype=stack.dtype)
+        folded: dict[str, Any] = {"gated": gated}
+        folded |= {"norm": stack.gain, "eps": stack.eps} if normed else {"residual": residual}
+        shapes: list[tuple[int, int] | None] = [None, (1, 8), (2, 8), (2, 4), (4, 4)]
+        for shape in shapes:
+            if shape is not None:
+                config = gemv.GemvConfig("rows", shape[0], shape[1] * 256, shape[1], 1)
+                gemv.choose = lambda *_, config=config: config
+            try:
+                times = []
+                for side, kernel in ((stack.linears, None), (untouched, none), (adapted, lora)):
+
+                    def call(at: int, x: torch.Tensor, folded: dict[str, Any], side: Any = side, kernel: Any = kernel) -> None:  # fmt: skip  # noqa: E501
+                        if kernel is not None:
+                            kernel._begin(kernel._step)
+                        for layer in side:
+                            layer[at].fused(x, **folded)
+
+                    times.append(time_us([partial(call, index, x, folded)]) / stack.layout.layers)
+            finally:
+                gemv.choose = chosen
+            rate = f"not on this linear {times[1] - times[0]:+.2f}, with {times[2] - times[0]:+.2f}"
+            yield f"{site.attribute} {shape}", times[0], rate
 
 
 def bench_lora() -> Iterator[Row]:

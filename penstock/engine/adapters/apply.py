@@ -106,9 +106,9 @@ class FusedAdaptedLinear:
         return cast(InlineLinear, self.base).fused(x, lora=self._kernel.inline(self._placed), **folded)
 
 
-def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:
-    """`decoder` with adapters. Activations stay plain tensors. Norms and residuals stay outside the linears, unless all
-    of these take adapters into their launch."""
+def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites: int | None = None) -> Decoder:
+    """`decoder` with adapters, on the first `sites` of the layout or on all. Activations stay plain tensors. Norms and
+    residuals stay outside the linears, unless all of these take adapters into their launch."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
     if isinstance(kernel, FusedLora) and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
@@ -120,7 +120,7 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decode
     for number, layer in enumerate(decoder.layers):
         own: dict[str, Any] = {}
         inner: dict[str, Any] = {}
-        for index, site in enumerate(layout.sites):
+        for index, site in enumerate(layout.sites[:sites]):
             holder, found = (layer, own) if hasattr(layer, site.attribute) else (layer.mlp, inner)
             placed = layout.place(number, index)
             found[site.attribute] = made(getattr(holder, site.attribute), kernel, placed)
@@ -134,7 +134,8 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decode
 class ReferenceLora:
     """See `LoraKernel`: plain PyTorch, any device; the definition the others are tested against."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
+        self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
         self._device = device
@@ -155,16 +156,16 @@ class ReferenceLora:
         for slot, tokens in self._groups:
             adapter, data = self._adapters[slot], self._data[slot]
             assert adapter is not None and data is not None
-            if adapter.ranks[placed.index]:
-                y.index_add_(0, tokens, _delta(x[tokens], data, adapter.rank, placed))
+            width = int(adapter.ranks[placed.index])
+            if width:
+                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed))
 
-
-def _delta(x: Tensor, data: Tensor, rank: int, placed: PlacedSite) -> Tensor:
-    site = placed.site
-    parts = len(site.sizes)
-    begin, middle = rank * placed.start, rank * (placed.start + parts * site.inputs)
-    down = data[begin:middle].view(parts, rank, site.inputs)
-    up = data[middle : middle + rank * site.outputs].view(rank, site.outputs)
-    columns = torch.split(up, list(site.sizes), dim=1)
-    sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
-    return torch.cat(sums, dim=1).to(x.dtype)
+    def _delta(self, x: Tensor, data: Tensor, width: int, placed: PlacedSite) -> Tensor:
+        site = placed.site
+        parts = len(site.sizes)
+        begin, middle = width * placed.start, width * (placed.start + parts * site.inputs)
+        down = data[begin:middle].view(parts, width, site.inputs)
+        up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
+        columns = torch.split(up, list(site.sizes), dim=1)
+        sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
+        return torch.cat(sums, dim=1).to(x.dtype)

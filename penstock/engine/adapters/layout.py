@@ -7,13 +7,20 @@ bringing it to the device is one copy:
     for each layer, for each site:   A [parts * r, inputs]   B transposed [r, outputs]     (B holds alpha / r already)
 
 Everything is proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding.
+On CUDA B stays [outputs, r], and r is filled up with zeros to a multiple of 8: what one output needs of B is then one
+aligned read, and a program that computes a single output wastes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from penstock.engine.models.config import ModelConfig
+
+_WIDE = 8
+"""Elements of two bytes in the widest load of a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,16 @@ class AdapterLayout:
 
     sites: tuple[Site, ...]
     layers: int
+    by_output: bool = False
+    """B is [outputs, r] and r a multiple of `_WIDE`; else B is transposed."""
+
+    def width(self, rank: int) -> int:
+        """The r that an adapter of this rank is stored with."""
+        return -(-rank // _WIDE) * _WIDE if self.by_output else rank
+
+    def up(self, flat: Tensor, width: int, outputs: int) -> Tensor:
+        """B of a site as [r, outputs], whatever lies in memory: a view."""
+        return flat.view(outputs, width).t() if self.by_output else flat.view(width, outputs)
 
     @property
     def layer_unit(self) -> int:
@@ -73,7 +90,7 @@ class AdapterLayout:
         return PlacedSite(self.sites[index], layer, index, layer * self.layer_unit + before)
 
 
-def layout_of(config: ModelConfig) -> AdapterLayout:
+def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
     """Attention and feed-forward linears; where there are experts, those of attention only."""
     hidden, ffn = config.hidden_size, config.ffn_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -83,9 +100,9 @@ def layout_of(config: ModelConfig) -> AdapterLayout:
         Site("output", ("self_attn.o_proj",), (hidden,), q_size),
     )
     if config.moe is not None:
-        return AdapterLayout(attention, config.num_layers)
+        return AdapterLayout(attention, config.num_layers, by_output)
     feed_forward = (
         Site("gate_up", ("mlp.gate_proj", "mlp.up_proj"), (ffn, ffn), hidden, "mlp.gate_up_proj"),
         Site("down", ("mlp.down_proj",), (hidden,), ffn),
     )
-    return AdapterLayout((*attention, *feed_forward), config.num_layers)
+    return AdapterLayout((*attention, *feed_forward), config.num_layers, by_output)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,12 @@ class LoadedAdapter:
     data: Tensor
     """Flat, in the order of the model's `AdapterLayout`."""
     ranks: Tensor
-    """int32 [sites]: the rank, or 0 for sites that it does not touch, which are skipped."""
+    """int32 [sites]: the rank as stored, or 0 for sites that it does not touch, which are skipped."""
+    narrow: bool = field(init=False)
+    """It touches query, key and value only, as PEFT's default targets do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "narrow", not self.ranks[1:].any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def read_adapter(
     if not file.exists():
         hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
-    data = torch.zeros(config.rank * layout.unit, dtype=dtype, pin_memory=pin)
+    data = torch.zeros(layout.width(config.rank) * layout.unit, dtype=dtype, pin_memory=pin)
     try:
         with safe_open(file, framework="pt") as tensors:
             ranks = _Packer(file, layout, config, data).pack(tensors)
@@ -133,7 +138,7 @@ class _Packer:
                 missing = "B" if "A" in pair else "A"
                 raise CheckpointError(f"{self.file.name}: layer {layer} {module} has no lora_{missing}")
             self._put(layer, module, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
-            ranks[self._places[module][0]] = self.config.rank
+            ranks[self._places[module][0]] = self.layout.width(self.config.rank)
         return ranks
 
     def _put(self, layer: int, module: str, a: Tensor, b: Tensor, *, key: str) -> None:
@@ -152,14 +157,15 @@ class _Packer:
             raise CheckpointError(
                 f"{self.file.name}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"
             )
-        begin, middle = rank * placed.start, rank * (placed.start + len(site.sizes) * site.inputs)
-        down = self.data[begin:middle].view(len(site.sizes), rank, site.inputs)
-        up = self.data[middle : middle + rank * site.outputs].view(rank, site.outputs)
+        width = self.layout.width(rank)
+        begin, middle = width * placed.start, width * (placed.start + len(site.sizes) * site.inputs)
+        down = self.data[begin:middle].view(len(site.sizes), width, site.inputs)
+        up = self.layout.up(self.data[middle : middle + width * site.outputs], width, site.outputs)
         row, column = 0, sum(site.sizes[: parts[0]])
         for part in parts:
             size = site.sizes[part]
-            down[part] = a
-            up[:, column : column + size] = b[row : row + size].t()
+            down[part, :rank] = a
+            up[:rank, column : column + size] = b[row : row + size].t()
             row, column = row + size, column + size
 
 
@@ -179,11 +185,12 @@ def random_adapter(
     modules: Collection[str] | None = None,
 ) -> LoadedAdapter:
     """An adapter of small noise on `modules`, or on all, for benchmarks: it costs what a trained one does."""
-    noise = torch.randn(rank * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
+    width = layout.width(rank)
+    noise = torch.randn(width * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
     ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
     for index, site in enumerate(layout.sites):
         if modules is None or any(module in modules for module in site.modules):
-            ranks[index] = rank
+            ranks[index] = width
     if pin:
         noise, ranks = noise.pin_memory(), ranks.pin_memory()
     return LoadedAdapter(name, rank, _digest(noise), noise, ranks)

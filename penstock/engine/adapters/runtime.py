@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.engine.adapters.apply import LoraKernel, ReferenceLora, adapt
+from penstock.engine.adapters.apply import FusedLora, LoraKernel, ReferenceLora, adapt
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
@@ -22,13 +22,21 @@ class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
 
     def __init__(
-        self, pool: AdapterPool, kernel: LoraKernel, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype
+        self,
+        pool: AdapterPool,
+        kernel: LoraKernel,
+        decoder: Decoder,
+        layout: AdapterLayout,
+        dtype: torch.dtype,
+        narrow: Decoder | None = None,
     ) -> None:
-        """`dtype`: that adapters are kept in."""
+        """`dtype`: that adapters are kept in. `narrow`: a decoder for steps in which all of them are (see
+        `LoadedAdapter`), where looking for adapters at the other linears would cost something."""
         self.dtype = dtype
         self.pool = pool
         self.kernel = kernel
         self.decoder = decoder
+        self.narrow = narrow
         self.layout = layout
 
     def settle(self) -> None:
@@ -38,13 +46,19 @@ class AdapterRuntime:
             self.kernel.put(*moves[0])
             del moves[0]  # only now: a copy that failed is made again
 
-    def begin(self, batch: Batch) -> bool:
-        """Prepare the kernel for a batch; False when no sequence of it uses an adapter."""
+    def begin(self, batch: Batch) -> Decoder | None:
+        """Prepare the kernel for a batch; the decoder that runs it, None when no sequence of it uses an adapter."""
         slots = slots_of(batch)
         if slots.max() < 0:
-            return False
+            return None
         self.kernel.begin(slots)
-        return True
+        return self.narrow if self.narrow is not None and is_narrow(batch) else self.decoder
+
+
+def is_narrow(batch: Batch) -> bool:
+    """Whether all adapters of a batch are; see `LoadedAdapter`."""
+    adapters = (chunk.seq.adapter for chunk in batch.chunks)
+    return all(adapter is None or adapter.narrow for adapter in adapters)
 
 
 def slots_of(batch: Batch) -> np.ndarray:
@@ -69,7 +83,7 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
         return None
     _check(config, slots)
     device = decoder.embedding.device
-    layout = layout_of(decoder.config)
+    layout = layout_of(decoder.config, by_output=decoder.ops.name == "triton")
     dtype = _adapter_dtype(decoder, layout, dtype)
 
     def read(name: str, source: str) -> LoadedAdapter:
@@ -78,7 +92,8 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
     kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)
-    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout, dtype)
+    narrow = adapt(decoder, kernel, layout, sites=1) if isinstance(kernel, FusedLora) else None
+    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout, dtype, narrow)
 
 
 def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
@@ -91,7 +106,7 @@ def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtyp
         from penstock.engine.kernels.cpu.lora import CpuLora
 
         return CpuLora(decoder.ops.handle, layout, slots, dtype)
-    return ReferenceLora(slots, device)
+    return ReferenceLora(layout, slots, device)
 
 
 def _adapter_dtype(decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import GraphLora
-from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.adapters.runtime import AdapterRuntime, is_narrow
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.cpu.tape import Tape, record
 from penstock.engine.kernels.interface import Ints
@@ -118,6 +118,7 @@ class Runner:
         self.tape: Tape | None = None
         self.mover = mover
         self.adapted_graphs: DecodeGraphs | None = None
+        self.narrow_graphs: DecodeGraphs | None = None
         self.adapted_tape: Tape | None = None
         """For steps in which some sequence uses an adapter."""
         # The other ranks are told of every step and launch it themselves: they have no graphs.
@@ -125,6 +126,8 @@ class Runner:
             self.graphs = DecodeGraphs(decoder, kv, self.rows, max_rows=max_rows, max_tokens=max_verified)
             if adapters is not None and isinstance(adapters.kernel, GraphLora):
                 self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)
+                if adapters.narrow is not None:
+                    self.narrow_graphs = self.graphs.with_adapters(adapters.narrow, adapters.kernel)
 
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
@@ -144,8 +147,8 @@ class Runner:
             return self._replay(graphs, batch)
         packed = self.inputs.pack(batch)
         decoder, tape = self.decoder, self.tape
-        if self.adapters is not None and self.adapters.begin(batch):
-            decoder, tape = self.adapters.decoder, self.adapted_tape
+        if self.adapters is not None and (adapted := self.adapters.begin(batch)) is not None:
+            decoder, tape = adapted, self.adapted_tape
         step = PendingStep(batch, self.rows)
         if tape is not None and tape.fits(batch.num_tokens, len(packed.host.rows), len(packed.sample_at)):
             self._play(tape, step, packed)
@@ -161,8 +164,15 @@ class Runner:
         """The graphs that can run a batch; None when it has to be launched kernel by kernel."""
         if self.graphs is None or not self.graphs.fits(batch):
             return None
-        adapted = self.adapters is not None and any(chunk.seq.slot >= 0 for chunk in batch.chunks)
-        return self.adapted_graphs if adapted else self.graphs
+        if self.adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
+            return self.graphs
+        return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
+
+    def capture_graphs(self) -> None:
+        """Capture all graphs that steps may need, so that none of them waits for one."""
+        for graphs in (self.graphs, self.adapted_graphs, self.narrow_graphs):
+            if graphs is not None:
+                graphs.capture_all()
 
     def record(self, tokens: int) -> None:
         """On CPU: record the forward pass for steps of up to `tokens` tokens, where it can be."""

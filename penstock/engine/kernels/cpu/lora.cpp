@@ -126,6 +126,14 @@ void in_groups(int count, F&& body) {
     if (count - m == 1) body(m, std::integral_constant<int, 1>());
 }
 
+// Whether an adapter of the step touches the site: else the pool need not be woken.
+bool touched(const LoraArgs& a) {
+    const LoraStep& step = *a.step;
+    for (int32_t tile = 0; tile < step.tiles; ++tile)
+        if (a.ranks[step.tile_slots[tile] * a.sites + a.site]) return true;
+    return false;
+}
+
 template <class T, class W>
 void apply(Context* ctx, const LoraArgs& a) {
     const LoraStep& step = *a.step;
@@ -184,6 +192,7 @@ PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
     const LoraStep& step = *args->step;
     for (int32_t i = 0; i < step.entries; ++i)
         if (uint32_t(step.order[i]) >= uint64_t(args->tokens)) return 1;
+    if (!touched(*args)) return 0;
     switch (args->dtype) {
         case 0: args->matrix_dtype ? apply<float, f16>(ctx, *args) : apply<float, float>(ctx, *args); break;
         case 1: apply<f16, f16>(ctx, *args); break;

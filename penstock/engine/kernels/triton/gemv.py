@@ -24,6 +24,7 @@ from penstock.engine.kernels.triton.common import ceil_div, launch, launch_succe
 from penstock.engine.kernels.triton.epilogue import epilogue
 from penstock.engine.kernels.triton.gemv_shapes import GemvConfig, choose, vendor_wins
 from penstock.engine.kernels.triton.inline_lora import (
+    COPIES,
     TILE_ROWS,
     InlineLora,
     expand,
@@ -35,6 +36,7 @@ from penstock.engine.kernels.triton.inline_lora import (
     up_rows,
 )
 from penstock.engine.kernels.triton.norm import rms_norm
+from penstock.engine.kernels.triton.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this the vendor's matrix product is the better choice."""
@@ -92,62 +94,61 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
-    SITE: tl.constexpr = 0,
-    SITES: tl.constexpr = 0,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
     END_1: tl.constexpr = 0,
-    OUTPUTS: tl.constexpr = 0,
-    REPLICAS: tl.constexpr = 0,
+    REPLICAS: tl.constexpr = 1,
     SHRINKS: tl.constexpr = 0,
+    ADAPTED: tl.constexpr = False,
 ) -> None:
-    ADAPTED: tl.constexpr = SHRINKS > 0
+    READY: tl.constexpr = SHRINKS == 0
     program = tl.program_id(0)
-    if ADAPTED:  # noqa: SIM102 - known when compiled; the other is not
+    if not READY:  # noqa: SIM102 - known when compiled; the other is not
         if program < SHRINKS:
             shrink_row(
                 program, x_ptr, bank_ptr, ranks_ptr, slots_ptr, sums_ptr, slot_stride, start,
-                K, BLOCK_K, SITE, SITES, R, PARTS, REPLICAS, PDL,
+                K, BLOCK_K, R, PARTS, REPLICAS, PDL,
             )  # fmt: skip
             return
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
+    LATE: tl.constexpr = STEPS // 2
     first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
     for _r in tl.static_range(ROWS):
         acc = acc + (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
     launch_successor(PDL)
+    one = tl.arange(0, 1)
+    if ADAPTED:
+        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, one, 1)
     # Weights are constants: their first loads may be under way before the input is there.
     early = ()
     for step in tl.static_range(EARLY):
         at = step * BLOCK_K + k
         for r in tl.static_range(ROWS):
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
-    one = tl.arange(0, 1)
     i = tl.arange(0, BLOCK_N)
     n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)
-    if ADAPTED:
-        # So are the adapter's, and its products may be there already.
-        in_n = n < N
-        sums_ptr += program % REPLICAS * (PARTS * R)
-        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, one, 1, SITE, SITES)
-        part = part_of(first, PARTS, END_0, END_1)
-        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
-        if GATED:
-            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
     wait_for_inputs(PDL)
-    if ADAPTED:
-        at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R)
-        if GATED:
-            at_up, seen_up = look(sums_ptr, one, ranks, 1, 0, PARTS * R)
     for step in tl.static_range(STEPS):
         at = step * BLOCK_K + k
         in_k = at < K
         x = tl.load(x_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if ADAPTED and step == LATE:
+            # Addresses follow from the slot: asked for earlier, these loads would hold up those of the weights.
+            in_n = n < N
+            if REPLICAS > 1:
+                sums_ptr += program % REPLICAS * (PARTS * R)
+            part = part_of(first, PARTS, END_0, END_1)
+            at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R, READY)
+            b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
+            if GATED:
+                at_up, seen_up = look(sums_ptr, one, ranks, 1, 0, PARTS * R, READY)
+                b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
         new = ()
         for r in tl.static_range(ROWS):
             if step >= EARLY:
@@ -162,12 +163,12 @@ def _rows_kernel(
     if ADAPTED:
         delta = expand(
             at_sums, seen, b_rows, bank_ptr, sums_ptr, one, slots, ranks, n, in_n, part, slot_stride, start,
-            K, PARTS, OUTPUTS, R,
+            K, PARTS, R, READY,
         )  # fmt: skip
         if GATED:
             up_delta = expand(
                 at_up, seen_up, b_up, bank_ptr, sums_ptr, one, slots, ranks, N + n, in_n, 1, slot_stride, start,
-                K, PARTS, OUTPUTS, R,
+                K, PARTS, R, READY,
             )  # fmt: skip
     epilogue(
         y, _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
@@ -202,21 +203,20 @@ def _tiles_kernel(
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    SITE: tl.constexpr = 0,
-    SITES: tl.constexpr = 0,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
     END_1: tl.constexpr = 0,
-    OUTPUTS: tl.constexpr = 0,
-    REPLICAS: tl.constexpr = 0,
+    REPLICAS: tl.constexpr = 1,
     SHRINKS: tl.constexpr = 0,
+    ADAPTED: tl.constexpr = False,
 ) -> None:
-    ADAPTED: tl.constexpr = SHRINKS > 0
+    READY: tl.constexpr = SHRINKS == 0
     program = tl.program_id(0)
     b = tl.arange(0, BATCH)
     if ADAPTED:
-        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, b, batch, SITE, SITES)
+        slots, ranks = slots_and_ranks(slots_ptr, ranks_ptr, b, batch)
+    if not READY:
         if program < SHRINKS * batch:
             shrink_tile(
                 program, x_ptr, x_stride, batch, slots, ranks, bank_ptr, sums_ptr, slot_stride, start,
@@ -235,9 +235,9 @@ def _tiles_kernel(
         # On its way while the weights stream; registers are plenty here.
         in_n = n < N
         part = part_of(program * BLOCK_N, PARTS, END_0, END_1)
-        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
+        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
         if GATED:
-            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS, OUTPUTS)
+            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
     wait_for_inputs(PDL)
     for offset in range(0, K, BLOCK_K):
         x_mask = (b < batch)[:, None]
@@ -258,16 +258,16 @@ def _tiles_kernel(
     delta = 0.0
     up_delta = 0.0
     if ADAPTED:
-        at_sums, seen = look(sums_ptr, b, ranks, part, 0, PARTS * R)
+        at_sums, seen = look(sums_ptr, b, ranks, part, 0, PARTS * R, READY)
         delta = expand(
             at_sums, seen, b_rows, bank_ptr, sums_ptr, b, slots, ranks, n, in_n, part, slot_stride, start,
-            K, PARTS, OUTPUTS, R,
+            K, PARTS, R, READY,
         )  # fmt: skip
         if GATED:
-            at_up, seen_up = look(sums_ptr, b, ranks, 1, 0, PARTS * R)
+            at_up, seen_up = look(sums_ptr, b, ranks, 1, 0, PARTS * R, READY)
             up_delta = expand(
                 at_up, seen_up, b_up, bank_ptr, sums_ptr, b, slots, ranks, N + n, in_n, 1, slot_stride, start,
-                K, PARTS, OUTPUTS, R,
+                K, PARTS, R, READY,
             )  # fmt: skip
     epilogue(
         tl.trans(acc), tl.trans(up), n, b, batch, out_ptr, bias_ptr, scale_ptr, residual_ptr,
@@ -294,7 +294,7 @@ def linear(
 
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
-    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launch.
+    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
@@ -308,12 +308,14 @@ def linear(
         out = torch.empty((batch, weight.shape[0] // 2 if gated else weight.shape[0]), dtype=x.dtype, device=x.device)
     # In a product an fp8 weight widens to float16, in one instruction and exactly; so must the input.
     half = batch > 1 and weight.dtype == torch.float8_e4m3fn
-    if norm is not None:
+    if norm is not None and lora is not None:
+        x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
+    elif norm is not None:
         x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    shape = config or choose(n, k, batch, weight.element_size(), gated)
+    shape = config or choose(n, k, batch, weight.element_size(), gated, lora is not None)
     pointers = (
         x,
         weight,
@@ -333,8 +335,10 @@ def linear(
     if lora is not None:
         if any(end % shape.block_n for end in lora.ends):
             shape = replace(shape, block_n=TILE_ROWS, num_warps=1)  # a program's rows lie in one part
-        shrinks = lora.shrinks(shape.kernel == "rows")
-        flags |= {**lora.options, "SHRINKS": shrinks}
+        flags |= {**lora.options, "ADAPTED": True}
+        if norm is None:
+            shrinks = lora.shrinks(shape.kernel == "rows")
+            flags |= {"SHRINKS": shrinks, "REPLICAS": COPIES}
     if batch > 1 and shape.kernel == "rows":
         raise ValueError(f"linear of {batch} tokens: the rows kernel is for one")
     programs = ceil_div(n, shape.block_n)

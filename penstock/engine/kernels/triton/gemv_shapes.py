@@ -28,10 +28,10 @@ def vendor_wins(rows: int, batch: int, weight_size: int) -> bool:
     return batch > 1 and weight_size > 1 and 5000 <= rows <= 65536
 
 
-def choose(n: int, k: int, batch: int, weight_size: int, gated: bool) -> GemvConfig:
+def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, adapted: bool = False) -> GemvConfig:
     """The launch shape for an [n, k] weight of `weight_size`-byte elements (measured on an H200)."""
     if batch == 1:
-        return _choose_rows(n, k, weight_size, gated)
+        return _choose_rows(n, k, weight_size, gated, adapted)
     block_n = 16 if n <= 2048 else 32
     step = 1024 // weight_size if block_n == 16 else 512 // weight_size
     # At least four steps, or there is nothing to pipeline.
@@ -39,7 +39,7 @@ def choose(n: int, k: int, batch: int, weight_size: int, gated: bool) -> GemvCon
     return GemvConfig("tiles", block_n, block_k, block_n // 16, 3 if gated else 4 if block_n == 16 else 5)
 
 
-def _choose_rows(n: int, k: int, weight_size: int, gated: bool) -> GemvConfig:
+def _choose_rows(n: int, k: int, weight_size: int, gated: bool, adapted: bool) -> GemvConfig:
     fit = max(1, next_power_of_2(k) // 256)
     if weight_size == 1:
         # Loads are half as wide, so more rows make up for it; small weights want more programs instead.
@@ -48,8 +48,11 @@ def _choose_rows(n: int, k: int, weight_size: int, gated: bool) -> GemvConfig:
         warps, rows = 4, 4
     elif n * k < 8 << 20:
         warps, rows = 4, 2
+    elif n * k < 20 << 20:
+        warps, rows = (4, 4) if adapted else (8, 2)
     else:
-        warps, rows = 8, 1
+        # Larger programs do not wait for an adapter's products, which take longer than a small program's weights.
+        warps, rows = 8, 4 if adapted and gated else 1
     warps = min(warps, fit)
     # A gated program reads as many up rows as gate rows.
     return GemvConfig("rows", max(1, rows // 2) if gated else rows, warps * 256, warps, 1)

@@ -1,14 +1,17 @@
 """Adapters inside the launch of a linear of few tokens: each token's B(A x), while the weights stream past.
 
-The first programs of the grid multiply by A and publish the products; all others stream their own weight rows, which
-takes longer, then pick the products up and multiply by B. No launch is added, and what follows the linear stays folded
-into it. A product is its own flag: its place holds `UNWRITTEN` until it is there, so no fence orders anything, and who
+The products with A are there before, made by the launch that normalizes x (`norm_shrink`); or, where no norm stands
+before the linear, the first programs of its grid make and publish them, while all others stream their own weight rows,
+which takes longer. Those then multiply by B. No launch is added, and what follows the linear stays folded into it.
+
+A published product is its own flag: its place holds `UNWRITTEN` until it is there, so no fence orders anything, and who
 finds it there at the first look does not wait at all. Programs start in the order of their numbers, so those that are
-waited for run before those that wait. Before each pass the places are cleared (`TritonLora.inline`).
+waited for run before those that wait. The places are cleared once per pass, when also the ranks of its tokens are
+looked up, so that no program has to follow a pointer to a pointer (`open_pass`).
 
 A single token is served by thousands of small programs, and a cache line answers about one request per nanosecond: read
-by all of them, the products would take longer than the weights (measured: three times the step). So they are published
-in many copies, and programs take turns among these.
+by all of them, published products would take longer than the weights (measured: three times the step). So they are
+published in many copies, and programs take turns among these. Products that were there before come from the L1 cache.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.common import INTERPRETED, ceil_div, launch_successor, wait_for_inputs
+from penstock.engine.kernels.triton.common import INTERPRETED, ceil_div, launch, launch_successor, wait_for_inputs
 
 UNWRITTEN = -1
 """The bits of a NaN; a product of these bits would be published as another NaN."""
 RANKS = tl.constexpr(16)
-"""Rows of B taken at a time."""
+"""Columns of B, and the products that meet them, taken at a time."""
+
 COPIES = 64
-"""Of the products of a single token."""
+"""Of the published products of a single token."""
 TILE_ROWS = 16
 """Rows of A per program where several tokens are multiplied at once."""
 
@@ -37,20 +41,18 @@ class InlineLora:
 
     bank: Tensor
     ranks: Tensor
-    """int32 [slots, sites]."""
+    """int32 [tokens]: as stored, of each token's adapter at this linear; 0: nothing is added."""
     slots: Tensor
     """int32 [tokens]: the slot of each token; -1: no adapter."""
     sums: Tensor
     """int32 [tokens, parts * rank]: room for the products with A, all `UNWRITTEN`; for one token, `COPIES` of it."""
     start: int
-    site: int
     rank: int
     """A power of two that no adapter is above."""
     parts: int
     ends: tuple[int, int]
     """Where the first and the second part of the outputs end; multiples of `TILE_ROWS`."""
     inputs: int
-    outputs: int
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
@@ -59,20 +61,62 @@ class InlineLora:
     @property
     def options(self) -> dict[str, int]:
         return {
-            "SITE": self.site,
-            "SITES": self.ranks.shape[1],
             "R": self.rank,
             "PARTS": self.parts,
             "END_0": self.ends[0],
             "END_1": self.ends[1],
-            "OUTPUTS": self.outputs,
-            "REPLICAS": COPIES,
         }
 
     def shrinks(self, one: bool) -> int:
         """Programs that multiply by A: for a single token one per row, else per token and `TILE_ROWS` rows."""
         rows = self.parts * self.rank
         return rows if one else ceil_div(rows, TILE_ROWS)
+
+
+@triton.jit
+def _open_kernel(
+    sums_ptr: tl.tensor,
+    token_ranks_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MOST: tl.constexpr,
+    SITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    tl.store(sums_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=at < PLACES)
+    if program == 0:
+        token = tl.arange(0, MOST)
+        slot = tl.load(slots_ptr + token, mask=token < TOKENS, other=-1)
+        for site in tl.static_range(SITES):
+            rank = tl.load(ranks_ptr + slot * SITES + site, mask=slot >= 0, other=0)
+            tl.store(token_ranks_ptr + site * TOKENS + token, rank, mask=token < TOKENS)
+
+
+def open_pass(sums: Tensor, token_ranks: Tensor, slots: Tensor, ranks: Tensor, *, pdl: bool = False) -> None:
+    """Clear `sums`; `token_ranks` [sites, tokens] from the slots of the tokens and `ranks` [slots, sites]."""
+    sites, tokens = token_ranks.shape
+    launch(
+        _open_kernel,
+        (ceil_div(sums.numel(), 1024),),
+        sums,
+        token_ranks,
+        slots,
+        ranks,
+        PLACES=sums.numel(),
+        TOKENS=tokens,
+        MOST=triton.next_power_of_2(tokens),
+        SITES=sites,
+        BLOCK=1024,
+        num_warps=4,
+        pdl=pdl,
+    )
 
 
 @triton.jit
@@ -109,17 +153,12 @@ def _arrived(at: tl.tensor, seen: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def slots_and_ranks(
-    slots_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    b: tl.tensor,
-    batch: tl.tensor,
-    SITE: tl.constexpr,
-    SITES: tl.constexpr,
+    slots_ptr: tl.tensor, ranks_ptr: tl.tensor, b: tl.tensor, batch: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of each token; rank 0 where there is nothing to add."""
     slots = tl.load(slots_ptr + b, mask=b < batch, other=-1, eviction_policy="evict_last")
-    ranks = tl.load(ranks_ptr + slots * SITES + SITE, mask=slots >= 0, other=0, eviction_policy="evict_last")
-    return slots, ranks
+    ranks = tl.load(ranks_ptr + b, mask=b < batch, other=0, eviction_policy="evict_last")
+    return slots, tl.multiple_of(ranks, 8)
 
 
 @triton.jit
@@ -144,24 +183,40 @@ def up_rows(
     FIRST: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
 ) -> tl.tensor:
-    """Rows FIRST .. FIRST + RANKS of B at columns n, of each token's adapter: [batch, RANKS, columns]."""
+    """Columns FIRST .. FIRST + RANKS of B at outputs n, of each token's adapter: [batch, outputs, RANKS]."""
     r = FIRST + tl.arange(0, RANKS)
     begin = slots.to(tl.int64) * slot_stride + ranks.to(tl.int64) * (start + PARTS * K)
-    at = begin[:, None, None] + (r * OUTPUTS)[None, :, None] + n[None, None, :]
-    mask = (r[None, :] < ranks[:, None])[:, :, None] & in_n[None, None, :]
+    at = begin[:, None, None] + (n[None, :] * ranks[:, None])[:, :, None] + r[None, None, :]
+    mask = (r[None, :] < ranks[:, None])[:, None, :] & in_n[None, :, None]
     return tl.load(bank_ptr + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def look(
-    sums_ptr: tl.tensor, b: tl.tensor, ranks: tl.tensor, part: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr
+    sums_ptr: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    part: tl.tensor,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    READY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where the products that meet those rows of B lie [batch, RANKS], and what is there now."""
+    """Where the products that meet those columns of B lie [batch, RANKS], and what is there now."""
     r = FIRST + tl.arange(0, RANKS)
     at = sums_ptr + b[:, None] * WIDTH + part * ranks[:, None] + r[None, :]
-    return at, tl.load(at, mask=r[None, :] < ranks[:, None], other=0, volatile=True)
+    mask = r[None, :] < ranks[:, None]
+    if READY:
+        seen = tl.load(at, mask=mask, other=0, eviction_policy="evict_last")
+    else:
+        seen = tl.load(at, mask=mask, other=0, volatile=True)
+    return at, seen
+
+
+@triton.jit
+def _times(rows: tl.tensor, at: tl.tensor, seen: tl.tensor, READY: tl.constexpr) -> tl.tensor:
+    sums = seen.to(tl.float32, bitcast=True) if READY else _arrived(at, seen)
+    return tl.sum(rows.to(tl.float32) * sums[:, None, :], axis=2)
 
 
 @triton.jit
@@ -181,18 +236,18 @@ def expand(
     start: tl.tensor,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     R: tl.constexpr,
+    READY: tl.constexpr,
 ) -> tl.tensor:
-    """What adapters add [batch, columns]: of `look` and `up_rows` for the first RANKS, the others are read here."""
-    delta = tl.sum(rows.to(tl.float32) * _arrived(at, seen)[:, :, None], axis=1)
+    """What adapters add [batch, outputs]: of `look` and `up_rows` for the first RANKS, the others are read here."""
+    delta = _times(rows, at, seen, READY)
     if R > RANKS:
         most = tl.max(ranks, axis=0)
         for first in tl.static_range(RANKS, R, RANKS):
             if most > first:
-                more = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, first, K, PARTS, OUTPUTS)
-                places, found = look(sums_ptr, b, ranks, part, first, PARTS * R)
-                delta += tl.sum(more.to(tl.float32) * _arrived(places, found)[:, :, None], axis=1)
+                more = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, first, K, PARTS)
+                places, found = look(sums_ptr, b, ranks, part, first, PARTS * R, READY)
+                delta += _times(more, places, found, READY)
     return delta
 
 
@@ -208,8 +263,6 @@ def shrink_row(
     start: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SITE: tl.constexpr,
-    SITES: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,
     REPLICAS: tl.constexpr,
@@ -220,7 +273,7 @@ def shrink_row(
     k = tl.arange(0, BLOCK_K)
     launch_successor(PDL)
     slot = tl.load(slots_ptr)
-    rank = tl.load(ranks_ptr + slot * SITES + SITE, mask=slot >= 0, other=0)
+    rank = tl.load(ranks_ptr)
     inside = row < PARTS * rank
     a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start + row * K
     matrix = ()

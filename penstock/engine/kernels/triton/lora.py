@@ -28,12 +28,19 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.kernels.triton.addends import Addends
 from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
-from penstock.engine.kernels.triton.gemv import MAX_BATCH
-from penstock.engine.kernels.triton.inline_lora import COPIES, TILE_ROWS, UNWRITTEN, InlineLora
+from penstock.engine.kernels.triton.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
 from penstock.engine.runner.staging import Staging
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
+
+
+@triton.jit
+def _rank_of(
+    slot: tl.tensor, count: tl.tensor, ranks_ptr: tl.tensor, SITE: tl.constexpr, SITES: tl.constexpr
+) -> tl.tensor:
+    """Of a tile of `count` tokens at a site, as stored: a multiple of 8; 0 where there is nothing to add."""
+    return tl.multiple_of(tl.load(ranks_ptr + slot * SITES + SITE, mask=count > 0, other=0), 8)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -69,8 +76,8 @@ def _shrink_kernel(
     wait_for_inputs(PDL)
     count = tl.load(tile_counts_ptr + tile)
     slot = tl.load(tile_slots_ptr + tile)
-    rank = tl.load(ranks_ptr + slot * SITES + SITE)
-    if (count == 0) | (rank == 0):
+    rank = _rank_of(slot, count, ranks_ptr, SITE, SITES)
+    if rank == 0:
         return
     first = tl.load(tile_starts_ptr + tile)
     m = tl.arange(0, BLOCK_M)
@@ -126,8 +133,8 @@ def _expand_kernel(
     wait_for_inputs(PDL)
     count = tl.load(tile_counts_ptr + tile)
     slot = tl.load(tile_slots_ptr + tile)
-    rank = tl.load(ranks_ptr + slot * SITES + SITE)
-    if (count == 0) | (rank == 0):
+    rank = _rank_of(slot, count, ranks_ptr, SITE, SITES)
+    if rank == 0:
         return
     first = tl.load(tile_starts_ptr + tile)
     m = tl.arange(0, BLOCK_M)
@@ -146,9 +153,9 @@ def _expand_kernel(
             for split in tl.static_range(SPLITS):
                 rows = (split * entries + first + m).to(tl.int64) * (PARTS * R) + part * R
                 sums += tl.load(sums_ptr + rows[:, None] + r[None, :], mask=in_m[:, None], other=0.0)
-            inside = (r < rank)[:, None] & (n >= begin)[None, :] & (n < end)[None, :]
-            b = tl.load(b_ptr + r[:, None] * N + n[None, :], mask=inside, other=0.0)
-            acc = tl.dot(sums.to(b.dtype), b, acc, input_precision=PRECISION)
+            inside = (r < rank)[None, :] & (n >= begin)[:, None] & (n < end)[:, None]
+            b = tl.load(b_ptr + (n * rank)[:, None] + r[None, :], mask=inside, other=0.0)
+            acc = tl.dot(sums.to(b.dtype), tl.trans(b), acc, input_precision=PRECISION)
     at = y_ptr + tokens[:, None] * y_stride + n[None, :]
     mask = in_m[:, None] & (n < N)[None, :]
     if ADD:
@@ -177,23 +184,19 @@ class TritonLora:
     """As in `CudaLinear`."""
 
     def __init__(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        assert layout.by_output
+        self._layout = layout
         self._sites = len(layout.sites)
         self._count = slots
         self._rank = max(16, next_power_of_2(rank))
-        self._bank = torch.zeros(slots, rank * layout.unit, dtype=dtype, device=device)
+        self._bank = torch.zeros(slots, layout.width(rank) * layout.unit, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
-        self._sums = torch.empty(
-            (
-                layout.layers,
-                self._sites,
-                max(MAX_BATCH, COPIES) * max(len(site.sizes) for site in layout.sites) * self._rank,
-            ),
-            dtype=torch.int32,
-            device=device,
-        )
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._staging = Staging(device)
         self._step: _Step | None = None
+        self._pass: tuple[Tensor, Tensor] | None = None
+        """Of the pass that has begun, if its adapters are inside linears: room for the products with A [layers, all
+        sites], no part of which is used twice, and the ranks of its tokens [sites, tokens]."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
@@ -205,7 +208,7 @@ class TritonLora:
         tiles = make_tiles(slots, block)
         tables = [tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32)]
         order, of, starts, counts, tokens = self._staging.upload(tables)
-        self._step = _Step(order, of, starts, counts, tokens, len(tiles.slots), block)
+        self._begin(_Step(order, of, starts, counts, tokens, len(tiles.slots), block))
 
     def tables(self, slots: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
         tiles = make_tiles(slots, _FEW)
@@ -215,7 +218,11 @@ class TritonLora:
 
     def use(self, tables: dict[str, Tensor], tokens: int) -> None:
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
-        self._step = _Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW)
+        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW))
+
+    def _begin(self, step: _Step) -> None:
+        self._step = step
+        self._pass = None
 
     def fits_inline(self, layout: AdapterLayout) -> bool:
         return all(size % TILE_ROWS == 0 for site in layout.sites for size in site.sizes)
@@ -223,20 +230,26 @@ class TritonLora:
     def inline(self, placed: PlacedSite) -> InlineLora:
         step, site = self._step, placed.site
         assert step is not None
-        if placed.layer == 0 and placed.index == 0:  # a pass begins
-            self._sums.fill_(UNWRITTEN)
+        tokens = step.tokens.shape[0]
+        copies = COPIES if tokens == 1 else tokens
+        sizes = [copies * len(each.sizes) * self._rank for each in self._layout.sites]
+        if self._pass is None:
+            sums = torch.empty((self._layout.layers, sum(sizes)), dtype=torch.int32, device=self._bank.device)
+            ranks = torch.empty((self._sites, tokens), dtype=torch.int32, device=self._bank.device)
+            open_pass(sums, ranks, step.tokens, self._ranks, pdl=self.pdl)
+            self._pass = sums, ranks
+        sums, ranks = self._pass
+        begin = sum(sizes[: placed.index])
         return InlineLora(
             bank=self._bank,
-            ranks=self._ranks,
+            ranks=ranks[placed.index],
             slots=step.tokens,
-            sums=self._sums[placed.layer, placed.index],
+            sums=sums[placed.layer, begin : begin + sizes[placed.index]],
             start=placed.start,
-            site=placed.index,
             rank=self._rank,
             parts=len(site.sizes),
             ends=_ends(site),
             inputs=site.inputs,
-            outputs=site.outputs,
         )
 
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
@@ -248,7 +261,7 @@ class TritonLora:
             return y
         # Everything is allocated on the stream that joins both, and kept until then.
         delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
-        sums = self._room(x, placed)
+        sums = self._partial(x, placed)
         if self._side is None:
             self._launch(x, sums, delta, placed, add=False)
             y = base(x)
@@ -262,10 +275,10 @@ class TritonLora:
         return Addends(y, delta, step.tokens, self._ranks[:, placed.index])
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        self._launch(x, self._room(x, placed), y, placed, add=True)
+        self._launch(x, self._partial(x, placed), y, placed, add=True)
 
-    def _room(self, x: Tensor, placed: PlacedSite) -> Tensor:
-        """For the partial sums."""
+    def _partial(self, x: Tensor, placed: PlacedSite) -> Tensor:
+        """Room for the partial sums of `_launch`."""
         step = self._step
         assert step is not None
         shape = (_splits(placed.site.inputs, step.block), step.order.shape[0], len(placed.site.sizes) * self._rank)
@@ -275,8 +288,7 @@ class TritonLora:
         step, site = self._step, placed.site
         assert step is not None
         inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
-        entries = step.order.shape[0]
-        splits = sums.shape[0]
+        entries, splits = step.order.shape[0], sums.shape[0]
         where = (step.order, step.slots, step.starts, step.counts)
         common = {
             "K": inputs,
