@@ -40,6 +40,7 @@ class _Weights(StrEnum):
 
 class _KVDType(StrEnum):
     auto = "auto"
+    full = "full"
     int8 = "int8"
     fp8 = "fp8"
 

@@ -12,7 +12,8 @@ import torch
 from penstock.engine.kernels.cpu import build, native
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.interface import HeadLayout
+from penstock.engine.kernels.interface import FP8, INT8, HeadLayout
+from tests.engine.kernels import test_cpu_kv_formats as formats
 from tests.engine.kernels import test_cpu_linear as linears
 from tests.engine.kernels import test_cpu_ops as operations
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow  # the library is compiled, and every instruction 
 
 _FEATURES = (
     "AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8",
+    "AVX512VBMI",
 )  # fmt: skip
 
 
@@ -67,6 +69,12 @@ def test_integer_dots(handle: Handle) -> None:
 @pytest.mark.parametrize("case", [case for case in operations.CASES if case[2] % 32 == 0], ids=str)
 def test_attention_on_tiles(handle: Handle, case: tuple) -> None:  # type: ignore[type-arg]
     operations.test_attention_matches_float64(CpuOps(handle), torch.bfloat16, case)
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8], ids=["int8", "fp8"])
+def test_a_cache_of_bytes(handle: Handle, kind: torch.dtype) -> None:
+    formats.test_attention_reads_what_the_cache_holds(CpuOps(handle), torch.bfloat16, kind)
+    formats.test_what_is_written_comes_back_within_half_a_step(CpuOps(handle), kind)
 
 
 @pytest.mark.parametrize("window", [None, 37])

@@ -4,6 +4,7 @@
 // queries). The split depends only on the sequence, never on the batch or on the number of threads, so a sequence
 // gets the same bits in any company.
 
+#include "attention_bytes.h"
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "attention_tiles.h"
@@ -21,22 +22,58 @@ void zero_output(const AttentionArgs& a, int64_t token) {
 template <class C>
 void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 #if defined(PK_AMX)
-    if (by_tiles(a)) return PrefillTile(a, task, scratch).run();
+    if constexpr (std::is_same<C, bf16>::value || std::is_same<C, s8>::value)
+        if (by_tiles(a, a.cache_dtype)) return PrefillTile<C>(a, task, scratch).run();
 #endif
     prefill_tile<C>(a, task, scratch);
 }
 
-template <class C>
-void decode(const AttentionArgs& a, const Task& task, const Task* following, float* scratch, float* partial) {
-#if defined(PK_AMX)
-    if (by_tiles(a)) return decode_part_by_tiles(a, task, following, scratch, partial);
-#else
-    (void)following;
+// How many decode tasks are done together, at most.
+int decode_span(const AttentionArgs& a) {
+    (void)a;
+#if defined(PK_BYTE_TILES)
+    if (by_byte_tiles(a)) return kByteTasks;
 #endif
-    decode_part<C>(a, task, scratch, partial);
+    return 1;
+}
+
+// `count` decode tasks from `tasks` on, and those this thread will probably do then. partial(i): where results go.
+template <class C, class F>
+void decode(const AttentionArgs& a, const Task* tasks, int count, const Task* following, int followers,
+            float* scratch, F&& partial) {
+    (void)following, (void)followers;
+#if defined(PK_BYTE_TILES)
+    if (by_byte_tiles(a)) {
+        if (byte_lanes(a.heads / a.kv_heads) == 4)
+            return decode_bytes<4>(a, tasks, count, following, followers, scratch, partial);
+        return decode_bytes<8>(a, tasks, count, following, followers, scratch, partial);
+    }
+#endif
+    for (int i = 0; i < count; ++i) {
+#if defined(PK_AMX)
+        if (by_tiles(a)) {
+            decode_part_by_tiles(a, tasks[i], i < followers ? following + i : nullptr, scratch, partial(i));
+            continue;
+        }
+#endif
+        decode_part<C>(a, tasks[i], scratch, partial(i));
+    }
 }
 
 }  // namespace
+
+// Whether an int8 cache is read faster than one of bfloat16 by such heads.
+PK_API int pk_attention_likes_bytes(int heads, int kv_heads, int head_dim, int block_size) {
+#if defined(PK_BYTE_TILES)
+    AttentionArgs a{};
+    a.heads = heads, a.kv_heads = kv_heads, a.head_dim = head_dim, a.block_size = block_size;
+    a.dtype = 2, a.cache_dtype = 3;
+    return by_byte_tiles(a);
+#else
+    (void)heads, (void)kv_heads, (void)head_dim, (void)block_size;
+    return 0;
+#endif
+}
 
 PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     Guard hold(ctx->busy);
@@ -97,21 +134,29 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     const size_t prefill_floats = size_t(tile) * group * (2 * width + kPanel + 2) + size_t(kPanel) * 2 * width;
     size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
 #if defined(PK_AMX)
-    if (by_tiles(a)) scratch = std::max(decode_tile_floats(a), first_decode ? prefill_tile_floats(a, tile * group) : 0);
+    scratch = std::max({scratch, decode_tile_floats(a), first_decode ? prefill_tile_floats(a, tile * group) : 0});
+#endif
+#if defined(PK_BYTE_TILES)
+    scratch = std::max(scratch, decode_byte_floats(a));
 #endif
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
 
+    const int decodes = n - first_decode;
+    const int span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, decode_span(a));
     dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
-        ctx->pool.run(n, [&](int i, int thread) {
-            const Task& task = tasks[i];
+        ctx->pool.run(first_decode + (decodes + span - 1) / span, [&](int i, int thread) {
             float* mine = ctx->scratch[thread].floats(0);
-            if (task.group < 0) return prefill<C>(a, task, mine);
-            const int following = i + ctx->pool.threads();
-            decode<C>(a, task, following < n ? tasks + following : nullptr, mine, partials + task.part * partial);
-            Merge& merge = merges[task.group];
-            if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-                merge_parts(a, task, partials + merge.first * partial, merge.parts);
+            if (i < first_decode) return prefill<C>(a, tasks[i], mine);
+            const int first = first_decode + (i - first_decode) * span, then = first + ctx->pool.threads() * span;
+            const int count = std::min(span, n - first);
+            decode<C>(a, tasks + first, count, tasks + then, std::min(span, n - then), mine,
+                      [&](int j) { return partials + tasks[first + j].part * partial; });
+            for (int j = first; j < first + count; ++j) {
+                Merge& merge = merges[tasks[j].group];
+                if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+                    merge_parts(a, tasks[j], partials + merge.first * partial, merge.parts);
+            }
         });
     });
 }

@@ -1,4 +1,5 @@
-// Attention on AMX tiles over a bfloat16 cache. Keys are tiles as they lie in the cache: rows of 32 numbers.
+// Attention on AMX tiles over a bfloat16 cache (in prefill also over int8, widened on the way). Keys are tiles as they
+// lie in the cache: rows of 32 numbers.
 //
 // Scores are computed transposed, keys x queries, so that a lane is a query row (or, in decode, a query head) and
 // softmax needs no sums across lanes; weights come out of it in the order in which tiles want them.
@@ -17,43 +18,49 @@ constexpr int kTileGroup = 16;  // keys of a tile
 constexpr int kTilePanel = 64;  // keys of a panel: four tiles
 constexpr float kUnseen = -1e30f;
 
-inline bool by_tiles(const AttentionArgs& a) {
-    return a.dtype == 2 && a.cache_dtype == 2 && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
+inline bool by_tiles(const AttentionArgs& a, int cache_dtype = 2) {
+    return a.dtype == 2 && a.cache_dtype == cache_dtype && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
 }
 
+// 32 numbers of a cache as bfloat16; int8 without its scale.
+PK_INLINE __m512i load32(const bf16* p) { return _mm512_loadu_si512(p); }
+PK_INLINE __m512i load32(const s8* p) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + 16), (__m512)load(p)); }
+
 // Keys or values of one sequence and head: those in [from, limit) are there.
+template <class C>
 struct CachedRows {
-    const bf16* base;
+    const C* base;
     int64_t block_stride;
     const int32_t* table;
     int block_size, dim, from, limit;
 
     bool has(int key) const { return key >= from && key < limit; }
-    const bf16* at(int key) const {
+    const C* at(int key) const {
         return base + table[key / block_size] * block_stride + int64_t(key % block_size) * dim;
     }
     // 16 rows, as they lie if they lie together (those at or beyond `limit` are stale then), else copied.
     const uint8_t* group(int key, uint8_t* copy) const {
-        if (has(key) && key % block_size + kTileGroup <= block_size) return reinterpret_cast<const uint8_t*>(at(key));
+        if (std::is_same<C, bf16>::value && has(key) && key % block_size + kTileGroup <= block_size)
+            return reinterpret_cast<const uint8_t*>(at(key));
         for (int i = 0; i < kTileGroup; ++i) {
-            uint8_t* to = copy + i * dim * 2;
-            if (has(key + i))
-                std::memcpy(to, at(key + i), size_t(dim) * 2);
-            else
-                std::memset(to, 0, size_t(dim) * 2);
+            const C* row = has(key + i) ? at(key + i) : nullptr;
+            for (int d = 0; d < dim; d += 32)
+                _mm512_store_si512(copy + (i * dim + d) * 2, row ? load32(row + d) : _mm512_setzero_si512());
         }
         return copy;
     }
 };
 
-inline CachedRows cached_keys(const AttentionArgs& a, const Task& task, int from, int limit) {
-    const bf16* base = static_cast<const bf16*>(a.k_cache) + task.kv_head * a.k_head_stride;
+template <class C = bf16>
+CachedRows<C> cached_keys(const AttentionArgs& a, const Task& task, int from, int limit) {
+    const C* base = static_cast<const C*>(a.k_cache) + task.kv_head * a.k_head_stride;
     const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
     return {base, a.k_block_stride, table, a.block_size, a.head_dim, from, limit};
 }
 
-inline CachedRows cached_values(const AttentionArgs& a, const Task& task, int from, int limit) {
-    const bf16* base = static_cast<const bf16*>(a.v_cache) + task.kv_head * a.v_head_stride;
+template <class C = bf16>
+CachedRows<C> cached_values(const AttentionArgs& a, const Task& task, int from, int limit) {
+    const C* base = static_cast<const C*>(a.v_cache) + task.kv_head * a.v_head_stride;
     const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
     return {base, a.v_block_stride, table, a.block_size, a.head_dim, from, limit};
 }
@@ -133,14 +140,15 @@ PK_INLINE void transpose16(__m512i (&x)[16]) {
     }
 }
 
+PK_INLINE vf capped(vf score, float cap) {
+    const vf e = vexp(score * splat(2 / cap));
+    return splat(cap) - splat(2 * cap) / (e + splat(1.0f));
+}
+
 // Scores as softmax sees them: scaled, and capped where the model caps them.
 PK_INLINE vf finished(vf score, const AttentionArgs& a) {
     score *= splat(a.scale);
-    if (a.softcap > 0) {
-        const vf e = vexp(score * splat(2 / a.softcap));
-        score = splat(a.softcap) - splat(2 * a.softcap) / (e + splat(1.0f));
-    }
-    return score;
+    return a.softcap > 0 ? capped(score, a.softcap) : score;
 }
 
 PK_INLINE vf exp_below(vf x, vf top) { return vexp_inside(vmax(x - top, splat(-87.0f))); }
@@ -161,8 +169,8 @@ struct NextPart {
 
     NextPart(const AttentionArgs& a, const Task* task) {
         if (!task) return;
-        const CachedRows k = cached_keys(a, *task, task->begin, task->end);
-        const CachedRows v = cached_values(a, *task, task->begin, task->end);
+        const CachedRows<bf16> k = cached_keys(a, *task, task->begin, task->end);
+        const CachedRows<bf16> v = cached_values(a, *task, task->begin, task->end);
         run_bytes = a.block_size * a.head_dim * 2;
         for (int key = task->begin; key < task->end; key += a.block_size - key % a.block_size, ++runs) {
             keys[runs] = reinterpret_cast<const char*>(k.at(key));
@@ -190,7 +198,7 @@ PK_INLINE vf across_keys(vf x, int lanes, F&& join) {
 
 // out[g * stride + d] = sum over keys of weights[key * lanes + g] * value[key][d], for 32 Z numbers from `dim` on.
 template <int G, int Z>
-void weigh_rows(const CachedRows& values, const NextPart& next, int begin, int end, int at, const float* weights,
+void weigh_rows(const CachedRows<bf16>& values, const NextPart& next, int begin, int end, int at, const float* weights,
                 int lanes, float* out, int stride) {
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
     __m512 even[G][Z], odd[G][Z];
@@ -235,8 +243,8 @@ inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, const
     float* scores = scratch;  // [key][lane]
     uint32_t* queries = reinterpret_cast<uint32_t*>(scores + kPart * 16);
     uint8_t* copies = reinterpret_cast<uint8_t*>(queries + steps * (kTileBytes / 4));
-    const CachedRows cached = cached_keys(a, task, task.begin, task.end);
-    const CachedRows values = cached_values(a, task, task.begin, task.end);
+    const CachedRows<bf16> cached = cached_keys(a, task, task.begin, task.end);
+    const CachedRows<bf16> values = cached_values(a, task, task.begin, task.end);
 
     const bf16* q = static_cast<const bf16*>(a.q) + a.query_starts[task.sequence] * a.q_stride +
                     int64_t(task.kv_head) * group * dim;
@@ -296,10 +304,12 @@ inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, const
 
 inline size_t prefill_tile_floats(const AttentionArgs& a, int rows) {
     const size_t tiles = (rows + 15) / 16, dim = a.head_dim;
-    return tiles * (dim * 24 + 48) + kTilePanel * 16 + 2 * (kTileBytes / 4) + dim * 32 + 4 * kTileGroup * dim / 2;
+    return tiles * (dim * 24 + 48) + kTilePanel * 18 + 2 * (kTileBytes / 4) + dim * 32 + 4 * kTileGroup * dim / 2;
 }
 
 // One tile of new tokens of a sequence against everything they see, 16 (query, head) rows at a time.
+// An int8 cache's numbers are exact in bfloat16; its scales go to the scores and to the weights.
+template <class C>
 class PrefillTile {
   public:
     PrefillTile(const AttentionArgs& args, const Task& task_, float* scratch)
@@ -313,15 +323,17 @@ class PrefillTile {
           base(a.context_lens[task.sequence] - (a.query_starts[task.sequence + 1] - a.query_starts[task.sequence])),
           limit(base + task.end),
           from(a.window ? std::max(0, base + task.begin - a.window + 1) : 0),
-          keys(cached_keys(a, task, from, limit)),
-          values(cached_values(a, task, from, limit)) {
+          keys(cached_keys<C>(a, task, from, limit)),
+          values(cached_values<C>(a, task, from, limit)) {
         sums = scratch;                          // [tile][dim][row]
         queries = sums + tiles * dim * 16;       // [tile][dim / 32] as right-hand tiles
         tops = queries + tiles * dim * 8;        // [tile][row]
         totals = tops + tiles * 16;              // [tile][row]
         positions = reinterpret_cast<int32_t*>(totals + tiles * 16);
         scores = reinterpret_cast<float*>(positions + tiles * 16);   // [key][row]
-        weights = reinterpret_cast<uint8_t*>(scores + kTilePanel * 16);
+        key_scale = scores + kTilePanel * 16;    // of a panel
+        value_scale = key_scale + kTilePanel;
+        weights = reinterpret_cast<uint8_t*>(value_scale + kTilePanel);
         turned = weights + 2 * kTileBytes;       // values of a panel, [dim][key]
         copies = turned + dim * kTilePanel * 2;
     }
@@ -335,6 +347,7 @@ class PrefillTile {
             for (int i = 0; i < count; ++i)
                 left[i] = keys.group(key + i * kTileGroup, copies + i * kTileGroup * dim * 2);
             turn_values(key);
+            if (kBytes) load_scales(key);
             for (int t = 0; t < tiles; ++t) {
                 const int first = positions[t * 16], last = positions[std::min(t * 16 + 15, rows - 1)];
                 if (last < key || (a.window && key + kTilePanel <= first - a.window + 1)) continue;
@@ -351,6 +364,17 @@ class PrefillTile {
     }
 
   private:
+    static constexpr bool kBytes = std::is_same<C, s8>::value;
+
+    void load_scales(int key) {
+        for (int j = 0; j < kTilePanel; ++j) {
+            const bool has = keys.has(key + j);
+            const int64_t block = has ? keys.table[(key + j) / a.block_size] : 0, offset = (key + j) % a.block_size;
+            key_scale[j] = has ? cached_scale<C>(key_scales(a), block, task.kv_head, offset) : 0.0f;
+            value_scale[j] = has ? cached_scale<C>(value_scales(a), block, task.kv_head, offset) : 0.0f;
+        }
+    }
+
     void start() {
         std::fill(sums, sums + tiles * dim * 16, 0.0f);
         std::fill(tops, tops + tiles * 16, kUnseen);
@@ -373,15 +397,15 @@ class PrefillTile {
 
     // Interleaving two keys puts numbers 8k..8k+3 of each four-lane part k into one vector and the rest in another.
     void turn_values(int key) {
-        const bf16* row[kTilePanel];
+        const C* row[kTilePanel];
         for (int j = 0; j < kTilePanel;) {
             const int run = std::min(a.block_size - (key + j) % a.block_size, kTilePanel - j);
             const bool any = key + j < limit && key + j + run > from;
-            const bf16* there = any ? values.at(key + j) : nullptr;
+            const C* there = any ? values.at(key + j) : nullptr;
             for (int i = 0; i < run; ++i, ++j) row[j] = values.has(key + j) ? there + i * dim : nullptr;
         }
         const auto load_row = [&](int j, int at) {
-            return row[j] ? _mm512_loadu_si512(row[j] + at) : _mm512_setzero_si512();
+            return row[j] ? load32(row[j] + at) : _mm512_setzero_si512();
         };
         for (int half = 0; half < kTilePanel; half += 32)
             for (int at = 0; at < dim; at += 32) {
@@ -413,7 +437,9 @@ class PrefillTile {
         const vf old = load(tops + t * 16);
         vf top = old;
         for (int j = 0; j < count; ++j) {
-            vf x = finished(load(scores + j * 16), a);
+            vf x = load(scores + j * 16);
+            if (kBytes) x *= splat(key_scale[j]);
+            x = finished(x, a);
             if (MASKED) x = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(kUnseen), seen(j), (__m512)x);
             store(scores + j * 16, x);
             top = vmax(top, x);
@@ -426,6 +452,10 @@ class PrefillTile {
                 q = (vf)_mm512_maskz_mov_ps(seen(j + 1), (__m512)q);
             }
             mass += p + q;
+            if (kBytes) {
+                p *= splat(value_scale[j]);
+                q *= splat(value_scale[j + 1]);
+            }
             store_pairs(weights + j / 2 * 64, (__m512)p, (__m512)q);
         }
         for (int j = count; j < kTilePanel; j += 2) _mm512_store_si512(weights + j / 2 * 64, _mm512_setzero_si512());
@@ -471,8 +501,8 @@ class PrefillTile {
     const int group, dim, rows, tiles;
     const int64_t first_token;
     const int base, limit, from;  // position of the first new token; keys [from, limit) are seen by some row
-    const CachedRows keys, values;
-    float *sums, *queries, *tops, *totals, *scores;
+    const CachedRows<C> keys, values;
+    float *sums, *queries, *tops, *totals, *scores, *key_scale, *value_scale;
     int32_t* positions;
     uint8_t *weights, *turned, *copies;
 };

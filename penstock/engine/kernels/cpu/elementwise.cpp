@@ -65,12 +65,12 @@ PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
     return 1.0f / std::sqrt(squares / float(n) + eps);
 }
 
-PK_INLINE vf silu(vf x) { return x / (splat(1.0f) + vexp(-x)); }
+PK_INLINE vf silu(vf x) { return quotient(x, splat(1.0f) + vexp(-x)); }
 
 // The tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3).
 PK_INLINE vf gelu(vf x) {
     const vf twice = splat(-1.5957691216057308f) * x * (splat(1.0f) + splat(0.044715f) * x * x);
-    return x / (splat(1.0f) + vexp(twice));
+    return quotient(x, splat(1.0f) + vexp(twice));
 }
 
 template <bool GELU, class T>

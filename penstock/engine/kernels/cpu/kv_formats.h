@@ -109,7 +109,11 @@ PK_INLINE float largest(const T* x, int n) {
 // Integers within 2^22 as int8: adding 1.5 * 2^23 rounds and leaves the integer in the low bits.
 PK_INLINE void store(s8* p, vf v) {
     vi rounded = (vi)(v + splat(12582912.0f));
+#if defined(PK_AVX512)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)rounded));
+#else
     for (int i = 0; i < VL; ++i) p[i].bits = int8_t(rounded[i]);
+#endif
 }
 
 PK_INLINE void store(f8* p, vf v) {

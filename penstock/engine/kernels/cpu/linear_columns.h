@@ -72,10 +72,13 @@ class ColumnProduct {
         return size_t(groups * (column_steps(a.depth) * 2 * kTileBytes + 16 * 4));
     }
     int64_t groups() const { return groups_; }
+    int64_t form_bytes() const { return round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth); }
 
-    // Rows as tiles of digits: [group][step][high, low][16 rows].
-    void pack(int64_t begin, int64_t end) const {
-        for (int64_t row = begin * 16; row < end * 16; ++row) {
+    // Rows as tiles of digits: [group][step][high, low][16 rows]. The weights from `pair` on are asked for meanwhile.
+    void pack(int64_t begin, int64_t end, int64_t pair) const {
+        const uint8_t* weights = a.column_form + 2 * pair * column_tile_bytes(a.depth);
+        const uint8_t* const last = std::min(weights + kEarly, a.column_form + form_bytes());
+        for (int64_t row = begin; row < end; ++row) {
             uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
             const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
             const float most = x ? largest_of(x) : 0.0f;
@@ -89,29 +92,39 @@ class ColumnProduct {
                 const vi low = ((v + 128) & 255) - 128;
                 store_bytes16(at, (v - low) >> 8);
                 store_bytes16(at + kTileBytes, low);
+                if (weights < last) {
+                    __builtin_prefetch(weights, 0, 2);
+                    __builtin_prefetch(weights + 64, 0, 2);
+                    weights += 128;
+                }
             }
         }
     }
 
-    template <class O>
-    void pairs(int64_t begin, int64_t end) const {
+    template <class O, class Next>
+    void pairs(Next&& next) const {
         const int64_t tiles = round_up(a.columns, kColumns) / kColumns, stride = column_tile_bytes(a.depth);
         const int rows = int(std::min<int64_t>(a.rows, 16));
+        int64_t begin, end;
+        if (!next(&begin, &end)) return;
         shape_tiles(rows, rows);
-        for (int64_t first = 0; first < groups_; first += kBlock)
-            for (int64_t pair = begin; pair < end; ++pair) {
-                const uint8_t* left = a.column_form + 2 * pair * stride;
-                const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
-                for (int64_t group = first; group < std::min(groups_, first + kBlock); ++group) {
-                    zero_sums();
-                    group == first ? add<true>(group, left, right) : add<false>(group, left, right);
-                    write<O>(group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes);
+        do
+            for (int64_t first = 0; first < groups_; first += kBlock)
+                for (int64_t pair = begin; pair < end; ++pair) {
+                    const uint8_t* left = a.column_form + 2 * pair * stride;
+                    const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
+                    for (int64_t group = first; group < std::min(groups_, first + kBlock); ++group) {
+                        zero_sums();
+                        group == first ? add<true>(group, left, right) : add<false>(group, left, right);
+                        write<O>(group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes);
+                    }
                 }
-            }
+        while (next(&begin, &end));
         _tile_release();
     }
 
   private:
+    static constexpr int64_t kEarly = 65536;  // bytes of weights asked for while rows are packed
     static constexpr int64_t kBlock = 8;  // groups of rows that stay in the second-level cache while weights go by
 
     // The sums in the tiles as outputs; `left` and `right`: the columns' scales.
@@ -123,13 +136,21 @@ class ColumnProduct {
         _tile_stored(2, sums[2], 64);
         _tile_stored(3, sums[3], 64);
         const vf scale[2] = {load(reinterpret_cast<const float*>(left)), load(reinterpret_cast<const float*>(right))};
-        write_columns<O>(a, group * 16, int(std::min<int64_t>(16, a.rows - group * 16)), pair * kPair, kPair,
-                         [&](int m, int i) {
-                             const int side = i / kColumns;
-                             const vf high = float_of(sums[side] + m * kColumns);
-                             const vf low = float_of(sums[2 + side] + m * kColumns);
-                             return (high * splat(256.0f) + low) * (scale[side] * splat(scales_[group * 16 + m]));
-                         });
+        const int rows = int(std::min<int64_t>(16, a.rows - group * 16));
+        const float* const units = scales_ + group * 16;
+        const auto value = [&](int m, int side) {
+            const vf high = float_of(sums[side] + m * kColumns), low = float_of(sums[2 + side] + m * kColumns);
+            return (high * splat(256.0f) + low) * (scale[side] * splat(units[m]));
+        };
+        if constexpr (std::is_same<O, bf16>::value) {
+            if (!a.bias && (pair + 1) * kPair <= a.columns) {  // a row of both tiles is a cache line
+                bf16* out = static_cast<bf16*>(a.out) + group * 16 * a.columns + pair * kPair;
+                for (int m = 0; m < rows; ++m, out += a.columns)
+                    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)value(m, 1), (__m512)value(m, 0)));
+                return;
+            }
+        }
+        write_columns<O>(a, group * 16, rows, pair * kPair, kPair, [&](int m, int i) { return value(m, i / kColumns); });
     }
 
     // The largest magnitude; infinity or NaN if there is one.
@@ -153,9 +174,9 @@ class ColumnProduct {
     PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right) const {
         const uint8_t* x = digits_ + group * steps_ * 2 * kTileBytes;
         for (int64_t s = 0; s < steps_; ++s, x += 2 * kTileBytes, left += kTileBytes, right += kTileBytes) {
-            if (AHEAD) {
-                prefetch_tile(left);
-                prefetch_tile(right);
+            if (AHEAD) {  // into the second-level cache, from which tiles load as fast as they multiply
+                prefetch_far(left, kTileBytes);
+                prefetch_far(right, kTileBytes);
             }
             _tile_loadd(4, x, 64);
             _tile_loadd(6, left, 64);
@@ -176,12 +197,13 @@ class ColumnProduct {
 
 inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
     const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
-    ctx->pool.rows(product.groups(), std::max<int64_t>(1, 32768 / (16 * a.depth)),
-                   [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
+    const int64_t pairs = round_up(a.columns, kPair) / kPair;
+    ctx->pool.rows(product.groups() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
+        product.pack(begin, end, ctx->pool.share(pairs, t));
+    });
     dispatch(a.out_dtype, [&](auto* o) {
         using O = elem<decltype(o)>;
-        ctx->pool.rows(round_up(a.columns, kPair) / kPair, 1,
-                       [&](int64_t begin, int64_t end, int) { product.pairs<O>(begin, end); });
+        ctx->pool.spread(pairs, [&](auto& next, int) { product.pairs<O>(next); });
     });
 }
 

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -30,7 +31,7 @@ inline void cpu_relax() {
 
 class Pool {
   public:
-    explicit Pool(int threads, int spin_us) : spin_(std::chrono::microseconds(spin_us)) {
+    explicit Pool(int threads, int spin_us) : spin_(std::chrono::microseconds(spin_us)), shares_(new Share[threads]) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
     }
 
@@ -72,7 +73,7 @@ class Pool {
     // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread).
     template <class F>
     void rows(int64_t rows, int64_t grain, F&& body) {
-        int64_t pieces = std::min<int64_t>(int64_t(threads()) * 4, rows / std::max<int64_t>(grain, 1));
+        const int64_t pieces = std::min(int64_t(threads()) * 4, rows / std::max<int64_t>(grain, 1));
         if (pieces <= 1 || workers_.empty()) {
             if (rows > 0) body(int64_t(0), rows, 0);
             return;
@@ -82,8 +83,48 @@ class Pool {
         });
     }
 
+    // Where the share of a thread begins in `spread`.
+    int64_t share(int64_t rows, int thread) const { return rows * thread / threads(); }
+
+    // Every thread goes through a share of [0, rows) from its front, so that what it asks memory for ahead is what it
+    // comes to; who is done early takes from the backs of others. body(next, thread): next(&begin, &end) while there is more.
+    template <class F>
+    void spread(int64_t rows, F&& body) {
+        const int64_t piece = std::max<int64_t>(1, rows / (int64_t(threads()) * 4));
+        for (int t = 0; t < threads(); ++t) shares_[t].left.store(pack_range(share(rows, t), share(rows, t + 1)));
+        run(threads(), [&](int first, int thread) {
+            int other = 0;
+            const auto next = [&](int64_t* begin, int64_t* end) {
+                for (; other < threads(); ++other)
+                    if (take((first + other) % threads(), piece, other == 0, begin, end)) return true;
+                return false;
+            };
+            body(next, thread);
+        });
+    }
+
   private:
     using Clock = std::chrono::steady_clock;
+
+    struct alignas(64) Share {
+        std::atomic<uint64_t> left{0};  // begin in the upper half, end in the lower
+    };
+
+    static uint64_t pack_range(int64_t begin, int64_t end) { return uint64_t(begin) << 32 | uint64_t(end); }
+
+    bool take(int of, int64_t piece, bool front, int64_t* begin, int64_t* end) {
+        std::atomic<uint64_t>& left = shares_[of].left;
+        uint64_t seen = left.load(std::memory_order_relaxed), rest;
+        do {
+            const int64_t from = int64_t(seen >> 32), to = int64_t(seen & 0xffffffff);
+            if (from >= to) return false;
+            const int64_t count = std::min(piece, to - from);
+            *begin = front ? from : to - count;
+            *end = *begin + count;
+            rest = front ? pack_range(*end, to) : pack_range(from, *begin);
+        } while (!left.compare_exchange_weak(seen, rest, std::memory_order_relaxed));
+        return true;
+    }
 
     void work(int thread) {
         for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(body_, i, thread);
@@ -136,6 +177,7 @@ class Pool {
 
     std::vector<std::thread> workers_;
     const Clock::duration spin_;
+    const std::unique_ptr<Share[]> shares_;
     void (*call_)(void*, int, int) = nullptr;
     void* body_ = nullptr;
     int count_ = 0;

@@ -99,6 +99,8 @@ PK_INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 PK_INLINE float hmax(vf a) {
 #if defined(PK_NEON)
     return vmaxvq_f32(a);
+#elif defined(PK_AVX512)
+    return _mm512_reduce_max_ps((__m512)a);
 #else
     float m = a[0];
     for (int i = 1; i < VL; ++i) m = a[i] > m ? a[i] : m;
@@ -136,6 +138,8 @@ PK_INLINE vi max_bits(vi a, vi b) {
 PK_INLINE int32_t hmax_bits(vi a) {
 #if defined(PK_NEON)
     return vmaxvq_s32((int32x4_t)a);
+#elif defined(PK_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)a);
 #else
     int32_t m = a[0];
     for (int i = 1; i < VL; ++i) m = a[i] > m ? a[i] : m;
@@ -239,6 +243,10 @@ PK_INLINE void store(f16* p, vf v) {
 }
 
 PK_INLINE void store(bf16* p, vf v) {
+#if defined(PK_AVX512) && defined(__AVX512BF16__)
+    const __m256bh rounded16 = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &rounded16, 32);
+#else
     vu bits = (vu)v;
     vu rounded = bits + 0x7fff + (bits >> 16 & 1);
     vu quiet = bits | 0x400000;  // a NaN must not round up into an infinity
@@ -255,6 +263,7 @@ PK_INLINE void store(bf16* p, vf v) {
 #else
     vh h = __builtin_convertvector(picked >> 16, vh);
     std::memcpy(p, &h, VB / 2);
+#endif
 #endif
 }
 
@@ -311,6 +320,16 @@ PK_INLINE vf vexp_inside(vf x) {
 PK_INLINE vf vexp(vf x) {
     vi nonzero = x > splat(-87.0f);
     return (vf)(nonzero & (vi)vexp_inside(vmin(vmax(x, splat(-87.0f)), splat(88.0f))));
+}
+
+// x / y for positive y within the range of floats' reciprocals, with a relative error below 2e-7.
+PK_INLINE vf quotient(vf x, vf y) {
+#if defined(PK_AVX512)
+    const vf guess = (vf)_mm512_rcp14_ps((__m512)y);
+    return x * (guess * (splat(2.0f) - y * guess));
+#else
+    return x / y;
+#endif
 }
 
 // Calls f with a null pointer of the element type numbered `dtype` (0 float32, 1 float16, 2 bfloat16).

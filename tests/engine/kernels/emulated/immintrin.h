@@ -16,6 +16,7 @@
 typedef float __m512 __attribute__((vector_size(64), may_alias));
 typedef long long __m512i __attribute__((vector_size(64), may_alias));
 typedef short __m512bh __attribute__((vector_size(64), may_alias));
+typedef short __m256bh __attribute__((vector_size(32), may_alias));
 typedef long long __m256i __attribute__((vector_size(32), may_alias));
 typedef long long __m128i __attribute__((vector_size(16), may_alias));
 typedef uint16_t __mmask16;
@@ -49,6 +50,14 @@ inline V load(const void* p) {
     V v;
     std::memcpy(&v, p, sizeof v);
     return v;
+}
+
+// Number i of two vectors whose numbers are halved in width with saturation, by parts of 128 bits.
+template <class T, class V>
+inline unsigned packed(V v, V w, int i) {
+    const int count = 16 / sizeof(T), part = i / (2 * count), at = i % (2 * count);
+    const int value = Lanes<T, V>(at < count ? v : w).at[part * count + at % count];
+    return unsigned(std::min(std::max(value, 0), sizeof(T) == 4 ? 65535 : 255));
 }
 
 inline float from_bf16(uint16_t bits) {
@@ -96,6 +105,7 @@ inline __m512 _mm512_load_ps(const void* p) { return emulated::load<__m512>(p); 
 inline __m256i _mm256_loadu_si256(const __m256i* p) { return emulated::load<__m256i>(p); }
 inline __m128i _mm_loadu_si128(const __m128i* p) { return emulated::load<__m128i>(p); }
 inline void _mm512_store_si512(void* p, __m512i v) { std::memcpy(p, &v, 64); }
+inline void _mm512_storeu_si512(void* p, __m512i v) { std::memcpy(p, &v, 64); }
 inline void _mm512_store_ps(void* p, __m512 v) { std::memcpy(p, &v, 64); }
 inline void _mm512_storeu_ps(void* p, __m512 v) { std::memcpy(p, &v, 64); }
 inline void _mm256_storeu_si256(__m256i* p, __m256i v) { std::memcpy(p, &v, 32); }
@@ -137,6 +147,10 @@ PK_BINARY(_mm512_sub_epi32, __m512i, uint32_t, a.at[i] - b.at[i])
 PK_BINARY(_mm512_and_si512, __m512i, uint32_t, a.at[i] & b.at[i])
 PK_BINARY(_mm512_xor_si512, __m512i, uint32_t, a.at[i] ^ b.at[i])
 PK_BINARY(_mm256_and_si256, __m256i, uint16_t, a.at[i] & b.at[i])
+PK_BINARY(_mm512_packus_epi32, __m512i, uint16_t, emulated::packed<int32_t>(v, w, i))
+PK_BINARY(_mm512_packus_epi16, __m512i, uint8_t, emulated::packed<int16_t>(v, w, i))
+PK_BINARY(_mm512_unpacklo_epi8, __m512i, uint8_t, (i % 2 ? b : a).at[i / 16 * 16 + i % 16 / 2])
+PK_BINARY(_mm512_unpackhi_epi8, __m512i, uint8_t, (i % 2 ? b : a).at[i / 16 * 16 + i % 16 / 2 + 8])
 PK_BINARY(_mm512_unpacklo_epi16, __m512i, uint16_t, (i % 2 ? b : a).at[i / 8 * 8 + i % 8 / 2])
 PK_BINARY(_mm512_unpackhi_epi16, __m512i, uint16_t, (i % 2 ? b : a).at[i / 8 * 8 + i % 8 / 2 + 4])
 PK_BINARY(_mm512_unpacklo_epi32, __m512i, uint32_t, (i % 2 ? b : a).at[i / 4 * 4 + i % 4 / 2])
@@ -219,10 +233,22 @@ inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i v) {
     const emulated::Lanes<uint16_t, __m512i> at(index), a(v);
     return emulated::each<uint16_t, __m512i>([&](int i) { return a.at[at.at[i] & 31]; });
 }
+inline __m512i _mm512_permutexvar_epi8(__m512i index, __m512i v) {
+    const emulated::Lanes<uint8_t, __m512i> at(index), a(v);
+    return emulated::each<uint8_t, __m512i>([&](int i) { return a.at[at.at[i] & 63]; });
+}
+inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 v) {
+    const emulated::Lanes<uint32_t, __m512i> at(index);
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<float, __m512>([&](int i) { return a.at[at.at[i] & 15]; });
+}
 inline __m512 _mm512_permutex2var_ps(__m512 v, __m512i index, __m512 w) {
     const emulated::Lanes<float, __m512> a(v), b(w);
     const emulated::Lanes<uint32_t, __m512i> at(index);
     return emulated::each<float, __m512>([&](int i) { return (at.at[i] & 16 ? b : a).at[at.at[i] & 15]; });
+}
+inline __m512i _mm512_permutex2var_epi32(__m512i v, __m512i index, __m512i w) {
+    return (__m512i)_mm512_permutex2var_ps((__m512)v, index, (__m512)w);
 }
 inline __m512i _mm512_shuffle_i32x4(__m512i v, __m512i w, int order) {
     const emulated::Lanes<uint32_t, __m512i> a(v), b(w);
@@ -235,11 +261,23 @@ inline __m512 _mm512_shuffle_f32x4(__m512 v, __m512 w, int order) {
 
 // ---- conversions and sums --------------------------------------------------------------------------------
 
+inline float _mm512_reduce_max_ps(__m512 v) {
+    const emulated::Lanes<float, __m512> a(v);
+    return *std::max_element(a.at, a.at + 16);
+}
+inline int _mm512_reduce_max_epi32(__m512i v) {
+    const emulated::Lanes<int32_t, __m512i> a(v);
+    return *std::max_element(a.at, a.at + 16);
+}
 inline float _mm512_reduce_add_ps(__m512 v) {
     emulated::Lanes<float, __m512> a(v);
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; ++i) a.at[i] += a.at[i + n];
     return a.at[0];
+}
+inline __m512 _mm512_rcp14_ps(__m512 v) {
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<float, __m512>([&](int i) { return 1.0f / a.at[i]; });
 }
 inline __m512 _mm512_cvtepi32_ps(__m512i v) {
     const emulated::Lanes<int32_t, __m512i> a(v);
@@ -261,6 +299,10 @@ inline __m256i _mm512_cvtepi32_epi16(__m512i v) {
     const emulated::Lanes<int32_t, __m512i> a(v);
     return emulated::each<int16_t, __m256i>([&](int i) { return a.at[i]; });
 }
+inline __m128i _mm512_cvtepi32_epi8(__m512i v) {
+    const emulated::Lanes<uint32_t, __m512i> a(v);
+    return emulated::each<uint8_t, __m128i>([&](int i) { return uint8_t(a.at[i]); });
+}
 inline __m128i _mm512_cvtsepi32_epi8(__m512i v) {
     const emulated::Lanes<int32_t, __m512i> a(v);
     return emulated::each<int8_t, __m128i>([&](int i) { return std::min(127, std::max(-128, a.at[i])); });
@@ -276,6 +318,10 @@ inline __m256i _mm512_cvtps_ph(__m512 v, int) {
 inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
     const emulated::Lanes<float, __m512> a(low), b(high);
     return emulated::each<uint16_t, __m512bh>([&](int i) { return emulated::to_bf16((i < 16 ? a : b).at[i % 16]); });
+}
+inline __m256bh _mm512_cvtneps_pbh(__m512 v) {
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<uint16_t, __m256bh>([&](int i) { return emulated::to_bf16(a.at[i]); });
 }
 inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh v, __m512bh w) {
     const emulated::Lanes<float, __m512> c(sum);
@@ -379,6 +425,7 @@ inline void multiply_tiles(int c, int a, int b) {
         }
 }
 
+template <class A>
 inline void multiply_byte_tiles(int c, int a, int b) {
     Tiles& t = tiles();
     need(t.shaped && t.rows[c] == t.rows[a] && t.bytes[a] == 4 * t.rows[b] && t.bytes[c] == t.bytes[b]);
@@ -387,14 +434,15 @@ inline void multiply_byte_tiles(int c, int a, int b) {
             int32_t sum;
             std::memcpy(&sum, t.data[c][m] + 4 * n, 4);
             for (int k = 0; k < t.rows[b]; ++k)
-                for (int j = 0; j < 4; ++j) sum += int8_t(t.data[a][m][4 * k + j]) * int8_t(t.data[b][k][4 * n + j]);
+                for (int j = 0; j < 4; ++j) sum += A(t.data[a][m][4 * k + j]) * int8_t(t.data[b][k][4 * n + j]);
             std::memcpy(t.data[c][m] + 4 * n, &sum, 4);
         }
 }
 
 }  // namespace emulated
 
-#define _tile_dpbssd(c, a, b) emulated::multiply_byte_tiles(c, a, b)
+#define _tile_dpbssd(c, a, b) emulated::multiply_byte_tiles<int8_t>(c, a, b)
+#define _tile_dpbusd(c, a, b) emulated::multiply_byte_tiles<uint8_t>(c, a, b)
 #define _tile_loadconfig(p) emulated::load_shape(p)
 #define _tile_release() (emulated::tiles() = emulated::Tiles())
 #define _tile_loadd(n, base, stride) emulated::load_tile(n, base, stride)
