@@ -84,7 +84,7 @@ class ModelConfig:
     dtype: DType = setting("auto", doc="Type of activations, KV cache and dense weights.")  # noqa: RUF009
     weights: WeightForm = setting(  # noqa: RUF009
         "auto",
-        doc="dense; int8 or int4 groups; fp8 on CUDA. auto keeps few-bit checkpoints as stored where it pays.",
+        doc="dense; int8 or int4 groups; fp8. auto keeps few-bit checkpoints as stored where it pays.",
     )
     activations: ActivationForm = setting(  # noqa: RUF009
         "auto", doc="Rounding of what int8 and int4 weights are applied to: int8 (fastest), or int16 on CPU."

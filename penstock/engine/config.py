@@ -29,8 +29,9 @@ class EngineConfig:
     """Of activations, the KV cache and dense weights. `auto`: bfloat16 where the hardware has it, else float32."""
     weights: WeightForm = "auto"
     """`dense`: as numbers of `dtype`. `int8`, `int4`: integers in groups with a scale each, as stored or rounded when
-    loaded. `fp8`: on CUDA. `auto`: a few-bit checkpoint stays as it is stored (a GGUF file on CPUs with bfloat16
-    instructions is widened, which is faster there); all else is dense."""
+    loaded. `fp8`: e4m3, as stored or rounded when loaded, with a scale per output. `auto`: a few-bit checkpoint stays
+    as it is stored (a GGUF file on CPUs with bfloat16 instructions is widened, which is faster there); all else is
+    dense."""
     activations: ActivationForm = "auto"
     """How linears on `int8` and `int4` weights round what they are applied to. On CPU per row and block of 32, to one
     int8 digit or to two (about 16 bits); `auto`: see `quantization.cpu_blocks`. On CUDA `auto` does not round, and

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.kernels.cpu.dense import DenseLinear
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import FP8, INT8, ActivationOps, Ops, torch_dtype
@@ -17,6 +17,7 @@ from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.build import Quantizer, Weights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.quantization.cpu_blocks import BlockQuantizer
+from penstock.engine.quantization.cpu_fp8 import Float8Quantizer
 from penstock.errors import ConfigError
 
 
@@ -115,9 +116,7 @@ def plan_weights(
 
 def _plan_cpu(config: EngineConfig, ops: Ops, dtype: torch.dtype, weights: Weights) -> WeightPlan:
     native = ops if isinstance(ops, CpuOps) else None
-    if config.weights == "fp8":
-        raise ConfigError("weights: fp8 needs a CUDA device; use int8, int4 or dense on CPU")
-    if config.weights in ("int8", "int4") and native is None:
+    if config.weights in ("int8", "int4", "fp8") and native is None:
         raise ConfigError(
             f"weights: {config.weights} needs the native CPU kernels, which are not in use here "
             "(run `penstock doctor` to see why); use weights: dense"
@@ -127,13 +126,18 @@ def _plan_cpu(config: EngineConfig, ops: Ops, dtype: torch.dtype, weights: Weigh
         config.weights == "auto"
         and (isinstance(weights, QuantizedCheckpoint) or (config.dtype == "auto" and not cpu_has_bf16()))
     )
-    if native is None or not (matrix or blocks):
+    as_stored = config.weights == "fp8" or (config.weights == "auto" and isinstance(weights, Fp8Checkpoint))
+    if native is None or not (matrix or blocks or as_stored):
         return WeightPlan()
     # A lone sequence is verified in the arithmetic in which it decodes, or guessing would change close decisions.
     steady = 0 if config.speculation == "off" else config.speculation_depth + 2
-    return WeightPlan(
-        BlockQuantizer(native.handle, config.weights, config.activations, matrix, config.deterministic, steady)
-    )
+    form: WeightForm = "dense" if config.weights == "fp8" else config.weights
+    rest = BlockQuantizer(native.handle, form, config.activations, matrix, config.deterministic, steady)
+    if not as_stored:
+        return WeightPlan(rest)
+    many = not config.deterministic
+    rounding = config.weights == "fp8"
+    return WeightPlan(Float8Quantizer(native.handle, rest if matrix or blocks else None, rounding=rounding, many=many))
 
 
 def _plan_fixed(

@@ -2,7 +2,8 @@
 
 A weight in float8_e4m3fn stands beside its scale: one number for the tensor or one per output row (`weight_scale`), or
 one per tile of 128 x 128 (`weight_scale_inv`). Read as a plain tensor a weight comes back multiplied out; `stored`
-gives the FP8 numbers themselves with one scale per row, where the checkpoint has that.
+gives the FP8 numbers themselves with one scale per row, where the checkpoint has that, `grouped` with one per row and
+group of inputs, which every checkpoint has.
 """
 
 from __future__ import annotations
@@ -53,6 +54,21 @@ class Fp8Checkpoint:
             return None
         weight: Tensor = self.inner.tensor(name, device)
         return weight, self._row_scale(name, weight)
+
+    def grouped(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+        """FP8 weight [out, in] and float32 scale [out, groups] of inputs; None when it is not FP8, or the groups are
+        not of one size."""
+        weight: Tensor = self.inner.tensor(name, device)
+        if weight.dtype != torch.float8_e4m3fn:
+            return None
+        tiles = f"{name}_scale_inv"
+        if tiles not in self._names:
+            return weight, self._row_scale(name, weight).unsqueeze(1)
+        scale = self.inner.tensor(tiles, device).float()
+        rows = -(-weight.shape[0] // scale.shape[0])
+        if weight.shape[1] % scale.shape[1]:
+            return None
+        return weight, scale.repeat_interleave(rows, 0)[: weight.shape[0]]
 
     def kv_scale(self, attention: str) -> tuple[float, float]:
         """Scales of a layer's cached keys and values; 1 where the checkpoint has none."""

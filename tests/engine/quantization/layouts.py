@@ -122,6 +122,18 @@ def fp8(weight: Array) -> Stored:
     return Stored({"weight": quants, "weight_scale": tensor(scale)}, dense)
 
 
+def fp8_tiles(weight: Array) -> Stored:
+    """A scale per square of weights."""
+    rows, inputs = (-(-size // GROUP) for size in weight.shape)
+    padded = np.zeros((rows * GROUP, inputs * GROUP))
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    scale = (np.abs(padded.reshape(rows, GROUP, inputs, GROUP)).max((1, 3)) / 448).astype(np.float32)
+    wide = scale.repeat(GROUP, 0).repeat(GROUP, 1)[: weight.shape[0], : weight.shape[1]]
+    quants = tensor(weight / wide, torch.float32).to(torch.float8_e4m3fn)
+    dense = quants.float().numpy().astype(float) * wide.astype(float)
+    return Stored({"weight": quants, "weight_scale_inv": tensor(scale)}, dense)
+
+
 def _compressed(form: str, kind: str, bits: int) -> dict[str, Any]:
     weights = {"type": kind, "num_bits": bits, "strategy": "group" if bits == 4 else "channel"}
     return {
@@ -148,6 +160,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Array], Stored]]] = {
     "packed-zero-point": (_compressed("pack-quantized", "int", 4), lambda weight: packed(weight, symmetric=False)),
     "int8": (_compressed("int-quantized", "int", 8), plain_int8),
     "fp8": (_compressed("float-quantized", "float", 8), fp8),
+    "fp8-tiles": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, fp8_tiles),
 }
 
 

@@ -32,7 +32,7 @@ def test_every_weight_has_the_value_the_layout_gives_it(layout: str, dense: Path
     for name, want in values.items():
         got = checkpoint.tensor(name).double().numpy()
         # FP8 weights come back in bfloat16; everything else in float32.
-        np.testing.assert_allclose(got, want, rtol=4e-3 if layout == "fp8" else 1e-6, atol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=4e-3 if "fp8" in layout else 1e-6, atol=1e-6)
     assert torch.equal(checkpoint.tensor("model.norm.weight"), open_checkpoint(dense).tensor("model.norm.weight"))
 
 
@@ -46,14 +46,14 @@ def test_greedy_output_is_that_of_the_dense_values_in_a_fraction_of_the_memory(
     reference = Reference(same)
     for i, prompt in enumerate(PROMPTS):
         assert reference.agrees(prompt, outputs[str(i)], tie=0.02)
-    if layout == "fp8":
-        return  # on CPU FP8 is multiplied out; it stays as it is on CUDA
     whole = make_engine(same, weights="dense")
     layers, dense_layers = engine.runner.decoder.layers, whole.runner.decoder.layers
     size = sum(linear.weight_bytes for layer in layers for linear in layer.linears)
     before = sum(linear.weight_bytes for layer in dense_layers for linear in layer.linears)
-    # Blocks of 32 take 5 bits (int4) or 8.5 bits (int8) per weight; float32 takes 32.
-    assert size <= before * (8.6 if "int8" in layout else 5.1) / 32
+    # Blocks of 32 take 5 bits (int4) or 8.5 bits (int8) per weight, FP8 takes 8 and a float32 scale per row or group of
+    # 32 inputs; float32 takes 32.
+    bits = {"int8": 8.6, "gptq-int8": 8.6, "fp8": 8.6, "fp8-tiles": 9.1}.get(layout, 5.1)
+    assert size <= before * bits / 32
 
 
 def test_an_unknown_method_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
@@ -95,3 +95,13 @@ def test_rounding_to_nearest_stays_within_half_a_step() -> None:
 def test_the_largest_group_that_divides_the_inputs_is_taken() -> None:
     assert [pick_group(n) for n in (4096, 576, 96, 48)] == [128, 64, 32, None]
     assert pick_group(4096, 64) == 64
+
+
+def test_a_dense_checkpoint_is_rounded_to_fp8_at_load(dense: Path) -> None:
+    engine, whole = make_engine(dense, weights="fp8"), make_engine(dense, weights="dense")
+    for rounded, exact in zip(engine.runner.decoder.layers, whole.runner.decoder.layers, strict=True):
+        for few, many in zip(rounded.linears, exact.linears, strict=True):
+            assert few.weight_bytes < many.weight_bytes * 8.6 / 32
+            x = torch.eye(few.in_features)  # type: ignore[attr-defined]
+            torch.testing.assert_close(few(x), many(x), rtol=1 / 16, atol=1e-3)
+    assert len(generate(engine, greedy("a", PROMPTS[0], 12))["a"]) == 12

@@ -88,6 +88,16 @@ class DecodeArgs(ctypes.Structure):
     )
 
 
+class Float8Args(ctypes.Structure):
+    """Mirror of `Float8Args` in float8.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weights", "scales", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "columns", "depth", "groups")),
+        *((name, c_int32) for name in ("dtype", "out_dtype")),
+    )
+
+
 class LoraStep(ctypes.Structure):
     """Mirror of `LoraStep` in lora.cpp."""
 
@@ -121,6 +131,8 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_attention_likes_bytes": (c_int, (c_int, c_int, c_int, c_int)),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
+    "pk_float8": (None, (c_void_p, POINTER(Float8Args))),
+    "pk_float8_widen": (None, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3, c_int)),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_column_bytes": (c_int64, (c_int64, c_int64)),

@@ -28,6 +28,7 @@ SAMPLES: Final = 2
 _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", TOKENS),
     "pk_dense": ("rows", TOKENS),
+    "pk_float8": ("rows", TOKENS),
     "pk_rope_and_cache": ("tokens", TOKENS),
     "pk_attention": ("sequences", SEQUENCES),
     "pk_lora": ("tokens", TOKENS),
