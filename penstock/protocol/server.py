@@ -169,7 +169,8 @@ class EngineServer:
                 if peer is not None and request_id in peer.requests:
                     self._abort(request_id)
             case Pull():
-                self._handovers.pull(identity, message)
+                if peer is not None:
+                    self._handovers.pull(identity, message)
             case Count(question, charges):
                 self._answer(identity, Counted(question, self._tally.of(charges)))
             case LoadAdapter() | UnloadAdapter() | PinAdapter():

@@ -17,6 +17,9 @@ from penstock.engine.request import Handover, Request
 from penstock.routing.flights import Leg
 from penstock.routing.member import Member
 
+BACKLOG = 8
+"""A prompt before which so many times its own length waits is computed where it is used."""
+
 log = logging.getLogger("penstock.routing")
 
 
@@ -48,7 +51,9 @@ class Handovers:
         helpers = [other for other in helpers if self._fits(other, member)]
         if not helpers:
             return request
-        helper = min(helpers, key=lambda other: other.view(now).queued_tokens)
+        queued, helper = min(((other.view(now).queued_tokens, other) for other in helpers), key=lambda pair: pair[0])
+        if queued > BACKLOG * tokens:
+            return request
         backend = helper.backend
         assert isinstance(backend, NativeBackend)
         source = Handover(backend.endpoint, backend.public_key, self._policy.least_tokens, self._policy.wait_s)

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Handover, HandoverLoad, Request
-from penstock.protocol.messages import Abort, Count, Counted, Produced, Submit
+from penstock.protocol.messages import Abort, Count, Counted, Drain, Produced, Submit
 from penstock.protocol.transport import CurveServer, generate_keypair
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
@@ -196,6 +196,62 @@ def test_several_at_once_and_a_prefiller_that_decodes_nothing(folder: Path, alon
                 break
         assert tokens == expected and world.counts.handovers == 6
         assert giver.load_snapshot().generation_tokens <= 6, "a prompt's own token, at most"
+
+
+def test_requests_with_the_same_prompt_wait_for_one_of_them(folder: Path, alone: Engine) -> None:
+    """`n` choices, or a burst behind one long system prompt. The one that fetches may leave: another goes on."""
+    requests = [greedy(f"r{number}", text(1) + [number], 8) for number in range(4)]
+    expected = generate(alone, *requests)
+    with pair(folder) as (world, _):
+        for request in requests:
+            world.ask(request)
+        assert eventually(lambda: world.counts.blocks_in > 0)
+        world.client.send(Abort("r0"))
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        firsts: dict[str, int] = {}
+        ended = 0
+        for delta in world.client.deltas(30):
+            tokens[delta.request_id] += delta.tokens
+            firsts.setdefault(delta.request_id, delta.cached_tokens or 0)
+            ended += delta.finish_reason is not None
+            if ended == len(requests):
+                break
+        assert tokens == expected | {"r0": []}
+        assert (world.counts.handovers, world.counts.blocks_in, world.counts.waiting) == (1, 43, 0)
+        assert sorted(firsts[f"r{number}"] for number in (1, 2, 3))[1:] == [688, 688], "who followed had it cached"
+
+
+def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, alone: Engine) -> None:
+    with pair(folder, num_blocks=62) as (world, giver):
+        world.ask(greedy("running", text(1, 480), 440))
+        assert eventually(lambda: world.engine.load_snapshot().running == 1)
+        request = greedy("crowded", text(2), 6)
+        world.ask(request)
+        tokens, _ = world.client.finish("crowded", 30)
+        assert tokens == generate(alone, request)["crowded"]
+        assert (world.counts.handovers, world.counts.fallbacks) == (1, 1)
+        assert eventually(lambda: not world.engine.has_work)
+
+        step = giver.step
+        giver.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign]
+        world.ask(replace(greedy("late", text(3), 6), timeout_s=0.3))
+        _, last = world.client.finish("late", 30)
+        assert last.finish_reason == "timeout" and world.counts.fallbacks == 2
+        giver.step = step  # type: ignore[method-assign]
+
+
+def test_a_prefill_engine_that_drains_sends_what_was_asked_for(folder: Path, alone: Engine) -> None:
+    with pair(folder) as (world, giver):
+        request = greedy("r", text(1, 1000), 6)
+        world.ask(request)
+        assert eventually(lambda: world.counts.blocks_in > 0)
+        with connected(world.source.endpoint) as operator:
+            operator.hello()
+            operator.send(Drain())
+            assert world.client.finish("r", 30)[0] == generate(alone, request)["r"]
+        assert (world.counts.handovers, world.counts.fallbacks) == (1, 0)
+        assert world.answer(greedy("next", text(2), 2))[0] == generate(alone, greedy("next", text(2), 2))["next"]
+        assert world.counts.fallbacks == 1 and not giver.has_work
 
 
 def test_tenants_do_not_meet(folder: Path) -> None:

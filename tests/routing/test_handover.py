@@ -114,6 +114,18 @@ async def test_the_prefill_replica_with_the_least_to_do_is_named() -> None:
             it.replicas.abort(f"r{number}")
 
 
+async def test_a_prefill_replica_with_too_much_to_do_is_not_asked() -> None:
+    async with world("prefill", "decode") as it:
+        for number in range(11):
+            request = Request(f"r{number}", [5] * LONG, SamplingParams(max_tokens=50))
+            it.replicas.submit(request, Mailbox())
+        await eventually(lambda: len(it.engines[1].seen) == 11)
+        assert [source is not None for source in it.engines[1].seen.values()] == [True] * 9 + [False] * 2
+        for number in range(11):
+            it.replicas.abort(f"r{number}")
+        await eventually(lambda: it.replicas.members[0].meter.in_flight == 0)
+
+
 async def test_replicas_whose_blocks_differ_are_not_paired_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

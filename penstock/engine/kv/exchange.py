@@ -23,6 +23,10 @@ from penstock.engine.request import HandoverLoad, Load, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
+STEP_BYTES = 8 << 20
+"""Taken in between two steps: on CPU a few milliseconds, which the step waits for."""
+CUDA_STEP_BYTES = 64 << 20
+"""The same on CUDA: about a millisecond on a stream of its own."""
 
 
 class BlockExchange:
@@ -43,6 +47,8 @@ class BlockExchange:
         self.block_bytes = kv.shape.block_bytes
         fitting = MOST_BYTES // self.block_bytes
         self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), fitting))
+        self.at_once = max(1, (STEP_BYTES if kv.device.type == "cpu" else CUDA_STEP_BYTES) // self.block_bytes)
+        """Blocks to take in between two steps, at most."""
         self._allocator = allocator
         self._pool = allocator.pool
         self._kv = kv

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.protocol")
 
 
-class _Wanted(NamedTuple):
+class _Asker(NamedTuple):
+    identity: bytes
     request_id: str
-    name: bytes
 
 
 class _Parcel(NamedTuple):
-    to: bytes
-    wanted: _Wanted
+    to: _Asker
+    name: bytes
     slot: int
 
 
@@ -40,7 +40,7 @@ class Outgoing:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._queues: dict[bytes, deque[_Wanted]] = {}
+        self._queues: dict[_Asker, deque[bytes]] = {}
         self._copying: deque[_Parcel] = deque()
         self._sending: deque[tuple[zmq.MessageTracker, int]] = deque()
 
@@ -49,8 +49,7 @@ class Outgoing:
         return bool(self._queues or self._copying or self._sending)
 
     def ask(self, identity: bytes, pull: Pull) -> None:
-        queue = self._queues.setdefault(identity, deque())
-        queue.extend(_Wanted(pull.request_id, name) for name in pull.names)
+        self._queues.setdefault(_Asker(identity, pull.request_id), deque()).extend(pull.names)
 
     def advance(self, exchange: BlockExchange | None, lives: Callable[[str], bool]) -> None:
         """Between two steps. `lives`: whether a request is still being computed."""
@@ -65,46 +64,48 @@ class Outgoing:
             if not self._send(exchange, self._copying[0]):
                 break
             self._copying.popleft()
-        for identity in list(self._queues):
-            self._copy(exchange, identity, lives)
+        for asker in list(self._queues):
+            self._copy(exchange, asker, lives)
 
-    def _copy(self, exchange: BlockExchange, identity: bytes, lives: Callable[[str], bool]) -> None:
-        """Start with what is there for one asker."""
-        queue, found = self._queues[identity], list[_Wanted]()
+    def _copy(self, exchange: BlockExchange, asker: _Asker, lives: Callable[[str], bool]) -> None:
+        """Start with what is there for one asker; the next time it is the last one's turn."""
+        queue, found = self._queues.pop(asker), list[bytes]()
         while queue and len(found) < len(exchange.slots):
-            if exchange.has(queue[0].name):
+            if exchange.has(queue[0]):
                 found.append(queue.popleft())
-            elif lives(queue[0].request_id) or not self._say_no(identity, queue[0]):
+            elif lives(asker.request_id) or not self._say_no(asker, queue[0]):
                 break
             else:
                 queue.popleft()
-        if not queue:
-            del self._queues[identity]
-        slots = exchange.copy_out([wanted.name for wanted in found])
-        self._copying.extend(_Parcel(identity, *pair) for pair in zip(found, slots, strict=True))
+        if queue:
+            self._queues[asker] = queue
+        if found:
+            slots = exchange.copy_out(found)
+            self._copying.extend(_Parcel(asker, *pair) for pair in zip(found, slots, strict=True))
 
     def _send(self, exchange: BlockExchange, parcel: _Parcel) -> bool:
         """False: its connection takes no more now."""
-        head = encode(Block(parcel.wanted.request_id, parcel.wanted.name))
+        head = encode(Block(parcel.to.request_id, parcel.name))
         try:
             tracker = self._socket.send_multipart(
-                [parcel.to, head, *exchange.memory(parcel.slot)], zmq.DONTWAIT, copy=False, track=True
+                [parcel.to.identity, head, *exchange.memory(parcel.slot)], zmq.DONTWAIT, copy=False, track=True
             )
         except zmq.ZMQError as error:
             if error.errno == errno.EAGAIN:
                 return False
-            self._gone(parcel.to)
+            log.info("engine %r is gone; nothing more is sent to it", parcel.to.identity)
+            self._queues.pop(parcel.to, None)
             exchange.slots.append(parcel.slot)
             return True
         assert tracker is not None
         self._sending.append((tracker, parcel.slot))
         return True
 
-    def _say_no(self, identity: bytes, wanted: _Wanted) -> bool:
+    def _say_no(self, asker: _Asker, name: bytes) -> bool:
         """False: its connection takes no more now."""
         try:
             self._socket.send_multipart(
-                [identity, encode(Block(wanted.request_id, wanted.name, found=False))], zmq.DONTWAIT
+                [asker.identity, encode(Block(asker.request_id, name, found=False))], zmq.DONTWAIT
             )
         except zmq.ZMQError as error:
             return error.errno != errno.EAGAIN
@@ -113,11 +114,7 @@ class Outgoing:
     def _refuse_all(self) -> None:
         """This engine hands over nothing (any more)."""
         self._copying.clear()
-        for identity, queue in self._queues.items():
-            for wanted in queue:
-                self._say_no(identity, wanted)
+        for asker, queue in self._queues.items():
+            for name in queue:
+                self._say_no(asker, name)
         self._queues.clear()
-
-    def _gone(self, identity: bytes) -> None:
-        log.info("engine %r is gone; nothing more is sent to it", identity)
-        self._queues.pop(identity, None)

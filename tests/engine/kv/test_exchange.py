@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -69,6 +72,26 @@ def test_only_what_has_the_right_name_is_used(folder: Path) -> None:
     assert drain(taker)[0].cached_tokens == 0
     unknown = Request("c", text(1, 100), greedy("", [], 5).params, adapter="nobody")
     assert exchange_of(taker).names(unknown) == [], "weights that are not here name nothing"
+
+
+def test_blocks_computed_with_an_adapter_are_for_that_adapter(folder: Path, tmp_path: Path) -> None:
+    """Both engines name them by the adapter's weights; what it is called does not matter."""
+    files = [write_adapter(tmp_path / str(seed), folder, seed=seed) for seed in range(2)]
+    giver = make_engine(folder, role="prefill", adapters=(AdapterSpec("tuned", str(files[0])),))
+    specs = (AdapterSpec("ours", str(files[0]), pinned=True), AdapterSpec("another", str(files[1]), pinned=True))
+    taker = make_engine(folder, role="decode", adapters=specs)
+    request = Request("r", text(1, 140), greedy("", [], 12).params, adapter="tuned")
+    expected = generate(giver, request)
+    for spec in specs:  # read, as it is by the first request that names it
+        generate(taker, Request("first", [1, 2], greedy("", [], 2).params, adapter=spec.name))
+    ours = replace(request, adapter="ours")
+    assert exchange_of(taker).names(ours) == exchange_of(giver).names(request)
+    hand_over(giver, taker, ours)
+    assert exchange_of(taker).present(exchange_of(taker).names(replace(request, adapter="another"))) == 0
+    assert exchange_of(taker).present(exchange_of(taker).names(replace(request, adapter=""))) == 0
+    taker.submit(ours)
+    deltas = drain(taker)
+    assert collect(deltas) == expected and deltas[0].cached_tokens == 128
 
 
 def test_blocks_on_their_way_out_to_the_host_are_not_overwritten(folder: Path) -> None:
