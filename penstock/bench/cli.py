@@ -278,6 +278,37 @@ def serve(
     _run(body)
 
 
+HTTP_HELP = """
+The same workloads offline and through HTTP, turn by turn on this machine: the ratio, and CPU time per token.
+
+Examples:
+
+    penstock bench http
+
+    penstock bench http -w c16 -w c64 --repeat 5 --json results.json
+"""
+
+
+@app.command(help=HTTP_HELP)
+def http(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", "-w", help="Closed-loop workload; repeat for several. Default: c16, c64."),
+    ] = None,
+    model: Model = "smollm2-135m",
+    repeat: Annotated[int, typer.Option(min=1, help="Turns of each side; medians are shown.")] = 3,
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    def body() -> None:
+        from penstock.bench import through_http
+
+        settings = through_http.Settings(model=model, device=device, repeat=repeat)
+        through_http.main(settings, workload or ["c16", "c64"], json_file, _console())
+
+    _run(body)
+
+
 COMPARE_HELP = """
 This engine against `transformers` generate, turn by turn on the same machine, and the ratio.
 
