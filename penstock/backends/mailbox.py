@@ -62,7 +62,7 @@ class Mailbox:
         if arrival is None:
             self._arrivals[index] = Arrival(index, delta, now)
         else:
-            _merge(arrival.delta, delta)
+            arrival.delta.extend(delta)
             arrival.at = now
         self._wake()
 
@@ -125,17 +125,3 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
-
-
-def _merge(older: Delta, newer: Delta) -> None:
-    """Append `newer` to `older`. Only the first delta of a request carries the prompt's fields."""
-    older.tokens.extend(newer.tokens)
-    if newer.logprobs is not None:
-        if older.logprobs is None:
-            older.logprobs = newer.logprobs
-        else:
-            older.logprobs.extend(newer.logprobs)
-    if newer.finish_reason is not None:
-        older.finish_reason = newer.finish_reason
-        older.decode_s = newer.decode_s
-        older.error = newer.error

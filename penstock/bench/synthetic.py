@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.engine.process import die_with_parent
 from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.protocol.pacing import Pacing
 from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import Listener
 
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("endpoint", help="where to listen: ipc://PATH or tcp://127.0.0.1:PORT")
     parser.add_argument("folder", type=Path, help="where to write the tokenizer that gateways need")
     parser.add_argument("--interval", type=float, default=0.0, help="seconds of one step")
+    parser.add_argument("--stream-interval", type=float, default=0.0, help="least seconds between two deliveries")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input, a pipe, ends")
     options = parser.parse_args()
     if options.with_parent:
@@ -175,7 +177,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     engine = SyntheticEngine(write_tokenizer(options.folder, context_length=1 << 20), interval_s=options.interval)
     with Listener(options.endpoint) as listener:
-        EngineServer(engine, listener).run()
+        EngineServer(engine, listener, pacing=Pacing(options.stream_interval)).run()
 
 
 if __name__ == "__main__":

@@ -66,12 +66,14 @@ def _server(settings: Settings, folder: Path) -> Iterator[tuple[str, int]]:
     command = [
         *(sys.executable, "-m", "penstock", "serve", settings.model, "--host", "127.0.0.1", "--port", str(port)),
         *("--device", settings.device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
+        *("--set", "generation.time_limit_s=3600"),  # a slow machine shall end its requests too
     ]
     with log.open("wb") as output:
         # In an empty folder: a configuration file that happens to lie here is not what is measured.
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=_environment())
     try:
-        asyncio.run(_ready(Target.parse(f"http://127.0.0.1:{port}", None), process, log))
+        if not asyncio.run(_becomes_ready(Target.parse(f"http://127.0.0.1:{port}", None), process)):
+            raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
@@ -88,19 +90,18 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-async def _ready(target: Target, process: subprocess.Popen[bytes], log: Path) -> None:
+async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + _START_S
-    while True:
+    while process.poll() is None and time.monotonic() < deadline:
         connection = Connection(target)
         try:
             await connection.request("GET", "/health/ready")
-            return
-        except (WireError, OSError) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(f"the server did not become ready ({error}):\n{log.read_text()[-2000:]}") from error
+            return True
+        except (WireError, OSError):
+            await asyncio.sleep(_PAUSE_S)  # not yet
         finally:
             await connection.close()
-        await asyncio.sleep(_PAUSE_S)
+    return False
 
 
 def _offline(settings: Settings, workload: Workload, folder: Path) -> float:
@@ -118,19 +119,19 @@ def _offline(settings: Settings, workload: Workload, folder: Path) -> float:
 
 
 def _through_http(
-    settings: Settings, workload: Workload, url: str, server: int, turn: int, quiet: Console
+    workload: Workload, url: str, server: int, turn: int, quiet: Console
 ) -> tuple[float, dict[str, float]]:
     """Output tokens per second of the server, and CPU seconds per thousand tokens by role."""
     assert workload.concurrency is not None
     load = serve.Settings(
         url=url,
-        model=settings.model,
         concurrency=workload.concurrency,
         requests=workload.requests,
         input_len=workload.input_len[0],
         output_len=workload.output_len[0],
         temperature=workload.temperature,
         seed=1 + turn,
+        timeout_s=3600.0,
     )
     before = _cpu_seconds(server) | {"client": time.process_time()}
     _, tally = asyncio.run(serve.measure(load, None, quiet))
@@ -171,9 +172,7 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
                 with console.status(f"{workload.name}: turn {turn + 1} of {settings.repeat}, offline"):
                     offline = _offline(settings, workload, Path(name))
                 with console.status(f"{workload.name}: turn {turn + 1} of {settings.repeat}, through HTTP"):
-                    turns[workload.name].append(
-                        Turn(offline, *_through_http(settings, workload, url, pid, turn, quiet))
-                    )
+                    turns[workload.name].append(Turn(offline, *_through_http(workload, url, pid, turn, quiet)))
     _show(turns, settings, console)
     if json_file is not None:
         results: list[dict[str, Any]] = [

@@ -142,6 +142,7 @@ def _run(
     import time
     from dataclasses import replace
 
+    from penstock.protocol.pacing import Pacing, pick_interval
     from penstock.protocol.server import EngineServer
     from penstock.protocol.transport import Listener
     from penstock.protocol.watchdog import Watchdog
@@ -183,6 +184,7 @@ def _run(
             sleeper=slumber,
             state="sleeping" if model.time_slice else "awake",
             watchdog=Watchdog(model.watchdog_s),
+            pacing=Pacing(pick_interval(model.stream_interval_s, info.device)),
         )
         del first  # the server alone holds it, so that its memory is free when it sleeps
         _stop_on_signals(server, drain_s)

@@ -160,6 +160,10 @@ class ModelConfig:
     watchdog_s: float = setting(
         60.0, doc="An engine with work that finishes no step for this long is restarted.", least=1
     )
+    stream_interval_s: float | None = setting(
+        None, doc="With 8 requests and more, tokens go out this often at most, but for first and last ones: 0.04 on "
+        "CPU, where delivering takes from what computes, 0 (every step) on GPUs when not set.", least=0, example="0",
+    )  # fmt: skip
     adapters: tuple[AdapterSpec, ...] = setting(
         (),
         doc="LoRA adapters that clients may name as a model: a name, a source (folder, hf:ORG/NAME or "

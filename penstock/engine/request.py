@@ -135,6 +135,19 @@ class Delta:
     decode_s: float | None = None
     """On the last delta: time from the first token to the last."""
 
+    def extend(self, newer: Delta) -> None:
+        """Append what came later. Only the first delta of a request carries the prompt's fields."""
+        self.tokens.extend(newer.tokens)
+        if newer.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = newer.logprobs
+            else:
+                self.logprobs.extend(newer.logprobs)
+        if newer.finish_reason is not None:
+            self.finish_reason = newer.finish_reason
+            self.decode_s = newer.decode_s
+            self.error = newer.error
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:

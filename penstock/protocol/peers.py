@@ -18,6 +18,7 @@ from penstock.engine.encoder.request import Encoding
 from penstock.engine.request import Delta, Load, StepOutput
 from penstock.protocol.codec import encode
 from penstock.protocol.messages import Encoded, FromEngine, Step
+from penstock.protocol.pacing import Pacing
 
 BACKLOG_LIMIT = 4096
 """Messages kept for a gateway beyond those its socket holds: minutes of steps. Tokens cannot be skipped."""
@@ -39,8 +40,11 @@ class Peer:
 class Peers:
     """Registration, ownership and sending. `lost` lists requests whose gateway was given up."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, backlog_limit: int = BACKLOG_LIMIT) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], *, backlog_limit: int = BACKLOG_LIMIT, pacing: Pacing | None = None
+    ) -> None:
         self._socket = socket
+        self._pacing = pacing or Pacing()
         self._backlog_limit = backlog_limit
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, Peer] = {}
@@ -85,7 +89,17 @@ class Peers:
         peer.requests.clear()
         peer.backlog.clear()
 
-    def deliver(self, deltas: Iterable[Delta], load: Load, now: float) -> None:
+    def deliver(self, deltas: list[Delta], load: Load, now: float) -> None:
+        """What is due of these and earlier ones: see `Pacing`."""
+        self._send_steps(self._pacing.due(deltas, load.running, now), load, now)
+
+    def release(self, load: Callable[[], Load], now: float) -> None:
+        """Deliver what waits for more: something is about to begin that it shall not wait for."""
+        held = self._pacing.rest()
+        if held:
+            self._send_steps(held, load(), now)
+
+    def _send_steps(self, deltas: list[Delta], load: Load, now: float) -> None:
         """One `Step` to each gateway that has something in `deltas`. A final delta ends the ownership."""
         grouped: dict[bytes, tuple[Peer, list[Delta]]] = {}
         for delta in deltas:

@@ -52,6 +52,7 @@ from penstock.protocol.messages import (
     UnloadAdapter,
     Wake,
 )
+from penstock.protocol.pacing import Pacing
 from penstock.protocol.peers import BACKLOG_LIMIT, Peers
 from penstock.protocol.tally import Tally
 from penstock.protocol.transport import Listener
@@ -80,6 +81,7 @@ class EngineServer:
         sleeper: Sleeper | None = None,
         state: EngineState = "awake",
         watchdog: Watchdog | None = None,
+        pacing: Pacing | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         backlog_limit: int = BACKLOG_LIMIT,
     ) -> None:
@@ -88,7 +90,7 @@ class EngineServer:
         self._socket = listener.socket
         self._poller = zmq.Poller()
         self._poller.register(listener.socket, zmq.POLLIN)
-        self._peers = Peers(listener.socket, backlog_limit=backlog_limit)
+        self._peers = Peers(listener.socket, backlog_limit=backlog_limit, pacing=pacing)
         self._handovers = HandoverDesk(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._sleeper = sleeper
@@ -129,6 +131,7 @@ class EngineServer:
                     self._step()
                 else:
                     self._alive()
+                    self._peers.release(self._engine.load_snapshot, time.monotonic())
                     # Waking up takes tens of microseconds; polling for what may come would take a core from others.
                     self._receive(self._handovers.patience(self._heartbeat_s))
                 self._after_step()
@@ -137,6 +140,7 @@ class EngineServer:
             if self._watchdog is not None:
                 self._watchdog.stop()
         log.info("engine stops: %s", self._stop_reason)
+        self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
         return EXIT_FAILED if self._failures else 0
 
@@ -227,6 +231,7 @@ class EngineServer:
             self._fail([request_id], f"the engine did not accept the request: {error}")
 
     def _begin(self, request: Request) -> None:
+        self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._tally.begin(request.request_id, already=len(request.produced))
         if not self._handovers.begin(self._engine, request):
             self._engine.submit(request)
