@@ -257,8 +257,8 @@ class Engine:
         """Turn a finished step into deltas, and finish the sequences that end here."""
         done = step.wait()
         self.steps += 1
-        for sampled in done:
-            seq, tokens = sampled.chunk.seq, sampled.tokens
+        for chunk, tokens, logprobs in done:
+            seq = chunk.seq
             if seq.finish_reason is not None:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
@@ -266,18 +266,18 @@ class Engine:
                 self._finish(seq, "error", problem)
                 continue
             reason = _append(seq, tokens)
-            if sampled.chunk.drafts:
+            if chunk.drafts:
                 # What was computed behind a wrong guess will be overwritten.
-                seq.computed = sampled.chunk.start + len(tokens)
+                seq.computed = chunk.start + len(tokens)
             self._generation_tokens += len(tokens)
             delta = Delta(seq.id, tokens)
             self._deltas.append(delta)
-            if sampled.logprobs is not None:
-                delta.logprobs = sampled.logprobs[: len(tokens)]
+            if logprobs is not None:
+                delta.logprobs = logprobs[: len(tokens)]
             if not seq.started:
                 self._introduce(seq, delta)
             if self.speculation is not None:
-                self.speculation.learn(sampled.chunk, tokens)
+                self.speculation.learn(chunk, tokens)
             if reason is not None:
                 if seq.row >= 0:
                     self.scheduler.allocator.publish(seq)

@@ -204,7 +204,10 @@ class Scheduler:
             self.resume(self.adapters.returning(now))
         chunks, budget = self._continue_running(drafts or {})
         # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
-        self.allocator.publish_all(chunk.seq for chunk in chunks)
+        size = self.allocator.block_size
+        for chunk in chunks:
+            if chunk.seq.computed // size > chunk.seq.named:  # most are in the middle of a block
+                self.allocator.publish(chunk.seq)
         while budget > 0 and self._rows:
             admitted = self._admit(budget, now)
             if admitted is None:

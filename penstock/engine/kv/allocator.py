@@ -11,7 +11,6 @@ of blocks however long it gets, and takes up a prefix whose beginning is gone if
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.engine.kv.hashing import block_name
@@ -117,13 +116,6 @@ class BlockAllocator:
         for index in range(max(seq.named, seq.released), full):
             self.pool.name(seq.blocks[index], self._name(seq, index))
         seq.named = full
-
-    def publish_all(self, sequences: Iterable[Sequence]) -> None:
-        """The same for many; nearly all of a step's sequences are in the middle of a block."""
-        size = self.block_size
-        for seq in sequences:
-            if seq.computed // size > seq.named:
-                self.publish(seq)
 
     def free(self, seq: Sequence) -> None:
         """Give back every block; ends first, so that shared beginnings are evicted last."""

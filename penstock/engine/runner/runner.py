@@ -33,14 +33,9 @@ _SCORED_AT_ONCE = 128
 """Prompt positions whose logits exist at the same time; bounds the memory of prompt log-probabilities."""
 
 
-@dataclass(slots=True)
-class Sampled:
-    """The tokens that a step added behind one chunk, on the host."""
-
-    chunk: Chunk
-    tokens: list[int]
-    """One, and with guesses one more for each that was right."""
-    logprobs: list[TokenLogprob] | None
+Sampled = tuple[Chunk, list[int], list[TokenLogprob] | None]
+"""On the host: a chunk, the tokens that a step added behind it (with guesses, one more for each that was right), and
+their log-probabilities where they are wanted."""
 
 
 @dataclass(slots=True)
@@ -68,7 +63,7 @@ class PendingStep:
         """Block until the step's tokens are on the host; they come in batch order."""
         tokens = self._tokens()
         if self.batch.plain and self.logprobs is None:
-            return [Sampled(chunk, [token], None) for chunk, token in zip(self.chunks, tokens, strict=True)]
+            return [(chunk, [token], None) for chunk, token in zip(self.chunks, tokens, strict=True)]
         logprobs = None
         if self.logprobs is not None:
             logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
@@ -78,7 +73,7 @@ class PendingStep:
             chunk = self.chunks[at]
             kept = at + 1 + count_accepted(chunk.drafts, tokens[at:])
             scores = None if logprobs is None else [score for score in logprobs[at:kept] if score is not None]
-            sampled.append(Sampled(chunk, tokens[at:kept], scores or None))
+            sampled.append((chunk, tokens[at:kept], scores or None))
             if chunk.drafts:
                 self.rows.count(chunk.seq, tokens[at:kept])
             at += 1 + len(chunk.drafts)
