@@ -4,7 +4,8 @@
 """
 
 from penstock.config.load import dump, load, load_resolved
-from penstock.config.schema import Config, GenerationConfig, LoggingConfig, ModelConfig, ServerConfig
+from penstock.config.model import ModelConfig
+from penstock.config.schema import Config, GenerationConfig, LoggingConfig, ServerConfig
 
 __all__ = [
     "Config",

@@ -18,7 +18,8 @@ from starlette.responses import HTMLResponse, Response
 
 import penstock
 from penstock.gateway.cors import Cors
-from penstock.gateway.endpoints import ENDPOINTS, Door, Endpoint
+from penstock.gateway.endpoint import Door, Endpoint
+from penstock.gateway.endpoints import ENDPOINTS
 from penstock.gateway.exchange import ClientGone, Exchange, Receive, Send, StalledReader
 from penstock.gateway.http.request import Message, Scope
 from penstock.gateway.openapi import openapi_of

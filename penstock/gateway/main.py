@@ -29,7 +29,7 @@ from penstock.gateway import interpreter
 from penstock.gateway.app import App
 from penstock.gateway.capacity import connections
 from penstock.gateway.control import ControlLine
-from penstock.gateway.endpoints import Door
+from penstock.gateway.endpoint import Door
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.models import Follower, served

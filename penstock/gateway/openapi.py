@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from penstock.gateway.replies import ACCEPTED, ANY_OBJECT, EVENTS, REPLIES
 
 if TYPE_CHECKING:
-    from penstock.gateway.endpoints import Endpoint
+    from penstock.gateway.endpoint import Endpoint
 
 Document = dict[str, Any]
 _SCHEMAS = "#/components/schemas/{name}"

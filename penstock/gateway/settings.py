@@ -11,6 +11,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoding import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.model import ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.schema import (
@@ -18,7 +19,6 @@ from penstock.config.schema import (
     Config,
     CountersConfig,
     LimitConfig,
-    ModelConfig,
     PriceConfig,
     RequestLogConfig,
     ResilienceConfig,

@@ -1,178 +1,27 @@
-"""Rotary embedding with the cache write, and paged attention: decode, prefill, mixed; against float64."""
+"""Paged attention: decode, prefill, mixed; against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
+from attention_cases import BLOCK, DTYPES, FP8, INT8, LLAMA, SHAPES, Case, attention64, build, layout, ops, run_case
 from gpu_harness import (
-    DEVICE,
     MODE,
     QUICK,
-    TOLERANCE,
     Row,
     arithmetic,
     bandwidth,
     check,
     check_equal,
-    integers,
     poison_,
     poisoned_outputs,
-    rand,
     rng,
     time_us,
 )
-from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.interface import HeadLayout
 from penstock.engine.kernels.triton import decode, prefill
-from penstock.engine.kernels.triton.ops import TritonOps
-
-ops = TritonOps(DEVICE)
-BLOCK = 16
-FP8 = torch.float8_e4m3fn
-INT8 = torch.int8
-
-
-@dataclass
-class Case:
-    """Sequences in a paged cache, and the dense keys and values they were built from."""
-
-    batch: AttentionBatch
-    layout: HeadLayout
-    k_cache: Tensor
-    v_cache: Tensor
-    q: Tensor
-    scales: tuple[Tensor, Tensor] | None
-    queries: list[int]
-    contexts: list[int]
-
-
-def build(
-    queries: list[int],
-    contexts: list[int],
-    layout: HeadLayout,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None,
-    max_context: int | None = None,
-) -> Case:
-    """A batch whose blocks are scattered over the pool. Every slot no sequence owns is poisoned."""
-    kv_dtype = kv_dtype or dtype
-    decodes = sum(n == 1 for n in queries)
-    assert all(n == 1 for n in queries[:decodes])
-    needed = [-(-c // BLOCK) for c in contexts]
-    pool = list(range(1, sum(needed) + 3))
-    rng.shuffle(pool)
-    shape = (len(pool) + 1, layout.kv_heads, BLOCK, layout.head_dim)
-    scales = None
-    if kv_dtype == FP8:
-        scales = (rand(layout.kv_heads).abs() + 0.5, rand(layout.kv_heads).abs() + 0.5)
-    elif kv_dtype == INT8:
-        scales = (
-            poison_(torch.empty(shape[:3], dtype=torch.bfloat16, device=DEVICE)),
-            poison_(torch.empty(shape[:3], dtype=torch.bfloat16, device=DEVICE)),
-        )
-    if MODE == "compile":
-        caches = [torch.empty(shape, dtype=kv_dtype) for _ in range(2)]
-    else:
-        caches = [poison_(torch.empty(shape, dtype=kv_dtype, device=DEVICE)) for _ in range(2)]
-    max_rows = len(queries) + 3
-    width = max(needed) + 2
-    tables = torch.full((max_rows, width), 10**9, dtype=torch.int32)
-    rows = rng.sample(range(max_rows), len(queries))
-    positions, slots, starts = [], [], [0]
-    for row, blocks, count, context in zip(rows, needed, queries, contexts, strict=True):
-        mine = [pool.pop() for _ in range(blocks)]
-        tables[row, :blocks] = torch.tensor(mine, dtype=torch.int32)
-        starts.append(starts[-1] + count)
-        for position in range(context - count, context):
-            positions.append(position)
-            slots.append(mine[position // BLOCK] * BLOCK + position % BLOCK)
-        if MODE != "compile":
-            for index, cache in enumerate(caches):
-                size = (blocks, layout.kv_heads, BLOCK, layout.head_dim)
-                if kv_dtype == INT8:
-                    dense = rand(*size, scale=40.0).clamp(-127, 127).to(INT8)
-                    assert scales is not None
-                    steps = rand(*size[:3], scale=0.025).abs().to(torch.bfloat16)
-                    if context % BLOCK:
-                        poison_(steps[-1, :, context % BLOCK :])
-                    scales[index][mine] = steps
-                else:
-                    dense = rand(*size, dtype=dtype).to(kv_dtype)
-                if context % BLOCK:
-                    poison_(dense[-1, :, context % BLOCK :])
-                cache.view(torch.uint8)[mine] = dense.view(torch.uint8)
-    batch = AttentionBatch(
-        positions=integers(positions, torch.int64),
-        slots=integers(slots, torch.int64),
-        query_starts=integers(starts, torch.int32),
-        context_lens=integers(contexts, torch.int32),
-        rows=integers(rows, torch.int32),
-        block_tables=tables.to(DEVICE),
-        num_decodes=decodes,
-        max_query=max(queries),
-        max_context=max_context or max(contexts),
-    )
-    q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
-    return Case(batch, layout, caches[0], caches[1], q, scales, queries, contexts)
-
-
-def dense64(cache: Tensor, scale: Tensor | None, table: Tensor, context: int) -> Tensor:
-    return widened(cache, scale)[table.long()].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :context]
-
-
-def widened(cache: Tensor, scale: Tensor | None) -> Tensor:
-    wide = cache.float().double()
-    if scale is None:
-        return wide
-    return wide * (scale[:, None, None] if scale.dim() == 1 else scale[..., None]).double()
-
-
-def attention64(case: Case) -> Tensor:
-    layout, out = case.layout, []
-    group = layout.heads // layout.kv_heads
-    start = 0
-    for i, (count, context) in enumerate(zip(case.queries, case.contexts, strict=True)):
-        table = case.batch.block_tables[case.batch.rows[i].long()][: -(-context // BLOCK)]
-        k_scale, v_scale = case.scales or (None, None)
-        k = dense64(case.k_cache, k_scale, table, context).repeat_interleave(group, 0)
-        v = dense64(case.v_cache, v_scale, table, context).repeat_interleave(group, 0)
-        q = case.q[start : start + count].double().transpose(0, 1)
-        at = torch.arange(context, device=DEVICE)
-        mine = torch.arange(context - count, context, device=DEVICE)[:, None]
-        visible = at <= mine
-        if layout.window is not None:
-            visible &= at > mine - layout.window
-        scores = q @ k.transpose(1, 2) * layout.scale
-        if layout.softcap is not None:
-            scores = layout.softcap * (scores / layout.softcap).tanh()
-        scores = scores.masked_fill(~visible, float("-inf"))
-        out.append((scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1))
-        start += count
-    return torch.cat(out)
-
-
-def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
-    with poisoned_outputs():
-        got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales)
-    if MODE == "compile":
-        return
-    check(name, got, attention64(case), tolerance or max(TOLERANCE[got.dtype], 1e-5))
-    assert int(ops._counters.abs().sum()) == 0, f"{name}: arrival counters were not reset"
-
-
-def layout(heads: int, kv_heads: int, dim: int, window: int | None = None) -> HeadLayout:
-    return HeadLayout(heads, kv_heads, dim, dim**-0.5, window)
-
-
-SHAPES = (
-    [(4, 2, 32), (6, 2, 16)]
-    if QUICK
-    else [(32, 8, 128), (9, 3, 64), (16, 8, 128), (8, 8, 96), (28, 4, 128), (64, 8, 128), (4, 2, 256), (32, 1, 64)]
-)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def test_decode_attention() -> None:
@@ -304,97 +153,6 @@ def test_behind_the_window_anything_may_lie() -> None:
             with poisoned_outputs():
                 got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales)
             check(f"poison behind the window, {kv_dtype}", got, want, 1e-2)
-
-
-def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> list[Tensor]:
-    layout = case.layout
-    rows = qkv.double().view(qkv.shape[0], -1, layout.head_dim)
-    q, k, v = rows.split([layout.heads, layout.kv_heads, layout.kv_heads], dim=1)
-    if norms is not None:
-        q, k = (
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w.double()
-            for x, w in zip((q, k), norms, strict=True)
-        )
-    cos, sin = cos_sin[case.batch.positions].double().unsqueeze(1).chunk(2, dim=-1)
-
-    def rotate(x: Tensor) -> Tensor:
-        half = cos.shape[-1]
-        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
-
-    return [rotate(q), rotate(k), v]
-
-
-def test_rope_and_cache() -> None:
-    for heads, kv_heads, dim in SHAPES:
-        for dtype, kv_dtype in (
-            (torch.bfloat16, torch.bfloat16),
-            (torch.float16, torch.float16),
-            (torch.float32, torch.float32),
-            (torch.bfloat16, FP8),
-            (torch.bfloat16, INT8),
-        ):
-            for normed in (False, True):
-                case = build([1, 1, 5, 9], [30, 1, 20, 9], layout(heads, kv_heads, dim), dtype, kv_dtype)
-                tokens = case.q.shape[0]
-                qkv = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-                cos_sin = rand(64, dim // 8 * 6 if dtype == torch.float16 else dim)  # some rotate a part of each head
-                norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype)) if normed else None
-                before = case.k_cache.clone()
-                with poisoned_outputs():
-                    q = ops.rope_and_cache(
-                        qkv.clone(),
-                        case.layout,
-                        cos_sin,
-                        case.batch,
-                        case.k_cache,
-                        case.v_cache,
-                        *(norms or (None, None)),
-                        1e-6,
-                        case.scales,
-                    )
-                if MODE == "compile":
-                    continue
-                want_q, want_k, want_v = rope64(case, qkv, cos_sin, norms, 1e-6)
-                name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
-                check(f"{name} q", q, want_q)
-                block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
-                limit = {FP8: 6.5e-2, INT8: 2.5e-2}.get(kv_dtype, TOLERANCE[dtype])
-                for kind, cache, want, scale in zip(
-                    "kv",
-                    (case.k_cache, case.v_cache),
-                    (want_k, want_v),
-                    case.scales or (None, None),
-                    strict=True,
-                ):
-                    got = widened(cache, scale)[block, :, offset]
-                    check(f"{name} {kind}", got, want, limit)
-                untouched = torch.ones(before.shape[0] * BLOCK, dtype=torch.bool, device=DEVICE)
-                untouched[case.batch.slots] = False
-                a = before.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
-                b = case.k_cache.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
-                check_equal(f"{name}: other slots", b, a)
-
-
-LLAMA = layout(32, 8, 128)
-
-
-def bench_rope() -> Iterator[Row]:
-    for tokens in (1, 64, 256, 8192):
-        count, context = (tokens, 512) if tokens <= 256 else (8, 1024)
-        queries = [1 if tokens <= 256 else 1024] * count
-        case = build(queries, [context] * count, LLAMA, torch.bfloat16)
-        cos_sin = rand(2048, 128)
-        inputs = [rand(tokens, 48 * 128, dtype=torch.bfloat16) for _ in range(4)]
-        us = time_us(
-            [
-                lambda x=x, c=case, t=cos_sin: ops.rope_and_cache(
-                    x, LLAMA, t, c.batch, c.k_cache, c.v_cache, None, None, 1e-6
-                )
-                for x in inputs
-            ]
-        )
-        yield bandwidth(f"rope_and_cache {tokens}", us, 2 * tokens * 48 * 128 * 2)
 
 
 def decode_cases(count: int, context: int, shape: HeadLayout, kv: torch.dtype | None = None) -> list[Case]:

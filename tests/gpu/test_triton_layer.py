@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from attention_cases import BLOCK, FP8, Case, attention64, build, layout
 from gpu_harness import DEVICE, MODE, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
-from test_triton_attention import BLOCK, FP8, Case, attention64, build, layout, rope64
 from test_triton_elementwise import norm64, silu64
 from test_triton_gemv import make_weight
+from test_triton_rope import rope64
 from torch import Tensor
 
 from penstock.engine.kernels.interface import HeadLayout

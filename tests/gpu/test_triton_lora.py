@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_cases import build
+from attention_cases import layout as heads_of
 from gpu_harness import (
     DEVICE,
     MODE,
@@ -27,8 +29,6 @@ from gpu_harness import (
     rand,
     time_us,
 )
-from test_triton_attention import build
-from test_triton_attention import layout as heads_of
 from test_triton_gemv import linear64, make_weight
 
 ROOT = Path(__file__).resolve().parents[2]

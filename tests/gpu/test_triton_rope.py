@@ -1,0 +1,98 @@
+"""Rotary embedding with the cache write, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from attention_cases import BLOCK, FP8, INT8, LLAMA, SHAPES, Case, build, layout, ops, widened
+from gpu_harness import DEVICE, MODE, TOLERANCE, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
+from torch import Tensor
+
+
+def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> list[Tensor]:
+    layout = case.layout
+    rows = qkv.double().view(qkv.shape[0], -1, layout.head_dim)
+    q, k, v = rows.split([layout.heads, layout.kv_heads, layout.kv_heads], dim=1)
+    if norms is not None:
+        q, k = (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w.double()
+            for x, w in zip((q, k), norms, strict=True)
+        )
+    cos, sin = cos_sin[case.batch.positions].double().unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+
+    return [rotate(q), rotate(k), v]
+
+
+def test_rope_and_cache() -> None:
+    for heads, kv_heads, dim in SHAPES:
+        for dtype, kv_dtype in (
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float16, torch.float16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, FP8),
+            (torch.bfloat16, INT8),
+        ):
+            for normed in (False, True):
+                case = build([1, 1, 5, 9], [30, 1, 20, 9], layout(heads, kv_heads, dim), dtype, kv_dtype)
+                tokens = case.q.shape[0]
+                qkv = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+                cos_sin = rand(64, dim // 8 * 6 if dtype == torch.float16 else dim)  # some rotate a part of each head
+                norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype)) if normed else None
+                before = case.k_cache.clone()
+                with poisoned_outputs():
+                    q = ops.rope_and_cache(
+                        qkv.clone(),
+                        case.layout,
+                        cos_sin,
+                        case.batch,
+                        case.k_cache,
+                        case.v_cache,
+                        *(norms or (None, None)),
+                        1e-6,
+                        case.scales,
+                    )
+                if MODE == "compile":
+                    continue
+                want_q, want_k, want_v = rope64(case, qkv, cos_sin, norms, 1e-6)
+                name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} norm={normed}"
+                check(f"{name} q", q, want_q)
+                block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
+                limit = {FP8: 6.5e-2, INT8: 2.5e-2}.get(kv_dtype, TOLERANCE[dtype])
+                for kind, cache, want, scale in zip(
+                    "kv",
+                    (case.k_cache, case.v_cache),
+                    (want_k, want_v),
+                    case.scales or (None, None),
+                    strict=True,
+                ):
+                    got = widened(cache, scale)[block, :, offset]
+                    check(f"{name} {kind}", got, want, limit)
+                untouched = torch.ones(before.shape[0] * BLOCK, dtype=torch.bool, device=DEVICE)
+                untouched[case.batch.slots] = False
+                a = before.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
+                b = case.k_cache.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
+                check_equal(f"{name}: other slots", b, a)
+
+
+def bench_rope() -> Iterator[Row]:
+    for tokens in (1, 64, 256, 8192):
+        count, context = (tokens, 512) if tokens <= 256 else (8, 1024)
+        queries = [1 if tokens <= 256 else 1024] * count
+        case = build(queries, [context] * count, LLAMA, torch.bfloat16)
+        cos_sin = rand(2048, 128)
+        inputs = [rand(tokens, 48 * 128, dtype=torch.bfloat16) for _ in range(4)]
+        us = time_us(
+            [
+                lambda x=x, c=case, t=cos_sin: ops.rope_and_cache(
+                    x, LLAMA, t, c.batch, c.k_cache, c.v_cache, None, None, 1e-6
+                )
+                for x in inputs
+            ]
+        )
+        yield bandwidth(f"rope_and_cache {tokens}", us, 2 * tokens * 48 * 128 * 2)
