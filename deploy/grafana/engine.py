@@ -170,6 +170,36 @@ ENGINE = Board(
             ],
         ),
         (
+            "Prompts computed elsewhere",
+            7,
+            [
+                Panel(
+                    "Handed over",
+                    "Prompts computed by a prefill engine, by the decode engine after all, and those on the way.",
+                    {
+                        "handed over {{engine}}": rate("penstock_handovers_total", "engine"),
+                        "computed here {{engine}}": rate("penstock_handover_fallbacks_total", "engine"),
+                        "on the way {{engine}}": f"penstock_handover_waiting{{{M}}}",
+                    },
+                ),
+                Panel(
+                    "Blocks on the way",
+                    "Bytes of KV blocks sent and received per second.",
+                    {
+                        "sent {{engine}}": rate("penstock_handover_bytes_sent_total", "engine"),
+                        "received {{engine}}": rate("penstock_handover_bytes_received_total", "engine"),
+                    },
+                    "Bps",
+                ),
+                Panel(
+                    "Time of a handover",
+                    "From asking to the last block, computing included.",
+                    {"{{engine}}": ratio("penstock_handover_seconds_total", "penstock_handovers_total", "engine")},
+                    "s",
+                ),
+            ],
+        ),
+        (
             "Adapters",
             7,
             [

@@ -17,7 +17,7 @@ from penstock.backends.inprocess import InProcessBackend
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
-from penstock.engine.request import DeviceLoad, Load
+from penstock.engine.request import DeviceLoad, HandoverLoad, Load
 from penstock.gateway.settings import ModelSettings
 from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
@@ -98,6 +98,7 @@ class Busy(ScriptedEngine):
         load.drafts, load.draft_tokens, load.accepted_tokens = n, 4 * n, 3 * n
         load.devices = [DeviceLoad(0, 30 * 2**30, 80 * 2**30, 0.75)]
         load.adapters = AdapterLoad(slots=4, on_device=1, on_host=2, loading=0, loads=n, load_seconds=n / 10)
+        load.handover = HandoverLoad(waiting=1, handovers=n, fallbacks=n, seconds=n / 10, bytes_in=n, bytes_out=n)
         return load
 
 

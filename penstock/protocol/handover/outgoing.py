@@ -42,7 +42,7 @@ class Outgoing:
         self._socket = socket
         self._queues: dict[_Asker, deque[bytes]] = {}
         self._copying: deque[_Parcel] = deque()
-        self._sending: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._sending: list[tuple[zmq.MessageTracker, int]] = []
 
     @property
     def busy(self) -> bool:
@@ -53,19 +53,21 @@ class Outgoing:
 
     def advance(self, exchange: BlockExchange | None, lives: Callable[[str], bool]) -> None:
         """Between two steps. `lives`: whether a request is still being computed."""
-        while self._sending and self._sending[0][0].done:
-            _, slot = self._sending.popleft()
-            if exchange is not None:
-                exchange.slots.append(slot)
         if exchange is None:
             self._refuse_all()
             return
+        sending, self._sending = self._sending, []
+        for tracker, slot in sending:
+            if tracker.done:
+                exchange.slots.append(slot)
+            else:
+                self._sending.append((tracker, slot))
+        for asker in list(self._queues):
+            self._copy(exchange, asker, lives)
         while self._copying and exchange.settled(self._copying[0].slot):
             if not self._send(exchange, self._copying[0]):
                 break
             self._copying.popleft()
-        for asker in list(self._queues):
-            self._copy(exchange, asker, lives)
 
     def _copy(self, exchange: BlockExchange, asker: _Asker, lives: Callable[[str], bool]) -> None:
         """Start with what is there for one asker; the next time it is the last one's turn."""
@@ -114,6 +116,7 @@ class Outgoing:
     def _refuse_all(self) -> None:
         """This engine hands over nothing (any more)."""
         self._copying.clear()
+        self._sending.clear()
         for asker, queue in self._queues.items():
             for name in queue:
                 self._say_no(asker, name)
