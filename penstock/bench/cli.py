@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from penstock.errors import PenstockError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from penstock.bench.options import (
+    Device,
+    DType,
+    DTypeOption,
+    InputLen,
+    Json,
+    KVDType,
+    KVDTypeOption,
+    Model,
+    OutputLen,
+    Rounds,
+    Shape,
+    Threads,
+    Weights,
+    WeightsOption,
+    console,
+    reported,
+)
 
 app = typer.Typer(
     name="bench",
@@ -22,33 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-
-class _DType(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class _Weights(StrEnum):
-    auto = "auto"
-    dense = "dense"
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
-class _KVDType(StrEnum):
-    auto = "auto"
-    full = "full"
-    int8 = "int8"
-    fp8 = "fp8"
-
-
-Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")]
 
 ENGINE_HELP = """
 Offline benchmark of the engine: fixed workloads, tokens/s beside the bandwidth they reach.
@@ -70,6 +54,7 @@ Examples:
 
 
 @app.command(help=ENGINE_HELP)
+@reported
 def engine(
     workload: Annotated[
         list[str] | None, typer.Option("--workload", "-w", help="Workload name; repeat for several. Default: c1, c16.")
@@ -81,9 +66,9 @@ def engine(
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each workload; medians are shown.")] = 1,
     warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Run short requests first.")] = True,
     device: Device = "auto",
-    dtype: Annotated[_DType, typer.Option(help="Type of activations, KV cache and dense weights.")] = _DType.auto,
-    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
-    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
+    dtype: DTypeOption = DType.auto,
+    weights: WeightsOption = Weights.auto,
+    kv_dtype: KVDTypeOption = KVDType.auto,
     threads: Threads = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
@@ -99,32 +84,31 @@ def engine(
     show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
 ) -> None:
     if show:
-        _list()
+        from penstock.bench.choices import show_choices
+
+        show_choices(console())
         return
 
-    def body() -> None:
-        from penstock.bench import offline
+    from penstock.bench import offline
 
-        settings = offline.Settings(
-            model=model,
-            shape=shape,
-            device=device,
-            dtype=dtype.value,
-            weights=weights.value,
-            kv_dtype=kv_dtype.value,
-            threads=threads,
-            max_running=max_running,
-            token_budget=token_budget,
-            max_model_len=max_model_len,
-            repeat=repeat,
-            warm_up=warm_up,
-            adapters=adapters,
-            adapter_rank=adapter_rank,
-            profile=profile,
-        )
-        offline.main(settings, workload or ["c1", "c16"], json_file, _console())
-
-    _run(body)
+    settings = offline.Settings(
+        model=model,
+        shape=shape,
+        device=device,
+        dtype=dtype.value,
+        weights=weights.value,
+        kv_dtype=kv_dtype.value,
+        threads=threads,
+        max_running=max_running,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        repeat=repeat,
+        warm_up=warm_up,
+        adapters=adapters,
+        adapter_rank=adapter_rank,
+        profile=profile,
+    )
+    offline.main(settings, workload or ["c1", "c16"], json_file, console())
 
 
 ADAPTERS_HELP = """
@@ -141,6 +125,7 @@ Examples:
 
 
 @app.command(help=ADAPTERS_HELP)
+@reported
 def adapters(
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at once; repeat for several. Default: 1, 8, 64.")
@@ -151,30 +136,27 @@ def adapters(
     rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of the adapters.")] = 16,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens that each request generates.")] = 64,
     model: Model = "smollm2-135m",
-    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
+    shape: Shape = None,
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each side; medians are shown.")] = 3,
     device: Device = "auto",
-    dtype: Annotated[_DType, typer.Option(help="Type of activations, KV cache and dense weights.")] = _DType.auto,
-    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
+    dtype: DTypeOption = DType.auto,
+    weights: WeightsOption = Weights.auto,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import adapter_cost, offline
+    from penstock.bench import adapter_cost, offline
 
-        settings = offline.Settings(
-            model=model,
-            shape=shape,
-            device=device,
-            dtype=dtype.value,
-            weights=weights.value,
-            threads=threads,
-            repeat=repeat,
-            adapter_rank=rank,
-        )
-        adapter_cost.main(settings, batch or [1, 8, 64], count or [1, 20], tokens, json_file, _console())
-
-    _run(body)
+    settings = offline.Settings(
+        model=model,
+        shape=shape,
+        device=device,
+        dtype=dtype.value,
+        weights=weights.value,
+        threads=threads,
+        repeat=repeat,
+        adapter_rank=rank,
+    )
+    adapter_cost.main(settings, batch or [1, 8, 64], count or [1, 20], tokens, json_file, console())
 
 
 OFFLOAD_HELP = """
@@ -191,38 +173,36 @@ Examples:
 
 
 @app.command(help=OFFLOAD_HELP)
+@reported
 def offload(
     tokens: Annotated[int, typer.Option(min=64, help="Length of the conversation.")] = 2048,
     model: Model = "smollm2-135m",
-    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
+    shape: Shape = None,
     repeat: Annotated[int, typer.Option(min=1, help="Returns; medians are shown.")] = 3,
     host_memory: Annotated[float, typer.Option(min=0.001, help="Host memory for KV blocks, in GiB.")] = 4.0,
     device: Device = "auto",
-    weights: Annotated[_Weights, typer.Option(help="How weights are kept.")] = _Weights.auto,
-    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
+    weights: WeightsOption = Weights.auto,
+    kv_dtype: KVDTypeOption = KVDType.auto,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import offline
-        from penstock.bench import offload as returning
+    from penstock.bench import offline
+    from penstock.bench import offload as returning
 
-        settings = offline.Settings(
-            model=model,
-            shape=shape,
-            device=device,
-            weights=weights.value,
-            kv_dtype=kv_dtype.value,
-            threads=threads,
-            max_running=2,
-            max_model_len=tokens + 2 * returning.NEW_TOKENS,
-            num_blocks=(tokens + 2 * returning.NEW_TOKENS) // 16 + 1,
-            host_memory=round(host_memory * 2**30),
-            repeat=repeat,
-        )
-        returning.main(settings, tokens, json_file, _console())
-
-    _run(body)
+    settings = offline.Settings(
+        model=model,
+        shape=shape,
+        device=device,
+        weights=weights.value,
+        kv_dtype=kv_dtype.value,
+        threads=threads,
+        max_running=2,
+        max_model_len=tokens + 2 * returning.NEW_TOKENS,
+        num_blocks=(tokens + 2 * returning.NEW_TOKENS) // 16 + 1,
+        host_memory=round(host_memory * 2**30),
+        repeat=repeat,
+    )
+    returning.main(settings, tokens, json_file, console())
 
 
 SERVE_HELP = """
@@ -239,13 +219,14 @@ Examples:
 
 
 @app.command(help=SERVE_HELP)
+@reported
 def serve(
     url: Annotated[str, typer.Option(help="Server's address.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Requests in flight.")] = 16,
     requests: Annotated[int | None, typer.Option("--requests", "-n", min=1, help="Default: 4 per slot.")] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the prompts; another seed avoids the server's prefix cache.")] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 per slot.")] = None,
@@ -256,26 +237,23 @@ def serve(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import serve as load
+    from penstock.bench import serve as load
 
-        settings = load.Settings(
-            url=url,
-            model=model,
-            concurrency=concurrency,
-            requests=requests,
-            input_len=input_len,
-            output_len=output_len,
-            temperature=temperature,
-            seed=seed,
-            warm_up=warm_up,
-            timeout_s=timeout,
-            vocab_size=vocab_size,
-        )
-        if not load.main(settings, api_key, json_file, _console()):
-            raise typer.Exit(1)
-
-    _run(body)
+    settings = load.Settings(
+        url=url,
+        model=model,
+        concurrency=concurrency,
+        requests=requests,
+        input_len=input_len,
+        output_len=output_len,
+        temperature=temperature,
+        seed=seed,
+        warm_up=warm_up,
+        timeout_s=timeout,
+        vocab_size=vocab_size,
+    )
+    if not load.main(settings, api_key, json_file, console()):
+        raise typer.Exit(1)
 
 
 HTTP_HELP = """
@@ -290,6 +268,7 @@ Examples:
 
 
 @app.command(help=HTTP_HELP)
+@reported
 def http(
     workload: Annotated[
         list[str] | None,
@@ -300,13 +279,10 @@ def http(
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import through_http
+    from penstock.bench import through_http
 
-        settings = through_http.Settings(model=model, device=device, repeat=repeat)
-        through_http.main(settings, workload or ["c16", "c64"], json_file, _console())
-
-    _run(body)
+    settings = through_http.Settings(model=model, device=device, repeat=repeat)
+    through_http.main(settings, workload or ["c16", "c64"], json_file, console())
 
 
 COMPARE_HELP = """
@@ -321,31 +297,29 @@ Examples:
 
 
 @app.command(help=COMPARE_HELP)
+@reported
 def compare(
     model: Model = "smollm2-135m",
     batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 16,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    rounds: Rounds = 3,
     device: Device = "auto",
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import compare as comparison
+    from penstock.bench import compare as comparison
 
-        settings = comparison.Settings(
-            model=model,
-            batch=batch,
-            input_len=input_len,
-            output_len=output_len,
-            rounds=rounds,
-            device=device,
-            threads=threads,
-        )
-        comparison.main(settings, json_file, _console())
-
-    _run(body)
+    settings = comparison.Settings(
+        model=model,
+        batch=batch,
+        input_len=input_len,
+        output_len=output_len,
+        rounds=rounds,
+        device=device,
+        threads=threads,
+    )
+    comparison.main(settings, json_file, console())
 
 
 EMBED_HELP = """
@@ -362,6 +336,7 @@ Examples:
 
 
 @app.command(help=EMBED_HELP)
+@reported
 def embed(
     model: Model = "minilm",
     texts: Annotated[int, typer.Option(min=1, help="Texts in each round.")] = 256,
@@ -371,13 +346,10 @@ def embed(
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import embed
+    from penstock.bench import embed
 
-        settings = embed.Settings(model, texts, batch, rounds, device, threads)
-        embed.main(settings, json_file, _console())
-
-    _run(body)
+    settings = embed.Settings(model, texts, batch, rounds, device, threads)
+    embed.main(settings, json_file, console())
 
 
 DETERMINISM_HELP = """
@@ -392,67 +364,34 @@ Examples:
 
 
 @app.command(help=DETERMINISM_HELP)
+@reported
 def determinism(
     model: Model = "smollm2-135m",
-    shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
+    shape: Shape = None,
+    rounds: Rounds = 3,
     device: Device = "auto",
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    def body() -> None:
-        from penstock.bench import determinism as measured
-        from penstock.bench import shapes
-        from penstock.engine.config import EngineConfig
-        from penstock.engine.device import pick_device, pick_dtype
-        from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-        from penstock.engine.loading.sources import resolve
+    from penstock.bench import determinism as measured
+    from penstock.bench import shapes
+    from penstock.engine.config import EngineConfig
+    from penstock.engine.device import pick_device, pick_dtype
+    from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+    from penstock.engine.loading.sources import resolve
 
-        checkpoint = None
-        if shape is not None:
-            where = pick_device(device)
-            checkpoint = RandomCheckpoint(shapes.named(shape), device=where, dtype=pick_dtype("auto", where))
-        config = EngineConfig(
-            model=shape or str(resolve(model)),
-            name=shape or model,
-            device=device,
-            threads=threads,
-            weights="auto" if shape is None else "dense",
-            max_running=16,
-            max_model_len=2048,
-            num_blocks=1024,
-        )
-        measured.main(config, checkpoint=checkpoint, rounds=rounds, json_file=json_file, console=_console())
-
-    _run(body)
-
-
-def _list() -> None:
-    from penstock.bench import report, shapes, workloads
-
-    names = report.table("Workloads", "name", "what")
-    for workload in workloads.WORKLOADS.values():
-        names.add_row(workload.name, workload.summary)
-    forms = report.table("Shapes", "name", "hidden", "ffn", "layers", "heads", "vocabulary")
-    for name, config in shapes.SHAPES.items():
-        heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}"
-        sizes = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-        forms.add_row(name, *(f"{size:,}" for size in sizes), heads, f"{config['vocab_size']:,}")
-    console = _console()
-    console.print(names)
-    console.print(forms)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def _run(body: Callable[[], None]) -> None:
-    """Runs a command's body; an error raised on purpose is one red line and exit code 1, not a traceback."""
-    try:
-        body()
-    except PenstockError as error:
-        typer.secho(f"Error: {error}", fg="red", err=True)
-        raise typer.Exit(1) from None
+    checkpoint = None
+    if shape is not None:
+        where = pick_device(device)
+        checkpoint = RandomCheckpoint(shapes.named(shape), device=where, dtype=pick_dtype("auto", where))
+    config = EngineConfig(
+        model=shape or str(resolve(model)),
+        name=shape or model,
+        device=device,
+        threads=threads,
+        weights="auto" if shape is None else "dense",
+        max_running=16,
+        max_model_len=2048,
+        num_blocks=1024,
+    )
+    measured.main(config, checkpoint=checkpoint, rounds=rounds, json_file=json_file, console=console())

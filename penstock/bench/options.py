@@ -1,0 +1,73 @@
+"""What the `penstock bench` commands share: their common options, and how an error of theirs is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ParamSpec
+
+import typer
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+P = ParamSpec("P")
+
+
+class DType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Weights(StrEnum):
+    auto = "auto"
+    dense = "dense"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
+class KVDType(StrEnum):
+    auto = "auto"
+    full = "full"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")]
+DTypeOption = Annotated[DType, typer.Option(help="Type of activations, KV cache and dense weights.")]
+WeightsOption = Annotated[Weights, typer.Option(help="How weights are kept.")]
+KVDTypeOption = Annotated[KVDType, typer.Option(help="Type of the KV cache.")]
+Shape = Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")]
+InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def reported(command: Callable[P, None]) -> Callable[P, None]:
+    """An error raised on purpose is one red line and exit code 1, not a traceback."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except PenstockError as error:
+            typer.secho(f"Error: {error}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+    return run
