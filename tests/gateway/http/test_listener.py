@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -291,6 +292,30 @@ def test_a_crowd_of_new_clients_does_not_queue_behind_turns_of_the_loop(run: Run
         assert all(client.recv(1000).endswith(b"GET") for client in crowd)
         for client in crowd:
             client.close()
+        await listener.close(0.2)
+
+    run(scenario())
+
+
+@on_both_loops
+def test_clients_wait_while_the_system_has_no_room_and_are_served_when_it_has(run: Run) -> None:
+    class Full(socket.socket):
+        refusals = 0
+
+        def accept(self) -> Any:
+            if Full.refusals < 2:
+                Full.refusals += 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    async def scenario() -> None:
+        app, port = Echo(), free_port()
+        listener = Listener(app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("penstock.gateway.http.listener.socket.socket", Full)
+            await listener.start()
+        answer = await say(port, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert answer.endswith(b"GET") and Full.refusals == 2
         await listener.close(0.2)
 
     run(scenario())
