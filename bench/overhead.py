@@ -111,7 +111,8 @@ def request(tokens: int, key: str, model: str = MODEL) -> bytes:
 
 async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> tuple[list[float], list[float]]:
     """Latencies, counted from when a request was due: waiting for a free connection, or for this process to wake up
-    and send it, is waiting too. And how late each was begun here."""
+    and send it, is waiting too. And how late each was begun here. A thread keeps the time: an event loop's timers go by
+    milliseconds, so that requests would be sent early, which would be counted for less than they take, or in pairs."""
     idle: list[Client] = [await Client(port, payload).connect() for _ in range(64)]
     latencies: list[float] = []
     late: list[float] = []
@@ -124,15 +125,21 @@ async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> t
         latencies.append(time.perf_counter() - due)
         idle.append(client)
 
-    begin = time.perf_counter()
-    for number in range(round(rate * seconds)):
-        due = begin + number / rate
-        ahead = due - time.perf_counter()
-        if ahead > 0:
-            await asyncio.sleep(ahead)
+    def start(due: float) -> None:
         task = asyncio.create_task(one(due))
         running.add(task)
         task.add_done_callback(running.discard)
+
+    loop = asyncio.get_running_loop()
+
+    def keep_time() -> None:
+        begin = time.perf_counter()
+        for number in range(round(rate * seconds)):
+            due = begin + number / rate
+            time.sleep(max(due - time.perf_counter(), 0.0))
+            loop.call_soon_threadsafe(start, due)
+
+    await asyncio.to_thread(keep_time)
     await asyncio.gather(*running)
     for client in idle:
         client.transport.close()
