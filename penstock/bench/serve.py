@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -23,6 +25,7 @@ from penstock.bench import report, stats
 from penstock.bench.wire import Connection, StatusError, Target, WireError
 from penstock.errors import PenstockError
 
+Result = TypeVar("Result")
 DEFAULT_VOCAB = 32000
 """Used when the server does not say: smaller than the vocabulary of any model commonly served."""
 
@@ -247,9 +250,18 @@ async def measure(settings: Settings, api_key: str | None, console: Console) -> 
         return name, await load.run(bodies, settings.output_len, lambda: bar.advance(task))
 
 
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """As `asyncio.run`, on the faster loop where there is one: the load generator shares cores with what it loads."""
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
+
+
 def main(settings: Settings, api_key: str | None, json_file: Path | None, console: Console) -> bool:
     """Runs, prints, and says whether every request succeeded."""
-    name, tally = asyncio.run(measure(settings, api_key, console))
+    name, tally = run_loop(measure(settings, api_key, console))
     rows = {
         "TTFT": stats.percentiles(tally.ttft),
         "ITL": stats.percentiles(tally.gaps),

@@ -134,7 +134,7 @@ def _through_http(
         timeout_s=3600.0,
     )
     before = _cpu_seconds(server) | {"client": time.process_time()}
-    _, tally = asyncio.run(serve.measure(load, None, quiet))
+    _, tally = serve.run_loop(serve.measure(load, None, quiet))
     after = _cpu_seconds(server) | {"client": time.process_time()}
     if tally.errors:
         raise BenchError(f"requests of workload {workload.name} failed: {next(iter(tally.errors))}")

@@ -138,13 +138,30 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byt
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        while size := int((await reader.readuntil(b"\r\n")).split(b";", 1)[0], 16):
-            part = await reader.readexactly(size + 2)
-            yield part[:-2]
-        while await reader.readuntil(b"\r\n") != b"\r\n":
-            pass  # trailers
+        async for part in _read_chunks(reader):
+            yield part
     elif b"content-length" in headers:
         yield await reader.readexactly(int(headers[b"content-length"]))
     else:
         while part := await reader.read(1 << 16):
             yield part
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The parts of a chunked body. Waits once for each arrival, not once for each line and part of it."""
+    data = b""
+    while True:
+        at = 0
+        while (line := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:line].split(b";", 1)[0], 16)
+            begin, end = line + 2, line + 2 + size
+            if size == 0 and data.find(b"\r\n\r\n", line) >= 0:  # behind trailers, if there are any
+                return
+            if size == 0 or len(data) < end + 2:
+                break
+            yield data[begin:end]
+            at = end + 2
+        arrived = await reader.read(1 << 16)
+        if not arrived:
+            raise asyncio.IncompleteReadError(data[at:], None)
+        data = data[at:] + arrived

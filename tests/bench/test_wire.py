@@ -60,6 +60,22 @@ async def test_events_survive_every_chunking_and_the_connection_is_kept(size: in
     assert served == [0, 1]
 
 
+async def test_trailers_and_extensions_of_chunks_are_passed_over() -> None:
+    async def respond(writer: asyncio.StreamWriter, count: int) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x;x=1\r\n" % len(BODY) + BODY)
+        await writer.drain()
+        for part in (b"\r", b"\n0\r\n", b"Sum: 1\r", b"\n\r\n"):
+            await asyncio.sleep(0.01)
+            writer.write(part)
+            await writer.drain()
+
+    async with server(respond) as target:
+        connection = Connection(target)
+        for _ in range(2):
+            assert [event async for event in connection.events("/v1/completions", b"{}")] == EVENTS
+        await connection.close()
+
+
 async def test_an_error_status_is_raised_with_its_body() -> None:
     async def respond(writer: asyncio.StreamWriter, count: int) -> None:
         body = b'{"error": {}}'
