@@ -4,6 +4,7 @@ one that computes."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -333,3 +334,44 @@ def test_between_machines_the_connection_is_encrypted_and_strangers_get_nothing(
                     assert world.answer(request)[0] == generate(alone, request)["r"]
                     assert world.counts.handovers == handovers
             assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_leaked_whatever_happens_in_whatever_order(folder: Path, alone: Engine) -> None:
+    """Shared beginnings, tenants, aborts, and a prefill engine that comes and goes; few blocks on both sides."""
+    rng = random.Random(3)
+    endpoint = f"ipc://{folder}/prefill"
+    with decoder(folder, source(endpoint, wait_s=5.0), num_blocks=160, token_budget=64) as world:
+        for life in range(8):
+            giver = make_engine(folder, role="prefill", num_blocks=100, **SLOW)
+            requests, aborted = list[Request](), set[str]()
+            with serving(giver, endpoint) as running:
+                for number in range(12):
+                    prompt = text(rng.randrange(3), rng.randrange(50, 600)) + text(rng.randrange(40), rng.randrange(90))
+                    request = greedy(f"{life}.{number}", prompt, rng.randrange(1, 12))
+                    requests.append(replace(request, cache_salt=rng.choice(("a", "b"))))
+                    world.ask(requests[-1])
+                    if rng.random() < 0.2:
+                        aborted.add(request.request_id)
+                        world.client.send(Abort(request.request_id))
+                    time.sleep(rng.random() * 0.05)
+                if life % 2:
+                    running.server.stop("it dies")
+                tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+                ended: set[str] = set()
+                for delta in world.client.deltas(60):
+                    assert delta.error is None, delta.error
+                    tokens[delta.request_id] += delta.tokens
+                    if delta.finish_reason is not None:
+                        ended.add(delta.request_id)
+                    if len(ended) == len(requests):
+                        break
+            assert ended == set(tokens)
+            expected = generate(alone, *requests)
+            wrong = [id for id in tokens if tokens[id] != expected[id][: len(tokens[id])]]
+            cut = [id for id in tokens if id not in aborted and len(tokens[id]) != len(expected[id])]
+            assert not wrong and not cut, (wrong, cut)
+            assert eventually(lambda: world.counts.waiting == 0 and not world.engine.has_work)
+            if not life % 2:
+                assert_idle(giver)
+        assert world.counts.handovers > 10 and world.counts.fallbacks > 0, world.counts
