@@ -34,8 +34,8 @@ START_S = 600.0
 LONG_OUTPUT = 2
 """Tokens that a long prompt is answered with: they are not what is measured."""
 SETUPS: dict[str, dict[str, Any]] = {
-    "2 replicas for both": {},
-    "1 for prefill, 1 for decode": {"replica_roles": ["prefill", "decode"]},
+    "both, both": {},
+    "prefill, decode": {"replica_roles": ["prefill", "decode"]},
 }
 
 
@@ -202,7 +202,7 @@ def main(settings: Settings, json_file: Path | None, console: Console) -> None:
                     asyncio.run(measure(url, settings, 10_000 * attempt, figures[name]))
     console.print(f"[bold]{settings.model}[/bold]: {report.machine_line()}")
     title = f"{settings.streams} streams; every {settings.every_s:g} s a prompt of {settings.tokens:,} tokens"
-    rows = report.table(title, "", "ITL p50 ms", "p99 ms", "max ms", "tok/s", "prompt p50 ms", "moved")
+    rows = report.table(title, "roles", "ITL p50 ms", "p99 ms", "max ms", "tok/s", "prompt p50 ms", "handed over")
     summaries = {name: found.summary() for name, found in figures.items()}
     for name, found in figures.items():
         gaps, firsts = stats.percentiles(found.gaps), stats.percentiles(found.long_ttft)
@@ -210,7 +210,7 @@ def main(settings: Settings, json_file: Path | None, console: Console) -> None:
             raise BenchError("no stream had two pieces")
         rows.add_row(
             name,
-            *(report.number(1e3 * value) for value in (gaps.p50, gaps.p99, gaps.largest)),
+            *(report.number(1e3 * value, 0) for value in (gaps.p50, gaps.p99, gaps.largest)),
             report.number(found.tokens / found.seconds),
             report.number(1e3 * firsts.p50 if firsts else None, 0),
             f"{found.handovers:.0f} of {len(found.long_ttft)}",
