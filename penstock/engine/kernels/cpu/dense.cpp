@@ -6,6 +6,7 @@
 #include "context.h"
 #include "simd.h"
 #include "tape.h"
+#include "tile_output.h"
 
 using namespace pk;
 
@@ -20,7 +21,7 @@ struct DenseArgs {
 
 namespace {
 
-constexpr int kTile = 16, kVectors = kTile / VL;
+constexpr int kVectors = kTile / VL;
 
 template <class T, int MR>
 void tile_rows(const T* x, int64_t depth, const float* w, float* y) {
@@ -44,8 +45,6 @@ void dense_tiles(const DenseArgs& a, int64_t begin, int64_t end) {
     float y[4 * kTile];
     for (int64_t t = begin; t < end; ++t) {
         const float* w = a.weights + t * a.depth * kTile;
-        const int64_t column = t * kTile;
-        const int width = int(std::min<int64_t>(kTile, a.columns - column));
         for (int64_t row = 0; row < a.rows;) {
             const T* x = static_cast<const T*>(a.x) + row * a.depth;
             const int taken = a.rows - row >= 4 ? 4 : 1;
@@ -53,15 +52,7 @@ void dense_tiles(const DenseArgs& a, int64_t begin, int64_t end) {
                 tile_rows<T, 4>(x, a.depth, w, y);
             else
                 tile_rows<T, 1>(x, a.depth, w, y);
-            for (int m = 0; m < taken; ++m) {
-                O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
-                for (int i = 0; i < width; i += VL) {
-                    const int n = std::min(VL, width - i);
-                    vf v = load(y + m * kTile + i);
-                    if (a.bias) v += load_part(a.bias + column + i, n);
-                    store_part(out + i, v, n);
-                }
-            }
+            write_tile(y, taken, static_cast<O*>(a.out) + row * a.columns, a.columns, t * kTile, a.bias);
             row += taken;
         }
     }

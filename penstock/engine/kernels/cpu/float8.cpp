@@ -7,6 +7,7 @@
 #include "context.h"
 #include "kv_formats.h"
 #include "tape.h"
+#include "tile_output.h"
 
 using namespace pk;
 
@@ -22,7 +23,7 @@ struct Float8Args {
 
 namespace {
 
-constexpr int kTile = 16, kVectors = kTile / VL;
+constexpr int kVectors = kTile / VL;
 constexpr int kMost = 4;        // rows that share a decoded weight
 constexpr int64_t kAhead = 2048;  // bytes
 
@@ -86,20 +87,6 @@ void tile_rows(const float* x, int64_t depth, int64_t groups, const uint8_t* w, 
 }
 
 template <class O>
-void write_rows(const Float8Args& a, const float* y, int64_t row, int rows, int64_t column) {
-    const int width = int(std::min<int64_t>(kTile, a.columns - column));
-    for (int m = 0; m < rows; ++m) {
-        O* out = static_cast<O*>(a.out) + (row + m) * a.columns + column;
-        for (int i = 0; i < width; i += VL) {
-            const int n = std::min(VL, width - i);
-            vf v = load(y + m * kTile + i);
-            if (a.bias) v += load_part(a.bias + column + i, n);
-            store_part(out + i, v, n);
-        }
-    }
-}
-
-template <class O>
 void float8_tiles(const Float8Args& a, const float* x, int64_t begin, int64_t end) {
     float y[kMost * kTile];
     for (int64_t t = begin; t < end; ++t) {
@@ -115,7 +102,7 @@ void float8_tiles(const Float8Args& a, const float* x, int64_t begin, int64_t en
                 tile_rows<2>(from, a.depth, a.groups, w, scale, y);
             else
                 tile_rows<1>(from, a.depth, a.groups, w, scale, y);
-            write_rows<O>(a, y, row, taken, t * kTile);
+            write_tile(y, taken, static_cast<O*>(a.out) + row * a.columns, a.columns, t * kTile, a.bias);
             row += taken;
         }
     }
