@@ -131,9 +131,11 @@ class Runner:
             self.mover.run(batch.transfers)
         if self.adapters is not None:
             self.adapters.settle()
-        elif batch.plain and self.tape is not None and (step := self._decode(self.tape, batch)) is not None:
-            return step
-        return self._launch(batch)
+        step = None
+        if batch.plain and self.tape is not None:
+            adapted = self.adapters is not None and self.adapters.begin(batch)
+            step = self._decode(self.adapted_tape if adapted else self.tape, batch)
+        return self._launch(batch) if step is None else step
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> PendingStep:
@@ -191,10 +193,10 @@ class Runner:
             samples=samples,
         )
 
-    def _decode(self, tape: Tape, batch: Batch) -> PendingStep | None:
+    def _decode(self, tape: Tape | None, batch: Batch) -> PendingStep | None:
         """On CPU, nearly every step: from tokens to tokens natively. None when rows need more than a draw."""
         count = len(batch.chunks)
-        if not tape.has_head or not tape.fits(count, count, count):
+        if tape is None or not tape.has_head or not tape.fits(count, count, count):
             return None
         self.rows.update(batch)
         if tape.load_decodes(decode_entries(batch.chunks)) & ~Flag.RANDOM:
