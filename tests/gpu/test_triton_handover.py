@@ -17,11 +17,14 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_harness import Row  # noqa: E402
 
+from penstock.bench import shapes  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.kv.allocator import BlockAllocator  # noqa: E402
 from penstock.engine.kv.cache import KVCache, KVShape  # noqa: E402
 from penstock.engine.kv.exchange import BlockExchange  # noqa: E402
 from penstock.engine.kv.pool import BlockPool  # noqa: E402
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
@@ -119,6 +122,53 @@ def bench_blocks_cross() -> Iterator[Row]:
     for label, values in times.items():
         seconds = statistics.median(values[1:])
         yield f"128 blocks of 2 MiB {label}", 1e6 * seconds, f"{size / seconds / 1e9:.1f} GB/s"
+
+
+def bench_steps_while_blocks_come() -> Iterator[Row]:
+    """An 8B model that decodes 32 sequences, while as many blocks as may are taken in between any two steps."""
+    if not ON_DEVICE:
+        return
+    yield from _steps("llama-8b", "cuda", 2000)
+
+
+def _steps(shape: str, device: str, num_blocks: int) -> Iterator[Row]:
+    config = EngineConfig(
+        shape, device=device, max_running=32, max_model_len=2048, num_blocks=num_blocks, role="decode"
+    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    engine = Engine.load(config, checkpoint=RandomCheckpoint(shapes.named(shape), device=device, dtype=dtype))
+    exchange = engine.exchange
+    assert exchange is not None
+    count = min(exchange.at_once, exchange.num_slots // 2)
+    for row in range(32):
+        engine.submit(greedy(f"r{row}", _text(row, 64), 10_000))
+    for _ in range(40):
+        engine.step()
+    serial, usual = 0, 0.0
+    for label, come in (("alone", False), (f"and {count} blocks come", True), ("alone again", False)):
+        times, emptying = [], list[int]()
+        for _ in range(120):
+            begin = time.perf_counter()
+            if come:
+                exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+                emptying = [slot for slot in emptying if slot not in exchange.slots]
+                arrived = []
+                for _ in range(min(count, len(exchange.slots))):
+                    serial += 1
+                    arrived.append((serial.to_bytes(16, "little"), exchange.slots.pop()))
+                exchange.release(exchange.take_in(arrived))
+                emptying += [slot for _, slot in arrived]
+            engine.step()
+            times.append(time.perf_counter() - begin)
+        moved, exchange.counts.bytes_in = exchange.counts.bytes_in, 0
+        ordered = sorted(times)
+        usual = usual or statistics.median(times)
+        rate = f", {moved / sum(times) / 1e9:.1f} GB/s come in" if come else ""
+        while emptying:
+            exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+            emptying = [slot for slot in emptying if slot not in exchange.slots]
+        note = f"p99 {1e3 * ordered[-2]:.2f} ms, {statistics.median(times) / usual:.2f}x{rate}"
+        yield f"decode step of 32, {label}", 1e6 * statistics.median(times), note
 
 
 def _settle(exchange: BlockExchange, slots: list[int]) -> None:
