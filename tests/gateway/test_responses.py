@@ -264,7 +264,8 @@ async def test_the_store_forgets_by_age_and_by_number(
     now += 60
     assert await store.response("r4", "acme") is None
     await store.put("new", "acme", b"{}", said)
-    assert await database.fetch("SELECT id FROM responses") == [("new",)]
+    ours = "SELECT id FROM responses WHERE tenant IN ('acme', 'rival')"  # others may have used the same server
+    assert await database.fetch(ours) == [("new",)]
     await database.close()
 
 
