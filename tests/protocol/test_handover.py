@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -241,6 +242,22 @@ def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, a
         giver.step = step  # type: ignore[method-assign]
 
 
+def test_engines_that_went_away_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.protocol.handover.fetching.FORGET_S", 0.0)
+    with pair(folder) as (world, _):
+        world.answer(greedy("known", text(1), 2))
+        lasting = world.source
+        for number in range(3):
+            world.source = source(f"ipc://{folder}/nobody{number}", wait_s=0.1)
+            world.answer(greedy(f"gone{number}", text(2 + number), 2))
+        world.source = lasting
+        world.answer(greedy("again", text(9), 2))
+        assert (world.counts.handovers, world.counts.fallbacks) == (2, 3)
+        fetching = [thread for thread in threading.enumerate() if thread.name == "block fetcher"]
+        (fetcher,) = [vars(thread)["_target"].__self__ for thread in fetching]
+        assert [endpoint for endpoint, _ in fetcher._links] == [lasting.endpoint]
+
+
 def test_a_prefill_engine_that_drains_sends_what_was_asked_for(folder: Path, alone: Engine) -> None:
     with pair(folder) as (world, giver):
         request = greedy("r", text(1, 1000), 6)
@@ -322,7 +339,7 @@ def test_between_machines_the_connection_is_encrypted_and_strangers_get_nothing(
     (public, secret), (known_public, known), (_, stranger) = (generate_keypair() for _ in range(3))
     giver = make_engine(folder, role="prefill")
     with serving(giver, curve=CurveServer(secret, [known_public])) as running:
-        for key, handovers in ((known, 1), (stranger, 0)):
+        for key, handovers in ((known, 1), (stranger, 0), ("", 0), ("nonsense", 0)):
             engine = make_engine(folder, role="decode")
             to = source(running.endpoint, public_key=public)
             with serving(engine) as own:
@@ -330,9 +347,10 @@ def test_between_machines_the_connection_is_encrypted_and_strangers_get_nothing(
                 with connected(own.endpoint) as client:
                     client.hello()
                     world = World(engine, own.endpoint, client, to)
-                    request = greedy("r", text(1), 4)
-                    assert world.answer(request)[0] == generate(alone, request)["r"]
-                    assert world.counts.handovers == handovers
+                    for number in range(2):
+                        request = greedy(f"r{number}", text(number), 4)
+                        assert world.answer(request)[0] == generate(alone, request)[request.request_id]
+                    assert (world.counts.handovers, world.counts.fallbacks) == (2 * handovers, 2 - 2 * handovers)
             assert_idle(engine)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import zmq
 
 from penstock.engine.request import Delta, EngineInfo, Handover, Request
+from penstock.errors import ConfigError
 from penstock.protocol.codec import ProtocolError, decode_from_engine
 from penstock.protocol.handover.link import Link
 from penstock.protocol.messages import NOT_REGISTERED, Abort, Block, Hello, Pull, Ready, Step, Stopped, Submit
@@ -28,6 +29,8 @@ log = logging.getLogger("penstock.protocol")
 
 CONNECT_S = 2.0
 """How long to wait for an engine that has never answered; later it is only used while it is connected."""
+FORGET_S = 60.0
+"""A connection that is down and that nobody has used for so long is given up."""
 TICK_MS = 50
 _ARRIVED = int(zmq.POLLIN)
 SLOT_SHARES = 4
@@ -172,21 +175,36 @@ class Fetcher:
                 self._begin(command)
             else:
                 fetch, why = command
-                link = self._links[fetch.source.endpoint, fetch.source.public_key]
-                if fetch.request.request_id in link.fetches:
+                link = self._links.get((fetch.source.endpoint, fetch.source.public_key))
+                if link is not None and fetch.request.request_id in link.fetches:
                     self._end(link, fetch, why)
 
     def _begin(self, fetch: Fetch) -> None:
         key = (fetch.source.endpoint, fetch.source.public_key)
-        link, fetch.heard = self._links.get(key), time.monotonic()
+        fetch.heard = time.monotonic()
+        self._forget(fetch.heard)
+        link = self._links.get(key)
         known = link is not None
         if link is None:
-            link = self._links[key] = Link(self._context, fetch.source, own=self._own, secret_key=self._secret_key)
+            try:
+                link = Link(self._context, fetch.source, own=self._own, secret_key=self._secret_key)
+            except ConfigError as error:
+                self._say(Ended(fetch, str(error)))
+                return
+            self._links[key] = link
             self._poller.register(link.socket, zmq.POLLIN)
             self._poller.register(link.monitor, zmq.POLLIN)
         link.fetches[fetch.request.request_id] = fetch
         if known and not link.up and len(link.fetches) == 1:
             self._end(link, fetch, link.problem or "it is not connected")
+
+    def _forget(self, now: float) -> None:
+        """Engines that went away and did not come back; with new addresses there would be ever more of them."""
+        for key, link in list(self._links.items()):
+            if not link.up and not link.fetches and now - link.used > FORGET_S:
+                self._poller.unregister(link.socket)
+                self._poller.unregister(link.monitor)
+                self._links.pop(key).close()
 
     def _listen(self, link: Link) -> None:
         lost = link.watch()
@@ -288,6 +306,7 @@ class Fetcher:
 
     def _end(self, link: Link, fetch: Fetch, problem: str = "") -> None:
         del link.fetches[fetch.request.request_id]
+        link.used = time.monotonic()
         fetch.frames.clear()
         if fetch.submitted and not fetch.computed and link.up:
             link.send(Abort(fetch.request.request_id))

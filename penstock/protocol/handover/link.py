@@ -14,6 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from penstock.engine.request import EngineInfo, Handover
+from penstock.errors import ConfigError
 from penstock.protocol.codec import encode
 from penstock.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Ready, ToEngine
 from penstock.protocol.transport import CurveClient
@@ -30,12 +31,17 @@ class Link:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], to: Handover, *, own: EngineInfo, secret_key: str
     ) -> None:
-        """`secret_key`: this engine's own, which the other one must admit where its endpoint is encrypted."""
+        """`secret_key`: this engine's own, which the other one must admit where its endpoint is encrypted. Raises
+        `ConfigError` when it cannot be reached like this."""
+        if to.public_key and not secret_key:
+            raise ConfigError(f"{to.endpoint} is encrypted, and this engine has no key (--curve-key)")
         self.fetches: dict[str, Fetch] = {}
         self.up = False
         """Whether it has introduced itself, and can be used."""
         self.problem = ""
         """Why it cannot be, if that is known."""
+        self.used = 0.0
+        """When something was last fetched over it."""
         self.steps = 0
         """Its steps so far, as it last told."""
         self._endpoint = to.endpoint
@@ -47,10 +53,14 @@ class Link:
         self.socket.setsockopt(zmq.RCVHWM, 0)  # no more comes than was asked for
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if to.public_key:
-            CurveClient(to.public_key, secret_key).apply(self.socket)
         self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self.socket.connect(to.endpoint)
+        try:
+            if to.public_key:
+                CurveClient(to.public_key, secret_key).apply(self.socket)
+            self.socket.connect(to.endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            self._drop()
+            raise ConfigError(f"cannot connect to {to.endpoint}: {error}") from error
 
     def send(self, message: ToEngine) -> bool:
         try:
@@ -87,6 +97,9 @@ class Link:
 
     def close(self) -> None:
         self.send(Goodbye())
+        self._drop()
+
+    def _drop(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
