@@ -41,6 +41,7 @@ from penstock.engine.kernels.triton import gemv  # noqa: E402
 from penstock.engine.kernels.triton.addends import Addends  # noqa: E402
 from penstock.engine.kernels.triton.lora import TritonLora  # noqa: E402
 from penstock.engine.kernels.triton.norm import rms_norm  # noqa: E402
+from penstock.engine.kernels.triton.norm_shrink import rms_norm_shrink  # noqa: E402
 from penstock.engine.kernels.triton.ops import TritonOps  # noqa: E402
 from penstock.engine.layers.cuda_linear import CudaLinear  # noqa: E402
 
@@ -170,7 +171,7 @@ def test_what_follows_a_linear_adds_what_ran_beside_it() -> None:
     ops = TritonOps(DEVICE)
     slots = np.array([2, -1, 0, 1, 1, -1, 2, 0, -1, 0, 1, 2], np.int32)
     count = len(slots)
-    ours.begin(slots)
+    use(ours, slots, count)
     reference.begin(slots)
 
     def both(index: int) -> tuple[Addends, torch.Tensor]:
@@ -211,15 +212,20 @@ def test_what_follows_a_linear_adds_what_ran_beside_it() -> None:
         check("rope", mine, theirs, 3 * TOLERANCE[dtype])
 
 
-def test_graphs_tables_are_padded_with_empty_tiles() -> None:
-    dtype, bucket = torch.bfloat16, 12
-    ours, reference = kernels(TINY, [4, 8, 16], dtype, 16)
-    slots = np.array([2, -1, 0, 2, 1, -1, 2, 0, -1], np.int32)
+def use(lora: TritonLora, slots: np.ndarray, bucket: int) -> None:
+    """Begin a pass as graphs of `bucket` tokens do."""
     tables = {name: torch.zeros(bucket, dtype=torch.int32, device=DEVICE) for name in TABLES}
     tables["lora_tokens"].fill_(-1)
-    for name, values in ours.tables(slots, bucket).items():
+    for name, values in lora.tables(slots, bucket).items():
         tables[name][: len(values)] = torch.from_numpy(values).to(DEVICE)
-    ours.use(tables, bucket)
+    lora.use(tables, bucket)
+
+
+def test_graphs_tables_are_padded_with_empty_tiles() -> None:
+    dtype = torch.bfloat16
+    ours, reference = kernels(TINY, [4, 8, 16], dtype, 16)
+    slots = np.array([2, -1, 0, 2, 1, -1, 2, 0, -1], np.int32)
+    use(ours, slots, 12)
     compare("padded", TINY, ours, reference, slots, dtype)
 
 
@@ -337,7 +343,7 @@ class Stack:
                 loaded.ranks[site] = 0
         for slot in range(count):
             lora.put(slot, loaded)
-        lora.begin(np.arange(tokens, dtype=np.int32) % count)
+        use(lora, np.arange(tokens, dtype=np.int32) % count, tokens)
         return lora
 
     def adapted(self, lora: TritonLora, sites: int = 4) -> list[list[Any]]:
@@ -406,36 +412,48 @@ def bench_lora_layer() -> Iterator[Row]:
 def tune_lora_rows() -> Iterator[Row]:
     """Each linear of a single token with and without its adapter, over launch shapes."""
     stack = Stack()
-    lora = stack.adapters(1, 1, range(4))
-    chosen = gemv.choose
-    adapted, none = stack.adapted(lora), stack.adapters(1, 1, [])
-    untouched = stack.adapted(none)
+    lora = stack.adapters(1, 1)
+    adapted, chosen = stack.adapted(lora), gemv.choose
+    x, layers = rand(1, 4096, dtype=stack.dtype), stack.layout.layers
+    plain = time_us([lambda: [rms_norm(x, stack.gain, stack.eps) for _ in range(layers)]]) / layers
+    for index in (0, 2):
+
+        def shrinks(index: int = index) -> None:
+            lora._begin(lora._step)
+            for i in range(layers):
+                rms_norm_shrink(x, stack.gain, stack.eps, lora.inline(stack.layout.place(i, index)))
+
+        us = time_us([shrinks]) / layers
+        yield f"norm with products, {LLAMA.sites[index].attribute}", us, f"{us - plain:+.2f} us"
     for index, site in enumerate(LLAMA.sites):
-        gated = site.attribute == "gate_up"
-        normed = site.inputs == 4096 and index in (0, 2)
         x, residual = rand(1, site.inputs, dtype=stack.dtype), rand(1, 4096, dtype=stack.dtype)
-        folded: dict[str, Any] = {"gated": gated}
-        folded |= {"norm": stack.gain, "eps": stack.eps} if normed else {"residual": residual}
-        shapes: list[tuple[int, int] | None] = [None, (1, 8), (2, 8), (2, 4), (4, 4)]
-        for shape in shapes:
-            if shape is not None:
-                config = gemv.GemvConfig("rows", shape[0], shape[1] * 256, shape[1], 1)
-                gemv.choose = lambda *_, config=config: config
+        folded: dict[str, Any] = {"gated": site.attribute == "gate_up"}
+        folded |= {"norm": stack.gain, "eps": stack.eps} if index in (0, 2) else {"residual": residual}
+        for shape in SHAPES[site.attribute]:
+            config = gemv.GemvConfig("rows", shape[0], shape[1] * 256, shape[1], 1)
+            gemv.choose = lambda *_, config=config: config
             try:
                 times = []
-                for side, kernel in ((stack.linears, None), (untouched, none), (adapted, lora)):
+                for side in (stack.linears, adapted):
 
-                    def call(at: int, x: torch.Tensor, folded: dict[str, Any], side: Any = side, kernel: Any = kernel) -> None:  # fmt: skip  # noqa: E501
-                        if kernel is not None:
-                            kernel._begin(kernel._step)
+                    def call(at: int, x: torch.Tensor, folded: dict[str, Any], side: Any = side) -> None:
+                        if side is adapted:
+                            lora._begin(lora._step)
                         for layer in side:
                             layer[at].fused(x, **folded)
 
-                    times.append(time_us([partial(call, index, x, folded)]) / stack.layout.layers)
+                    times.append(time_us([partial(call, index, x, folded)]) / layers)
             finally:
                 gemv.choose = chosen
-            rate = f"not on this linear {times[1] - times[0]:+.2f}, with {times[2] - times[0]:+.2f}"
-            yield f"{site.attribute} {shape}", times[0], rate
+            yield f"{site.attribute} {shape}", times[0], f"with its adapter {times[1] - times[0]:+.2f} us"
+
+
+SHAPES = {
+    "qkv": [(1, 8), (2, 8), (4, 4)],
+    "output": [(1, 8), (2, 8), (4, 8), (2, 4), (4, 4)],
+    "gate_up": [(1, 8), (2, 8), (2, 4), (4, 4)],
+    "down": [(4, 4), (2, 4), (4, 8), (2, 2), (4, 2)],
+}
 
 
 def bench_lora() -> Iterator[Row]:

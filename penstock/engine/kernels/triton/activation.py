@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.addends import Addends, is_added, parts
+from penstock.engine.kernels.triton.addends import Addends, parts, second
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     ceil_div,
@@ -35,14 +35,12 @@ def _gate_mul_kernel(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     delta_ptr: tl.tensor,
-    delta_slots_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
     stride: tl.tensor,
     FFN: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     DELTA: tl.constexpr,
-    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -50,13 +48,13 @@ def _gate_mul_kernel(
     mask = cols < FFN
     launch_successor(PDL)
     if DELTA:
-        added = mask & is_added(row, delta_slots_ptr, delta_ranks_ptr, SITES)
+        rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
     x = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + FFN + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
-        x += tl.load(delta_ptr + row * 2 * FFN + cols, mask=added, other=0.0).to(tl.float32)
-        up += tl.load(delta_ptr + row * 2 * FFN + FFN + cols, mask=added, other=0.0).to(tl.float32)
+        x += second(delta_ptr + row * 2 * FFN + cols, mask, rank)
+        up += second(delta_ptr + row * 2 * FFN + FFN + cols, mask, rank)
     tl.store(out_ptr + row * FFN + cols, (gate(x, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 

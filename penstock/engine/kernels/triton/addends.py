@@ -1,7 +1,7 @@
 """A linear's result in two parts, its own and what adapters add, computed side by side.
 
 The operation that reads them adds them up, so that adding costs no launch. Tokens whose adapter does not touch the
-linear, or that have none, have nothing in the second part: it is not read for them.
+linear, or that have none, have nothing in the second part: what lies there is not theirs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ class Addends:
 
     base: Tensor
     delta: Tensor
-    slots: Tensor
-    """int32 [T]: the adapter slot of each token; -1: none."""
     ranks: Tensor
-    """int32 [slots]: the rank of each slot's adapter at this linear; a column of a table."""
+    """int32 [T]: the rank of each token's adapter at this linear; 0: it has no second part."""
 
 
-def parts(x: Tensor | Addends) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], dict[str, int | bool]]:
+def parts(x: Tensor | Addends) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, bool]]:
     """For a launch: the plain tensor, the pointers of what is added, and its options."""
     if isinstance(x, Tensor):
-        return x, (x, x, x), {"DELTA": False, "SITES": 0}
-    return x.base, (x.delta, x.slots, x.ranks), {"DELTA": True, "SITES": x.ranks.stride(0)}
+        return x, (x, x), {"DELTA": False}
+    return x.base, (x.delta, x.ranks), {"DELTA": True}
 
 
 @triton.jit
-def is_added(token: tl.tensor, slots_ptr: tl.tensor, ranks_ptr: tl.tensor, SITES: tl.constexpr) -> tl.tensor:
-    """Whether a token has a second part."""
-    slot = tl.load(slots_ptr + token)
-    return tl.load(ranks_ptr + slot * SITES, mask=slot >= 0, other=0) > 0
+def second(at: tl.tensor, mask: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    """A piece of the second part; zeros where there is none. Read in any case: it need not wait for the rank."""
+    delta = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(rank > 0, delta, 0.0)

@@ -115,7 +115,6 @@ def _rows_kernel(
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
-    LATE: tl.constexpr = STEPS // 2
     first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
@@ -133,22 +132,24 @@ def _rows_kernel(
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
     i = tl.arange(0, BLOCK_N)
     n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)
+    if ADAPTED:
+        # So are the adapter's, and its products may be there already.
+        in_n = n < N
+        if REPLICAS > 1:
+            sums_ptr += program % REPLICAS * (PARTS * R)
+        part = part_of(first, PARTS, END_0, END_1)
+        b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
+        if GATED:
+            b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
     wait_for_inputs(PDL)
+    if ADAPTED:
+        at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R, READY)
+        if GATED:
+            at_up, seen_up = look(sums_ptr, one, ranks, 1, 0, PARTS * R, READY)
     for step in tl.static_range(STEPS):
         at = step * BLOCK_K + k
         in_k = at < K
         x = tl.load(x_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if ADAPTED and step == LATE:
-            # Addresses follow from the slot: asked for earlier, these loads would hold up those of the weights.
-            in_n = n < N
-            if REPLICAS > 1:
-                sums_ptr += program % REPLICAS * (PARTS * R)
-            part = part_of(first, PARTS, END_0, END_1)
-            at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R, READY)
-            b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
-            if GATED:
-                at_up, seen_up = look(sums_ptr, one, ranks, 1, 0, PARTS * R, READY)
-                b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
         new = ()
         for r in tl.static_range(ROWS):
             if step >= EARLY:

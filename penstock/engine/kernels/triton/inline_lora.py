@@ -92,11 +92,24 @@ def _open_kernel(
     wait_for_inputs(PDL)
     tl.store(sums_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=at < PLACES)
     if program == 0:
-        token = tl.arange(0, MOST)
-        slot = tl.load(slots_ptr + token, mask=token < TOKENS, other=-1)
-        for site in tl.static_range(SITES):
-            rank = tl.load(ranks_ptr + slot * SITES + site, mask=slot >= 0, other=0)
-            tl.store(token_ranks_ptr + site * TOKENS + token, rank, mask=token < TOKENS)
+        look_up_ranks(slots_ptr, ranks_ptr, token_ranks_ptr, TOKENS, MOST, SITES)
+
+
+@triton.jit
+def look_up_ranks(
+    slots_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    token_ranks_ptr: tl.tensor,
+    TOKENS: tl.constexpr,
+    MOST: tl.constexpr,
+    SITES: tl.constexpr,
+) -> None:
+    """The rank of every token's adapter at every site [sites, tokens]; 0 where there is none."""
+    token = tl.arange(0, MOST)
+    slot = tl.load(slots_ptr + token, mask=token < TOKENS, other=-1)
+    for site in tl.static_range(SITES):
+        rank = tl.load(ranks_ptr + slot * SITES + site, mask=slot >= 0, other=0)
+        tl.store(token_ranks_ptr + site * TOKENS + token, rank, mask=token < TOKENS)
 
 
 def open_pass(sums: Tensor, token_ranks: Tensor, slots: Tensor, ranks: Tensor, *, pdl: bool = False) -> None:

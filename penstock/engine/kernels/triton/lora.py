@@ -1,8 +1,8 @@
 """LoRA on CUDA: y[t] += B(A x[t]), each token with the matrices of its own adapter slot.
 
 What it costs is launches more than bytes, so there are three ways. A few tokens: no launch at all, adapters are part of
-the linear's own (`inline_lora`). Other decode steps: two launches on a second stream, beside the linear; what follows
-adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
+the linear's own (`inline_lora`). Other decode steps: two launches on a second stream of their graph, beside the linear;
+what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
 
 The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
 input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
@@ -28,30 +28,58 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.kernels.triton.addends import Addends
 from penstock.engine.kernels.triton.common import ceil_div, launch, launch_successor, next_power_of_2, wait_for_inputs
-from penstock.engine.kernels.triton.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
+from penstock.engine.kernels.triton.inline_lora import COPIES, TILE_ROWS, InlineLora, look_up_ranks, open_pass
 from penstock.engine.runner.staging import Staging
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
 
 
-@triton.jit
-def _rank_of(
-    slot: tl.tensor, count: tl.tensor, ranks_ptr: tl.tensor, SITE: tl.constexpr, SITES: tl.constexpr
-) -> tl.tensor:
-    """Of a tile of `count` tokens at a site, as stored: a multiple of 8; 0 where there is nothing to add."""
-    return tl.multiple_of(tl.load(ranks_ptr + slot * SITES + SITE, mask=count > 0, other=0), 8)
+@triton.jit(do_not_specialize=["tiles"])
+def _tiles_kernel(
+    order_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    token_slots_ptr: tl.tensor,
+    tile_tokens_ptr: tl.tensor,
+    tile_ranks_ptr: tl.tensor,
+    token_ranks_ptr: tl.tensor,
+    tiles: tl.tensor,
+    TOKENS: tl.constexpr,
+    MOST: tl.constexpr,
+    SITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The tokens [tiles, BLOCK] of every tile, -1 where there is none, its ranks [sites, tiles], and those of the first
+    `TOKENS` tokens: looked up once a pass, so that the launches at every linear need not follow a pointer to a pointer,
+    which takes longer than their work."""
+    tile = tl.program_id(0)
+    m = tl.arange(0, BLOCK)
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    count = tl.load(counts_ptr + tile)
+    slot = tl.load(slots_ptr + tile)
+    start = tl.load(starts_ptr + tile)
+    tokens = tl.load(order_ptr + start + m, mask=m < count, other=-1)
+    tl.store(tile_tokens_ptr + tile * BLOCK + m, tokens)
+    for site in tl.static_range(SITES):
+        rank = tl.load(ranks_ptr + slot * SITES + site, mask=count > 0, other=0)
+        tl.store(tile_ranks_ptr + site * tiles + tile, rank)
+    if TOKENS > 0:  # noqa: SIM102 - known when compiled; the other is not
+        if tile == 0:
+            look_up_ranks(token_slots_ptr, ranks_ptr, token_ranks_ptr, TOKENS, MOST, SITES)
 
 
 @triton.jit(do_not_specialize=["entries"])
 def _shrink_kernel(
     x_ptr: tl.tensor,
     bank_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    order_ptr: tl.tensor,
     tile_slots_ptr: tl.tensor,
-    tile_starts_ptr: tl.tensor,
-    tile_counts_ptr: tl.tensor,
+    tile_ranks_ptr: tl.tensor,
+    tile_tokens_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -59,8 +87,6 @@ def _shrink_kernel(
     entries: tl.tensor,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    SITE: tl.constexpr,
-    SITES: tl.constexpr,
     R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,23 +94,22 @@ def _shrink_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Partial sums [SPLITS, entries of `order`, PARTS * R] in float32."""
+    """Partial sums [SPLITS, entries, PARTS * R] in float32; every tile has `BLOCK_M` entries."""
     tile = tl.program_id(0)
     part = tl.program_id(1) % PARTS
     split = tl.program_id(1) // PARTS
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    count = tl.load(tile_counts_ptr + tile)
+    m = tl.arange(0, BLOCK_M)
+    entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank = _rank_of(slot, count, ranks_ptr, SITE, SITES)
+    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     if rank == 0:
         return
-    first = tl.load(tile_starts_ptr + tile)
-    m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, R)
     k = tl.arange(0, BLOCK_K)
-    in_m = m < count
-    tokens = tl.load(order_ptr + first + m, mask=in_m, other=0).to(tl.int64)
+    in_m = tokens >= 0
     a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start + part * rank * K
     acc = tl.zeros([BLOCK_M, R], tl.float32)
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
@@ -94,7 +119,7 @@ def _shrink_kernel(
         x = tl.load(x_ptr + tokens[:, None] * x_stride + at[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
         a = tl.load(a_ptr + r[:, None] * K + at[None, :], mask=(r < rank)[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(a), acc, input_precision=PRECISION)
-    rows = (split * entries + first + m).to(tl.int64) * (PARTS * R) + part * R
+    rows = (split * entries + entry).to(tl.int64) * (PARTS * R) + part * R
     tl.store(out_ptr + rows[:, None] + r[None, :], acc, mask=in_m[:, None])
 
 
@@ -102,11 +127,9 @@ def _shrink_kernel(
 def _expand_kernel(
     sums_ptr: tl.tensor,
     bank_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    order_ptr: tl.tensor,
     tile_slots_ptr: tl.tensor,
-    tile_starts_ptr: tl.tensor,
-    tile_counts_ptr: tl.tensor,
+    tile_ranks_ptr: tl.tensor,
+    tile_tokens_ptr: tl.tensor,
     y_ptr: tl.tensor,
     y_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -117,8 +140,6 @@ def _expand_kernel(
     END_0: tl.constexpr,
     END_1: tl.constexpr,
     PARTS: tl.constexpr,
-    SITE: tl.constexpr,
-    SITES: tl.constexpr,
     R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -131,17 +152,16 @@ def _expand_kernel(
     low = tl.program_id(1) * BLOCK_N
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    count = tl.load(tile_counts_ptr + tile)
+    m = tl.arange(0, BLOCK_M)
+    entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank = _rank_of(slot, count, ranks_ptr, SITE, SITES)
+    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     if rank == 0:
         return
-    first = tl.load(tile_starts_ptr + tile)
-    m = tl.arange(0, BLOCK_M)
     r = tl.arange(0, R)
     n = low + tl.arange(0, BLOCK_N)
-    in_m = m < count
-    tokens = tl.load(order_ptr + first + m, mask=in_m, other=0).to(tl.int64)
+    in_m = tokens >= 0
     b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
@@ -151,7 +171,7 @@ def _expand_kernel(
         if (low < end) & (low + BLOCK_N > begin):
             sums = tl.zeros([BLOCK_M, R], tl.float32)
             for split in tl.static_range(SPLITS):
-                rows = (split * entries + first + m).to(tl.int64) * (PARTS * R) + part * R
+                rows = (split * entries + entry).to(tl.int64) * (PARTS * R) + part * R
                 sums += tl.load(sums_ptr + rows[:, None] + r[None, :], mask=in_m[:, None], other=0.0)
             inside = (r < rank)[None, :] & (n >= begin)[:, None] & (n < end)[:, None]
             b = tl.load(b_ptr + (n * rank)[:, None] + r[None, :], mask=inside, other=0.0)
@@ -175,6 +195,8 @@ class _Step:
     """The slot of each token; -1: none."""
     tiles: int
     block: int
+    captured: bool = False
+    """The step becomes part of a graph."""
 
 
 class TritonLora:
@@ -194,6 +216,9 @@ class TritonLora:
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._staging = Staging(device)
         self._step: _Step | None = None
+        self._tiles: tuple[Tensor, Tensor, Tensor] | None = None
+        """Of the pass that has begun: the tokens of its tiles, their ranks [sites, tiles], and, if it is captured, the
+        tokens' [sites, tokens]."""
         self._pass: tuple[Tensor, Tensor] | None = None
         """Of the pass that has begun, if its adapters are inside linears: room for the products with A [layers, all
         sites], no part of which is used twice, and the ranks of its tokens [sites, tokens]."""
@@ -218,11 +243,12 @@ class TritonLora:
 
     def use(self, tables: dict[str, Tensor], tokens: int) -> None:
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
-        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW))
+        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
 
     def _begin(self, step: _Step) -> None:
         self._step = step
         self._pass = None
+        self._tiles = None
 
     def fits_inline(self, layout: AdapterLayout) -> bool:
         return all(size % TILE_ROWS == 0 for site in layout.sites for size in site.sizes)
@@ -255,13 +281,14 @@ class TritonLora:
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
         step = self._step
         assert step is not None
-        if step.block == _MANY:
+        if not step.captured:  # nothing that the host has to say could be hidden
             y = base(x)
             self.add(x, y, placed)
             return y
         # Everything is allocated on the stream that joins both, and kept until then.
         delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
         sums = self._partial(x, placed)
+        ranks = self._tiled(step)[2]
         if self._side is None:
             self._launch(x, sums, delta, placed, add=False)
             y = base(x)
@@ -272,7 +299,7 @@ class TritonLora:
                 self._launch(x, sums, delta, placed, add=False)
             y = base(x)
             stream.wait_stream(self._side)
-        return Addends(y, delta, step.tokens, self._ranks[:, placed.index])
+        return Addends(y, delta, ranks[placed.index])
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
@@ -281,20 +308,49 @@ class TritonLora:
         """Room for the partial sums of `_launch`."""
         step = self._step
         assert step is not None
-        shape = (_splits(placed.site.inputs, step.block), step.order.shape[0], len(placed.site.sizes) * self._rank)
+        entries = step.tiles * step.block
+        shape = (_splits(placed.site.inputs, step.block), entries, len(placed.site.sizes) * self._rank)
         return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def _tiled(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
+        if self._tiles is None:
+            count = step.tokens.shape[0] if step.captured else 0
+            tokens = torch.empty(step.tiles * step.block, dtype=torch.int32, device=self._bank.device)
+            ranks = torch.empty((self._sites, step.tiles), dtype=torch.int32, device=self._bank.device)
+            token_ranks = torch.empty((self._sites, count), dtype=torch.int32, device=self._bank.device)
+            launch(
+                _tiles_kernel,
+                (step.tiles,),
+                step.order,
+                step.slots,
+                step.starts,
+                step.counts,
+                self._ranks,
+                step.tokens,
+                tokens,
+                ranks,
+                token_ranks,
+                step.tiles,
+                TOKENS=count,
+                MOST=next_power_of_2(count),
+                SITES=self._sites,
+                BLOCK=step.block,
+                num_warps=1,
+                pdl=self.pdl,
+            )
+            self._tiles = tokens, ranks, token_ranks
+        return self._tiles
 
     def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
         step, site = self._step, placed.site
         assert step is not None
         inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
-        entries, splits = step.order.shape[0], sums.shape[0]
-        where = (step.order, step.slots, step.starts, step.counts)
+        splits, entries = sums.shape[:2]
+        tile_tokens, tile_ranks, _ = self._tiled(step)
+        where = (step.slots, tile_ranks[placed.index], tile_tokens)
         common = {
             "K": inputs,
             "PARTS": parts,
-            "SITE": placed.index,
-            "SITES": self._sites,
             "R": self._rank,
             "BLOCK_M": step.block,
             "SPLITS": splits,
@@ -305,7 +361,6 @@ class TritonLora:
             (step.tiles, parts * splits),
             x,
             self._bank,
-            self._ranks,
             *where,
             sums,
             x.stride(0),
@@ -314,7 +369,7 @@ class TritonLora:
             entries,
             BLOCK_K=min(128, max(16, next_power_of_2(inputs))),
             num_warps=4,
-            num_stages=3,
+            num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
             **common,
         )
@@ -325,7 +380,6 @@ class TritonLora:
             (step.tiles, ceil_div(outputs, block_n)),
             sums,
             self._bank,
-            self._ranks,
             *where,
             y,
             y.stride(0),

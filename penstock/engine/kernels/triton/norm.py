@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.triton.addends import Addends, is_added, parts
+from penstock.engine.kernels.triton.addends import Addends, parts, second
 from penstock.engine.kernels.triton.common import FP8_MAX, launch, launch_successor, next_power_of_2, wait_for_inputs
 
 
@@ -24,7 +24,6 @@ def _norm_kernel(
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
-    delta_slots_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
@@ -34,7 +33,6 @@ def _norm_kernel(
     X_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
-    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -43,11 +41,11 @@ def _norm_kernel(
     launch_successor(PDL)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
-        added = is_added(row, delta_slots_ptr, delta_ranks_ptr, SITES)
+        rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
-        x += tl.load(delta_ptr + row * HIDDEN + cols, mask=mask & added, other=0.0).to(tl.float32)
+        x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
     if X_NORM:
         x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton.addends import Addends, is_added, parts
+from penstock.engine.kernels.triton.addends import Addends, parts, second
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
     INT8_MAX,
@@ -38,7 +38,6 @@ def _rope_kernel(
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
-    delta_slots_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
@@ -54,7 +53,6 @@ def _rope_kernel(
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
     DELTA: tl.constexpr,
-    SITES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -76,7 +74,7 @@ def _rope_kernel(
 
     launch_successor(PDL)
     if DELTA:
-        added = mask & is_added(token, delta_slots_ptr, delta_ranks_ptr, SITES)
+        rank = tl.load(delta_ranks_ptr + token)
     wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
@@ -85,8 +83,8 @@ def _rope_kernel(
     high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
     if DELTA:
         more = delta_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
-        low += tl.load(more + low_at[None, :], mask=added, other=0.0).to(tl.float32)
-        high += tl.load(more + high_at[None, :], mask=added, other=0.0).to(tl.float32)
+        low += second(more + low_at[None, :], mask, rank)
+        high += second(more + high_at[None, :], mask, rank)
 
     if Q_NORM or K_NORM:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
