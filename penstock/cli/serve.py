@@ -43,6 +43,7 @@ def serve(
         penstock serve -c penstock.yaml --set server.drain_s=5
     """
     import asyncio
+    from pathlib import Path
 
     from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.reporting import ConsoleReporter
@@ -51,6 +52,7 @@ def serve(
     from penstock.supervisor.catalogue import Catalogue
     from penstock.supervisor.control import Control
     from penstock.supervisor.health import check_port
+    from penstock.supervisor.kept_models import KeptModels
     from penstock.supervisor.launch import desk, resolved, units
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
@@ -94,7 +96,8 @@ def serve(
                 gateways_up=gateways_up,
             )
             catalogue = Catalogue(config, folder)
-            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue)
+            kept = KeptModels(Path(server.loaded_models) if server.loaded_models else None)
+            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, kept)
             async with Control(folder.control, replicas):
                 await supervisor.run()
 

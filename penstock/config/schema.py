@@ -62,6 +62,10 @@ class ServerConfig:
     time_slice_s: float = setting(
         10.0, doc="Seconds that a model which takes turns (time_slice) stays awake at least.", least=0
     )
+    loaded_models: str = setting(
+        "", doc="File that keeps the models loaded while the server runs, so that the next start serves them too; they "
+        "are forgotten when empty.", example="/var/lib/penstock/models.json",
+    )  # fmt: skip
     keep_alive_s: float = setting(
         15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
     )

@@ -90,6 +90,11 @@ class Control:
             writer.write(line(message))
 
     async def _work(self) -> None:
+        for described in await self._replicas.remembered():
+            try:
+                await self._carry_out(Load(0, described))
+            except PenstockError as problem:  # it stays remembered: the next start may find what is missing now
+                log.error("a model that was loaded before is not served: %s", problem)
         while True:
             operation, asker = await self._waiting.get()
             error = ""

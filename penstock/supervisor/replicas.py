@@ -13,6 +13,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
 from penstock.supervisor.catalogue import Catalogue
+from penstock.supervisor.kept_models import KeptModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
@@ -30,11 +31,14 @@ class Replicas:
         units: Iterable[Unit],
         make: Callable[[str, int], Unit],
         catalogue: Catalogue | None = None,
+        kept: KeptModels | None = None,
     ) -> None:
-        """`make`: a further replica of a model, with this number. `catalogue`: knows models that come later."""
+        """`make`: a further replica of a model, with this number. `catalogue`: knows models that come later. `kept`:
+        remembers them for the next start."""
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
+        self._kept = kept or KeptModels(None)
         self._units: dict[str, list[Unit]] = {}
         for unit in units:
             if unit.replica:
@@ -60,7 +64,14 @@ class Replicas:
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units if not unit.dismissed))
             raise problem
         self._units[model.name] = units
+        await asyncio.to_thread(self._kept.add, described, model.name)
         self._changed()
+
+    async def remembered(self) -> list[dict[str, Any]]:
+        """The models that an earlier run had loaded, described, once everything else is up."""
+        if self._kept.models:
+            await self._supervisor.announced.wait()
+        return self._kept.models
 
     async def unload(self, model: str) -> None:
         units = self._of(model)
@@ -69,6 +80,7 @@ class Replicas:
         del self._units[model]
         if self.catalogue is not None:
             self.catalogue.remove(model)
+        await asyncio.to_thread(self._kept.remove, model)
         self._changed()
         await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units))
 

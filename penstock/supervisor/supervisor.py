@@ -62,6 +62,8 @@ class Supervisor:
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
+        self.announced = asyncio.Event()
+        """Set when everything has been up for the first time."""
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._keepers: dict[Unit, asyncio.Task[None]] = {}
@@ -257,6 +259,7 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
+        self.announced.set()
         for unit in self._engines:
             if unit.early:
                 unit.asked.set()

@@ -22,6 +22,7 @@ from penstock.supervisor import replicas as module
 from penstock.supervisor.catalogue import Catalogue
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.control import Control
+from penstock.supervisor.kept_models import KeptModels
 from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import Supervisor
@@ -60,7 +61,7 @@ class Known(Catalogue):
 
 
 @asynccontextmanager
-async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: KeptModels | None = None) -> AsyncIterator[World]:
     monkeypatch.setattr(module, "FOUND_S", 0.0)
     async with supervised(folder) as (supervisor, _, engine, _gateway):
         engine.model, engine.replica, engine.endpoint = "m", "0", f"ipc://{folder}/engine"
@@ -77,7 +78,7 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         async def follow(topology: Topology) -> None:
             it.seen.append(topology)
 
-        async with Control(folder / "control", Replicas(supervisor, [engine], make, Known())):
+        async with Control(folder / "control", Replicas(supervisor, [engine], make, Known(), kept)):
             line = ControlLine(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
@@ -106,6 +107,24 @@ async def test_models_come_and_go_and_gateways_hear_of_them_when_they_are_ready(
         await it.line.ask(lambda number: Unload(number, "new"))
         assert list(it.seen[-1].models) == ["m"]
         assert not any(unit.child.alive for unit in it.made if unit.child is not None)
+
+
+async def test_models_that_were_loaded_are_there_again_after_a_restart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.json"
+    file.write_text('{"wrong": {"source": "x", "name": "wrong"}}')
+    async with world(folder, monkeypatch, KeptModels(file)) as it:
+        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "new"}))
+        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "brief"}))
+        await it.line.ask(lambda number: Unload(number, "brief"))
+    async with world(folder, monkeypatch, KeptModels(file)) as it:
+        await until(lambda: "new" in it.seen[-1].models)
+        assert set(it.seen[-1].models) == {"m", "new"}, "what cannot be loaded hurts nobody"
+        await it.line.ask(lambda number: Unload(number, "new"))
+    assert [model["name"] for model in KeptModels(file).models] == ["wrong"], "and is not forgotten"
+    file.write_text("damaged")
+    assert KeptModels(file).models == []
 
 
 async def test_scaling_up_and_down_starts_and_drains_and_tells_every_gateway(
