@@ -30,19 +30,20 @@ constexpr int64_t kAhead = 2048;  // bytes
 // 16 weights, each divided by kWeightUnit; inputs are multiplied by kInputUnit first.
 #if defined(PK_NEON)
 // The upper half of a float32 is the sign, four zeros and the four bits of the exponent, the three of the mantissa, four
-// zeros: two bytes that a nibble of the weight each decides, for 16 weights at once, and one lookup puts them in place.
+// zeros: two bytes that a nibble of the weight each decides, for 16 weights at once, and zipping puts them in place.
 // What comes out is 2^120 too small, also where the weight is subnormal. Inputs 2^100 too large keep the products normal.
 constexpr float kWeightUnit = 0x1p120f, kInputUnit = 0x1p100f;
 
 PK_INLINE void load_tile(const uint8_t* from, vf (&out)[kVectors]) {
     const uint8x16_t bytes = vld1q_u8(from);
     const uint8x16_t high = vreinterpretq_u8_s8(vshrq_n_s8(vreinterpretq_s8_u8(bytes), 4));
-    const uint8x16x2_t table = {{vshlq_n_u8(bytes, 4), vandq_u8(high, vdupq_n_u8(0x87))}};
-    const uint32x4_t first = {0x1000ffff, 0x1101ffff, 0x1202ffff, 0x1303ffff};
-    PK_UNROLL for (int i = 0; i < kVectors; ++i) {
-        const uint8x16_t at = vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x04040000 * i)));
-        out[i] = vreinterpretq_f32_u8(vqtbl2q_u8(table, at));
-    }
+    const uint8x16_t upper = vandq_u8(high, vdupq_n_u8(0x87)), lower = vshlq_n_u8(bytes, 4);
+    const uint16x8_t zero = vdupq_n_u16(0), first = vreinterpretq_u16_u8(vzip1q_u8(lower, upper)),
+                     second = vreinterpretq_u16_u8(vzip2q_u8(lower, upper));
+    out[0] = vreinterpretq_f32_u16(vzip1q_u16(zero, first));
+    out[1] = vreinterpretq_f32_u16(vzip2q_u16(zero, first));
+    out[2] = vreinterpretq_f32_u16(vzip1q_u16(zero, second));
+    out[3] = vreinterpretq_f32_u16(vzip2q_u16(zero, second));
 }
 #else
 constexpr float kWeightUnit = kF8Unit, kInputUnit = 1.0f;
