@@ -156,7 +156,7 @@ def main(
             )
             return score(Engine.load(chosen), pieces)
 
-    reference = scores_of(Form("dense", kv_dtype="full"))
+    reference = scores_of(Form("dense"))
     console.print(f"[bold]{config.name}[/bold], {len(reference.positions):,} positions: {report.machine_line()}")
     rows = report.table(
         "Perplexity against the dense form",

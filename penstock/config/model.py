@@ -50,8 +50,7 @@ class ModelConfig:
         None, doc="Exact number of KV blocks; overrides kv_memory.", least=1, example="4096"
     )
     kv_dtype: KVDType = setting(  # noqa: RUF009
-        "auto",
-        doc="KV cache: full (numbers of dtype), int8 (scale per token and head), fp8; auto: full, on AMX int8.",
+        "auto", doc="KV cache: auto (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8."
     )
     replicas: int = setting(1, doc="Engine processes that serve this model, each with weights of its own.", least=1)
     replica_devices: tuple[str, ...] = setting(

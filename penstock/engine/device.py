@@ -55,14 +55,9 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype, ops: Ops, model: ModelConfig) -> torch.dtype:
-    """Type of the KV cache. `auto` rounds only where that is faster, and only beside weights that may be rounded."""
-    if config.kv_dtype != "auto":
-        return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
-    if isinstance(ops, CpuOps) and dtype is torch.bfloat16 and config.weights != "dense":
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        return INT8 if ops.likes_int8_cache(*heads, config.block_size) else dtype
-    return dtype
+def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Type of the KV cache."""
+    return {"auto": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
 
 
 def pick_ops(device: torch.device, threads: int) -> Ops:

@@ -112,7 +112,7 @@ def load_part(
         if config.deterministic:
             check_deterministic(config, model, ops)
         plan = plan_weights(config, ops, device, dtype, weights)
-        kv_dtype = pick_kv_dtype(config, dtype, ops, local)
+        kv_dtype = pick_kv_dtype(config, dtype)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.device import pick_kv_dtype
-from penstock.engine.kernels import cpu
-from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.interface import INT8
 from penstock.engine.kv.cache import KVShape
-from penstock.engine.models.config import ModelConfig
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -70,20 +62,3 @@ def test_batching_prefix_reuse_and_preemption_change_nothing(folder: Path, kv_dt
     assert together == alone
     assert crowded.load_snapshot().preemptions > 0 and crowded.load_snapshot().prefix_hit_tokens > 0
     assert_idle(crowded)
-
-
-def test_auto_rounds_the_cache_only_where_that_is_faster_and_weights_may_be_rounded(folder: Path) -> None:
-    ops = cpu.load(1)
-    if ops is None:
-        pytest.skip(cpu.status().detail)
-    model = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-
-    def picked(likes: bool, **settings: object) -> torch.dtype:
-        with mock.patch.object(CpuOps, "likes_int8_cache", lambda *_: likes):
-            return pick_kv_dtype(EngineConfig(model="m", **settings), torch.bfloat16, ops, model)  # type: ignore[arg-type]
-
-    assert picked(likes=True) is INT8
-    assert picked(likes=False) is torch.bfloat16
-    assert picked(likes=True, weights="dense") is torch.bfloat16
-    assert picked(likes=True, kv_dtype="full") is torch.bfloat16
-    assert picked(likes=False, kv_dtype="int8") is INT8

@@ -6,6 +6,7 @@
 
 #include "attention_bytes.h"
 #include "attention_decode.h"
+#include "attention_halves.h"
 #include "attention_prefill.h"
 #include "attention_tiles.h"
 #include "tape.h"
@@ -23,57 +24,28 @@ template <class C>
 void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 #if defined(PK_AMX)
     if constexpr (std::is_same<C, bf16>::value || std::is_same<C, s8>::value)
-        if (by_tiles(a, a.cache_dtype)) return PrefillTile<C>(a, task, scratch).run();
+        if (by_tiles(a)) return PrefillTile<C>(a, task, scratch).run();
 #endif
     prefill_tile<C>(a, task, scratch);
 }
 
-// How many decode tasks are done together, at most.
-int decode_span(const AttentionArgs& a) {
-    (void)a;
-#if defined(PK_BYTE_TILES)
-    if (by_byte_tiles(a)) return kByteTasks;
-#endif
-    return 1;
-}
-
-// `count` decode tasks from `tasks` on, and those this thread will probably do then. partial(i): where results go.
-template <class C, class F>
-void decode(const AttentionArgs& a, const Task* tasks, int count, const Task* following, int followers,
-            float* scratch, F&& partial) {
-    (void)following, (void)followers;
-#if defined(PK_BYTE_TILES)
-    if (by_byte_tiles(a)) {
-        if (byte_lanes(a.heads / a.kv_heads) == 4)
-            return decode_bytes<4>(a, tasks, count, following, followers, scratch, partial);
-        return decode_bytes<8>(a, tasks, count, following, followers, scratch, partial);
-    }
-#endif
-    for (int i = 0; i < count; ++i) {
 #if defined(PK_AMX)
-        if (by_tiles(a)) {
-            decode_part_by_tiles(a, tasks[i], i < followers ? following + i : nullptr, scratch, partial(i));
-            continue;
-        }
-#endif
-        decode_part<C>(a, tasks[i], scratch, partial(i));
+// Calls f with a null pointer of the class that decodes such a cache on tiles; false where there is none.
+template <class F>
+bool on_tiles(const AttentionArgs& a, F&& f) {
+#if defined(PK_BYTE_TILES)
+    if (by_byte_groups(a)) {
+        group_lanes(a) == 4 ? f((DecodeBytes<4>*)nullptr) : f((DecodeBytes<8>*)nullptr);
+        return true;
     }
+#endif
+    if (!by_half_groups(a)) return false;
+    group_lanes(a) == 4 ? f((DecodeHalves<4>*)nullptr) : f((DecodeHalves<8>*)nullptr);
+    return true;
 }
+#endif
 
 }  // namespace
-
-// Whether an int8 cache is read faster than one of bfloat16 by such heads.
-PK_API int pk_attention_likes_bytes(int heads, int kv_heads, int head_dim, int block_size) {
-#if defined(PK_BYTE_TILES)
-    AttentionArgs a{};
-    a.heads = heads, a.kv_heads = kv_heads, a.head_dim = head_dim, a.block_size = block_size;
-    a.dtype = 2, a.cache_dtype = 3;
-    return by_byte_tiles(a);
-#else
-    (void)heads, (void)kv_heads, (void)head_dim, (void)block_size;
-    return 0;
-#endif
-}
 
 PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     Guard hold(ctx->busy);
@@ -133,25 +105,33 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     const size_t decode_floats = size_t(group) * (width + kPart) + kPart * sizeof(Span) / sizeof(float);
     const size_t prefill_floats = size_t(tile) * group * (2 * width + kPanel + 2) + size_t(kPanel) * 2 * width;
     size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
+    int span = 1;  // decode tasks that are done together
+    const int decodes = n - first_decode;
 #if defined(PK_AMX)
-    scratch = std::max({scratch, decode_tile_floats(a), first_decode ? prefill_tile_floats(a, tile * group) : 0});
-#endif
-#if defined(PK_BYTE_TILES)
-    scratch = std::max(scratch, decode_byte_floats(a));
+    if (first_decode) scratch = std::max(scratch, prefill_tile_floats(a, tile * group));
+    on_tiles(a, [&](auto* part) {
+        scratch = std::max(scratch, together_floats<elem<decltype(part)>>(a));
+        span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, kTogether);
+    });
 #endif
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
 
-    const int decodes = n - first_decode;
-    const int span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, decode_span(a));
     dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
         ctx->pool.run(first_decode + (decodes + span - 1) / span, [&](int i, int thread) {
             float* mine = ctx->scratch[thread].floats(0);
             if (i < first_decode) return prefill<C>(a, tasks[i], mine);
-            const int first = first_decode + (i - first_decode) * span, then = first + ctx->pool.threads() * span;
-            const int count = std::min(span, n - first);
-            decode<C>(a, tasks + first, count, tasks + then, std::min(span, n - then), mine,
-                      [&](int j) { return partials + tasks[first + j].part * partial; });
+            const int first = first_decode + (i - first_decode) * span, count = std::min(span, n - first);
+            const auto result = [&](int j) { return partials + tasks[first + j].part * partial; };
+            bool done = false;
+#if defined(PK_AMX)
+            done = on_tiles(a, [&](auto* part) {
+                using Part = elem<decltype(part)>;
+                const int then = first + ctx->pool.threads() * span;  // what this thread will probably do next
+                decode_together<Part>(a, tasks + first, count, tasks + then, std::min(span, n - then), mine, result);
+            });
+#endif
+            for (int j = 0; j < count && !done; ++j) decode_part<C>(a, tasks[first + j], mine, result(j));
             for (int j = first; j < first + count; ++j) {
                 Merge& merge = merges[tasks[j].group];
                 if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)

@@ -83,7 +83,7 @@ PK_INLINE float exp_row(float* x, int n, float max) {
     const vf low = splat(-87.0f);
     vf sum[2] = {splat(0), splat(0)};
     int i = 0;
-    for (; i + VL < n; i += 2 * VL) {  // two at a time: the polynomial is one long dependency
+    for (; i + 2 * VL <= n; i += 2 * VL) {  // two at a time: the polynomial is one long dependency
         vf a = vexp_inside(vmax(load(x + i) - splat(max), low));
         vf b = vexp_inside(vmax(load(x + i + VL) - splat(max), low));
         store(x + i, a);
@@ -91,17 +91,12 @@ PK_INLINE float exp_row(float* x, int n, float max) {
         sum[0] += a;
         sum[1] += b;
     }
-    if (i < n) {
-        vf a = vexp_inside(vmax(load(x + i) - splat(max), low));
-        store(x + i, a);
-        sum[0] += a;
+    for (; i < n; i += VL) {
+        store(x + i, vexp_inside(vmax(load(x + i) - splat(max), low)));
+        for (int j = n; j < i + VL; ++j) x[j] = 0;
+        sum[0] += load(x + i);
     }
-    float total = hsum(sum[0] + sum[1]);
-    for (int j = n; j % VL; ++j) {
-        total -= x[j];
-        x[j] = 0;
-    }
-    return total;
+    return hsum(sum[0] + sum[1]);
 }
 
 }  // namespace pk

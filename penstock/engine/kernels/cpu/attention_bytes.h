@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "attention_tiles.h"
+#include "attention_groups.h"
 
 #if defined(PK_AMX) && defined(__AVX512VBMI__)
 #define PK_BYTE_TILES 1
@@ -14,80 +14,27 @@
 namespace pk {
 
 constexpr int kByteDepth = 64;  // numbers of a tile's row
-constexpr int kByteGroup = 8;   // query heads that share keys, at most: two digits of each are 16 columns
 
-inline bool by_byte_tiles(const AttentionArgs& a) {
-    return a.dtype == 2 && a.cache_dtype == 3 && a.head_dim % kByteDepth == 0 && a.heads / a.kv_heads <= kByteGroup &&
-           a.block_size % kTileGroup == 0 && amx_granted();
-}
-
-// A query head takes a lane of each digit: 4 or 8 lanes.
-inline int byte_lanes(int group) { return group <= 4 ? 4 : 8; }
-
-constexpr int kByteTasks = 4;  // that share the shapes of tiles: setting one takes as long as multiplying 500 keys
-constexpr int kByteGroups = kPart / kTileGroup;
-
-inline size_t byte_task_floats(const AttentionArgs& a) {
-    const size_t lanes = byte_lanes(a.heads / a.kv_heads), scores = size_t(kPart) * lanes;
-    return scores + (size_t(a.head_dim) * lanes * 2 + scores * 2 * 4 + 2 * kTileBytes) / 4;
-}
-
-inline size_t decode_byte_floats(const AttentionArgs& a) { return kByteTasks * byte_task_floats(a) + kTileBytes; }
-
-// Keys, values and scales of a (sequence, kv head, part), by groups of 16 tokens.
-struct ByteGroups {
-    const uint8_t *keys[kByteGroups], *values[kByteGroups];
-    const bf16 *key_scales[kByteGroups], *value_scales[kByteGroups];
-    int count = 0;
-
-    void find(const AttentionArgs& a, const Task& task) {
-        const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
-        count = 0;
-        for (int key = task.begin / kTileGroup * kTileGroup; key < task.end; key += kTileGroup, ++count) {
-            const int64_t block = table[key / a.block_size], offset = key % a.block_size;
-            keys[count] = static_cast<const uint8_t*>(a.k_cache) + block * a.k_block_stride +
-                          task.kv_head * a.k_head_stride + offset * a.head_dim;
-            values[count] = static_cast<const uint8_t*>(a.v_cache) + block * a.v_block_stride +
-                            task.kv_head * a.v_head_stride + offset * a.head_dim;
-            const int64_t scale = (block * a.kv_heads + task.kv_head) * a.block_size + offset;
-            key_scales[count] = static_cast<const bf16*>(a.k_scales) + scale;
-            value_scales[count] = static_cast<const bf16*>(a.v_scales) + scale;
-        }
-    }
-
-    // A core has only so many reads under way, and one that asks for more stands still until they are done: what is
-    // needed next is asked for a few lines at a time, in step with the work. Here: part `turn` of `turns` of a group.
-    PK_INLINE static void ask(const uint8_t* group, int bytes, int turn, int turns) {
-        for (int at = bytes * turn / turns; at < bytes * (turn + 1) / turns; at += 64)
-            __builtin_prefetch(group + at, 0, 2);
-    }
-    void ask_scales() const {
-        for (int i = 0; i < count; ++i) {
-            __builtin_prefetch(key_scales[i], 0, 2);
-            __builtin_prefetch(value_scales[i], 0, 2);
-        }
-    }
-};
+inline bool by_byte_groups(const AttentionArgs& a) { return a.cache_dtype == 3 && by_groups(a); }
 
 template <int LANES>
-class DecodeBytes {
+class DecodeBytes : private DecodeTask<LANES> {
   public:
-    void start(const AttentionArgs& args, const Task& task_, float* scratch, const ByteGroups* following) {
-        a = &args;
-        task = &task_;
-        next = following;
-        group = a->heads / a->kv_heads;
-        dim = a->head_dim;
-        cached.find(*a, task_);
-        scores = scratch;                                                    // [key][lane]
-        sums = reinterpret_cast<int32_t*>(scores + kPart * LANES);           // [key][digit][lane]
-        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);      // [panel][digit][head][64 keys]
-        queries = weights + 2 * kTileBytes;                                  // [dim / 4][digit][lane][4]
+    static size_t floats(const AttentionArgs& a) {
+        return size_t(kPart) * LANES * 3 + (size_t(a.head_dim) * LANES * 2 + 2 * kTileBytes) / 4;
+    }
+
+    void start(const AttentionArgs& args, const Task& task_, float* scratch, const TokenGroups* following) {
+        this->open(args, task_, following);
+        scores = scratch;                                                // [key][lane]
+        sums = reinterpret_cast<int32_t*>(scores + kPart * LANES);       // [key][digit][lane]
+        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [panel][digit][head][64 keys]
+        queries = weights + 2 * kTileBytes;                              // [dim / 4][digit][lane][4]
         split_queries();
     }
 
     // Registers 0..3: sums; 4, 5: keys; 6: queries.
-    static void shape_for_keys() { shape(16, LANES * 8, 16, 64, 16, LANES * 8); }
+    static void shape_for_keys() { shape_groups({16, LANES * 8}, {16, 64}, {16, 64}, {16, LANES * 8}); }
 
     void multiply_keys() {
         for (int i = 0; i < cached.count; i += 4) {
@@ -119,20 +66,15 @@ class DecodeBytes {
         }
     }
 
-    // Sums to scores, scores to the digits of weights. `partial`: [head][width], then the largest score and the sum.
+    // Sums to scores, scores to the digits of weights.
     void soften(float* partial) {
-        const int width = padded(dim), stride = width + VL;
-        const vf top = finish_scores(), total = weigh(top);
-        for (int g = 0; g < group; ++g) {
-            partial[g * stride + width] = top[g];
-            partial[g * stride + width + 1] = total[g];
-        }
+        const vf top = finish_scores();
+        this->note(partial, top, weigh(top));
     }
 
     // Registers 0..3: sums of both digits by 16 numbers each; 4: weights; 5, 6: values.
-    void shape_for_values() const { shape(2 * group, 64, 2 * group, 64, 16, 64); }
+    void shape_for_values() const { shape_groups({2 * group, 64}, {2 * group, 64}, {16, 64}, {16, 64}); }
 
-    // `panel`: room for four right-hand tiles.
     void add_values(uint8_t* panel, float* partial) {
         for (int d = 0; d < dim; d += kByteDepth) {
             zero_sums();
@@ -154,28 +96,16 @@ class DecodeBytes {
     }
 
   private:
-    // Registers 0..3, 4, and 5 to 7; in the shape for keys, 5 is as 4 and 6 as 7.
-    static void shape(int sum_rows, int sum_bytes, int left_rows, int left_bytes, int right_rows, int right_bytes) {
-        TileShape shape;
-        for (int i = 0; i < 8; ++i) {
-            shape.rows[i] = uint8_t(i < 4 ? sum_rows : i == 4 ? left_rows : right_rows);
-            shape.bytes[i] = uint16_t(i < 4 ? sum_bytes : i == 4 ? left_bytes : i == 5 ? 64 : right_bytes);
-        }
-        _tile_loadconfig(&shape);
-    }
-
-    // Of group i: the keys that are there.
-    __mmask16 there(int i) const {
-        const int key = task->begin / kTileGroup * kTileGroup + i * kTileGroup;
-        const int from = std::max(0, task->begin - key), to = std::min(kTileGroup, task->end - key);
-        return __mmask16(((1u << to) - 1) & ~((1u << from) - 1));
-    }
+    using DecodeTask<LANES>::a;
+    using DecodeTask<LANES>::next;
+    using DecodeTask<LANES>::cached;
+    using DecodeTask<LANES>::group;
+    using DecodeTask<LANES>::dim;
 
     void split_queries() {
-        const bf16* q = static_cast<const bf16*>(a->q) + a->query_starts[task->sequence] * a->q_stride +
-                        int64_t(task->kv_head) * group * dim;
         std::memset(queries, 0, size_t(dim) * LANES * 2);
-        for (int g = 0; g < group; ++g, q += dim) {
+        for (int g = 0; g < group; ++g) {
+            const bf16* q = this->query(g);
             vf top = splat(0);
             for (int d = 0; d < dim; d += VL) top = vmax(top, vabs(load(q + d)));
             const float most = hmax(top);
@@ -196,16 +126,6 @@ class DecodeBytes {
         }
     }
 
-    static constexpr int kPerVector = VL / LANES;  // keys of a vector of scores
-
-    // The scales of keys j * kPerVector ... of a group, each in all lanes of its key.
-    PK_INLINE static vf by_key(vf scales, int j) {
-        alignas(64) int32_t of[VL];
-        PK_UNROLL for (int i = 0; i < VL; ++i) of[i] = j * kPerVector + i / LANES;
-        return (vf)_mm512_permutexvar_ps(_mm512_load_si512(of), (__m512)scales);
-    }
-
-    // The largest score of every lane, in all its places.
     vf finish_scores() {
         alignas(64) int32_t pick[VL];
         alignas(64) float units[VL];
@@ -215,33 +135,20 @@ class DecodeBytes {
         }
         const __m512i high = _mm512_load_si512(pick), low = _mm512_add_epi32(high, _mm512_set1_epi32(LANES));
         const vf factor = load(units);
-        vf top = splat(kUnseen);
-        for (int i = 0; i < cached.count; ++i) {
-            const vf scale = load(cached.key_scales[i]);
-            const __mmask16 seen = there(i);
-            const vf limit = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_set1_ps(INFINITY));
-            const int32_t* from = sums + i * kTileGroup * LANES * 2;
-            float* to = scores + i * kTileGroup * LANES;
-            PK_UNROLL for (int j = 0; j < LANES; ++j) {
-                const __m512i x = _mm512_load_si512(from + j * 2 * VL), y = _mm512_load_si512(from + (j * 2 + 1) * VL);
-                const vf h = (vf)_mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, high, y));
-                const vf l = (vf)_mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, low, y));
-                vf score = (h * splat(256.0f) + l) * (factor * by_key(scale, j));
-                if (a->softcap > 0) score = capped(score, a->softcap);
-                if (seen != 0xffff) score = vmin(score, by_key(limit, j));
-                store(to + j * VL, score);
-                top = vmax(top, score);
-                if (next && i < next->count) ByteGroups::ask(next->keys[i], kTileGroup * dim, j, LANES);
-            }
-        }
-        return across_keys(top, LANES, [](vf x, vf y) { return vmax(x, y); });
+        return this->keep_scores(scores, [&](int i, int j) {
+            const int32_t* from = sums + (i * LANES + j) * 2 * VL;
+            const __m512i x = _mm512_load_si512(from), y = _mm512_load_si512(from + VL);
+            const vf h = (vf)_mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, high, y));
+            const vf l = (vf)_mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, low, y));
+            return (h * splat(256.0f) + l) * (factor * this->by_key(load(cached.key_scales[i]), j));
+        });
     }
 
-    // Scores to the digits of weights times the values' scales; the weights' sum.
+    // Scores to the digits of weights times the values' scales; the weights' sums, lane by lane.
     vf weigh(vf top) {
-        vf scale[kByteGroups], most = splat(0);
+        vf scale[kGroups], most = splat(0);
         for (int i = 0; i < cached.count; ++i) {
-            scale[i] = (vf)_mm512_maskz_mov_ps(there(i), (__m512)load(cached.value_scales[i]));
+            scale[i] = (vf)_mm512_maskz_mov_ps(this->there(i), (__m512)load(cached.value_scales[i]));
             most = vmax(most, scale[i]);
         }
         const float largest = hmax(most);
@@ -264,7 +171,7 @@ class DecodeBytes {
             PK_UNROLL for (int j = 0; j < LANES; ++j) {
                 const vf weight = exp_below(load(from + j * VL), top);
                 total += weight;
-                whole[j] = (__m512i)((vi)(weight * by_key(factor, j) + splat(12582912.0f)) - 0x4b400000);
+                whole[j] = (__m512i)((vi)(weight * this->by_key(factor, j) + splat(12582912.0f)) - 0x4b400000);
             }
             uint8_t* const panel = weights + i / 4 * kTileBytes + i % 4 * kTileGroup;
             PK_UNROLL for (int part = 0; part < LANES / 4; ++part) {
@@ -280,7 +187,7 @@ class DecodeBytes {
             }
         }
         // A key that is not there weighed exp(-87): less than any sum can show.
-        return across_keys(total, LANES, [](vf x, vf y) { return x + y; });
+        return total;
     }
 
     // 64 numbers of 16 values as rows of four right-hand tiles, by fours of tokens.
@@ -295,13 +202,13 @@ class DecodeBytes {
             _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi16(x, z));
             _mm512_store_si512(to + 2 * kTileBytes, _mm512_unpacklo_epi16(y, w));
             _mm512_store_si512(to + 3 * kTileBytes, _mm512_unpackhi_epi16(y, w));
-            if (next && d == 0 && i < next->count) ByteGroups::ask(next->values[i], kTileGroup * dim, quad, 4);
+            if (next && d == 0) next->ask_values(i, quad, 4);
         }
     }
 
     // Interleaving left numbers 16 k + 4 t + j in lane 4 k + j of tile t.
     void write(float* out) const {
-        alignas(64) int32_t got[4][2 * kByteGroup * 16];
+        alignas(64) int32_t got[4][2 * kSharing * 16];
         _tile_stored(0, got[0], 64);
         _tile_stored(1, got[1], 64);
         _tile_stored(2, got[2], 64);
@@ -323,38 +230,11 @@ class DecodeBytes {
         }
     }
 
-    const AttentionArgs* a;
-    const Task* task;
-    const ByteGroups* next;  // what this thread will probably need then, or null
-    ByteGroups cached;
-    int group, dim;
     float* scores;
     int32_t* sums;
     uint8_t *weights, *queries;
-    float unit[kByteGroup], value_unit;
+    float unit[kSharing], value_unit;
 };
-
-// Several tasks, those after next in `following`. partial(i): where the result of tasks[i] goes.
-template <int LANES, class F>
-void decode_bytes(const AttentionArgs& a, const Task* tasks, int count, const Task* following, int followers,
-                  float* scratch, F&& partial) {
-    DecodeBytes<LANES> parts[kByteTasks];
-    ByteGroups next[kByteTasks];
-    uint8_t* const panel = reinterpret_cast<uint8_t*>(scratch + kByteTasks * byte_task_floats(a));
-    for (int i = 0; i < count; ++i) {
-        if (i < followers) {
-            next[i].find(a, following[i]);
-            next[i].ask_scales();
-        }
-        parts[i].start(a, tasks[i], scratch + i * byte_task_floats(a), i < followers ? next + i : nullptr);
-    }
-    parts[0].shape_for_keys();
-    for (int i = 0; i < count; ++i) parts[i].multiply_keys();
-    for (int i = 0; i < count; ++i) parts[i].soften(partial(i));
-    parts[0].shape_for_values();
-    for (int i = 0; i < count; ++i) parts[i].add_values(panel, partial(i));
-    _tile_release();
-}
 
 }  // namespace pk
 

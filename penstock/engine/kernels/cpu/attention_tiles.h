@@ -1,8 +1,8 @@
-// Attention on AMX tiles over a bfloat16 cache (in prefill also over int8, widened on the way). Keys are tiles as they
-// lie in the cache: rows of 32 numbers.
+// Many new tokens against a cache of bfloat16 or int8 (widened on the way) on AMX tiles. Keys are tiles as they lie in the
+// cache: rows of 32 numbers. One new token per sequence is in attention_halves.h and attention_bytes.h.
 //
-// Scores are computed transposed, keys x queries, so that a lane is a query row (or, in decode, a query head) and
-// softmax needs no sums across lanes; weights come out of it in the order in which tiles want them.
+// Scores are computed transposed, keys x queries, so that a lane is a query row and softmax needs no sums across lanes;
+// weights come out of it in the order in which tiles want them.
 // Products take bfloat16 and add in float32; softmax and its weights' sum are float32.
 
 #pragma once
@@ -18,8 +18,8 @@ constexpr int kTileGroup = 16;  // keys of a tile
 constexpr int kTilePanel = 64;  // keys of a panel: four tiles
 constexpr float kUnseen = -1e30f;
 
-inline bool by_tiles(const AttentionArgs& a, int cache_dtype = 2) {
-    return a.dtype == 2 && a.cache_dtype == cache_dtype && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
+inline bool by_tiles(const AttentionArgs& a) {
+    return a.dtype == 2 && (a.cache_dtype == 2 || a.cache_dtype == 3) && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
 }
 
 // 32 numbers of a cache as bfloat16; int8 without its scale.
@@ -153,151 +153,12 @@ PK_INLINE vf finished(vf score, const AttentionArgs& a) {
 
 PK_INLINE vf exp_below(vf x, vf top) { return vexp_inside(vmax(x - top, splat(-87.0f))); }
 
-// ---- decode ----------------------------------------------------------------------------------------------
-
-inline int decode_lanes(int group) { return group <= 4 ? 4 : group <= 8 ? 8 : 16; }
-
-inline size_t decode_tile_floats(const AttentionArgs& a) {
-    return size_t(kPart) * 16 + size_t(a.head_dim) / 32 * (kTileBytes / 4) + size_t(4) * kTileGroup * a.head_dim / 2;
-}
-
-// Where the keys and values lie that this thread will probably need next. They are asked for a few lines at a time, in
-// step with the keys being weighed: all at once would be more than a core can have under way, and the rest is dropped.
-struct NextPart {
-    const char *keys[kPart], *values[kPart];  // by runs of keys that lie together
-    int runs = 0, run_bytes = 0;
-
-    NextPart(const AttentionArgs& a, const Task* task) {
-        if (!task) return;
-        const CachedRows<bf16> k = cached_keys(a, *task, task->begin, task->end);
-        const CachedRows<bf16> v = cached_values(a, *task, task->begin, task->end);
-        run_bytes = a.block_size * a.head_dim * 2;
-        for (int key = task->begin; key < task->end; key += a.block_size - key % a.block_size, ++runs) {
-            keys[runs] = reinterpret_cast<const char*>(k.at(key));
-            values[runs] = reinterpret_cast<const char*>(v.at(key));
-        }
-    }
-
-    // What corresponds to `bytes` from `from` on of run `run`.
-    PK_INLINE void ask(int run, int from, int bytes) const {
-        if (run >= runs) return;
-        for (int i = from; i < from + bytes; i += 64) {
-            __builtin_prefetch(keys[run] + i, 0, 2);
-            __builtin_prefetch(values[run] + i, 0, 2);
-        }
-    }
-};
-
 // Every lane's largest (or total) over the keys a vector holds: lanes repeat after `lanes`.
 template <class F>
 PK_INLINE vf across_keys(vf x, int lanes, F&& join) {
     if (lanes <= 8) x = join(x, (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4e));
     if (lanes <= 4) x = join(x, (vf)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xb1));
     return x;
-}
-
-// out[g * stride + d] = sum over keys of weights[key * lanes + g] * value[key][d], for 32 Z numbers from `dim` on.
-template <int G, int Z>
-void weigh_rows(const CachedRows<bf16>& values, const NextPart& next, int begin, int end, int at, const float* weights,
-                int lanes, float* out, int stride) {
-    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-    __m512 even[G][Z], odd[G][Z];
-    PK_UNROLL for (int g = 0; g < G; ++g)
-        PK_UNROLL for (int z = 0; z < Z; ++z) even[g][z] = odd[g][z] = _mm512_setzero_ps();
-    for (int key = begin, turn = 0; key < end; ++turn) {
-        const int run = std::min(values.block_size - key % values.block_size, end - key);
-        const bf16* row = values.at(key) + at;
-        for (int j = 0; j < run; ++j, row += values.dim, weights += lanes) {
-            next.ask(turn, j * values.dim * 2 + at * 2, Z * 64);
-            __m512 low[Z], high[Z];
-            PK_UNROLL for (int z = 0; z < Z; ++z) {
-                const __m512i v = _mm512_loadu_si512(row + z * 32);
-                low[z] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
-                high[z] = _mm512_castsi512_ps(_mm512_and_si512(v, upper));
-            }
-            PK_UNROLL for (int g = 0; g < G; ++g) {
-                const __m512 w = _mm512_set1_ps(weights[g]);
-                PK_UNROLL for (int z = 0; z < Z; ++z) {
-                    even[g][z] = _mm512_fmadd_ps(w, low[z], even[g][z]);
-                    odd[g][z] = _mm512_fmadd_ps(w, high[z], odd[g][z]);
-                }
-            }
-        }
-        key += run;
-    }
-    const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    PK_UNROLL for (int g = 0; g < G; ++g)
-        PK_UNROLL for (int z = 0; z < Z; ++z) {
-            _mm512_storeu_ps(out + g * stride + z * 32, _mm512_permutex2var_ps(even[g][z], first, odd[g][z]));
-            _mm512_storeu_ps(out + g * stride + z * 32 + 16, _mm512_permutex2var_ps(even[g][z], second, odd[g][z]));
-        }
-}
-
-// As decode_part: one new token against the keys of a part.
-inline void decode_part_by_tiles(const AttentionArgs& a, const Task& task, const Task* following, float* scratch,
-                                 float* partial) {
-    const NextPart next(a, following), nothing(a, nullptr);
-    const int group = a.heads / a.kv_heads, dim = a.head_dim, width = padded(dim), stride = width + VL;
-    const int lanes = decode_lanes(group), keys = task.end - task.begin, steps = dim / 32;
-    float* scores = scratch;  // [key][lane]
-    uint32_t* queries = reinterpret_cast<uint32_t*>(scores + kPart * 16);
-    uint8_t* copies = reinterpret_cast<uint8_t*>(queries + steps * (kTileBytes / 4));
-    const CachedRows<bf16> cached = cached_keys(a, task, task.begin, task.end);
-    const CachedRows<bf16> values = cached_values(a, task, task.begin, task.end);
-
-    const bf16* q = static_cast<const bf16*>(a.q) + a.query_starts[task.sequence] * a.q_stride +
-                    int64_t(task.kv_head) * group * dim;
-    std::memset(queries, 0, size_t(steps) * kTileBytes);
-    for (int g = 0; g < group; ++g)
-        for (int i = 0; i < dim / 2; ++i) std::memcpy(queries + i * 16 + g, q + g * dim + 2 * i, 4);
-
-    shape_attention(lanes);
-    for (int at = 0; at < keys; at += kTilePanel) {
-        const int count = std::min(4, (keys - at + kTileGroup - 1) / kTileGroup);
-        const uint8_t* left[4] = {};
-        for (int i = 0; i < count; ++i)
-            left[i] = cached.group(task.begin + at + i * kTileGroup, copies + i * kTileGroup * dim * 2);
-        zero_sums();
-        add_tiles(left, count, dim * 2, reinterpret_cast<const uint8_t*>(queries), steps);
-        store_tiles(scores + at * lanes, count, kTileGroup * lanes, lanes);
-    }
-    _tile_release();
-
-    const int numbers = keys * lanes, vectors = (numbers + VL - 1) / VL;
-    std::fill(scores + numbers, scores + vectors * VL, -INFINITY);
-    vf top = splat(kUnseen), total = splat(0);
-    for (int i = 0; i < vectors; ++i) {
-        const vf x = finished(load(scores + i * VL), a);
-        store(scores + i * VL, x);
-        top = vmax(top, x);
-    }
-    if (a.softcap > 0)  // a capped score is finite whatever it was
-        std::fill(scores + numbers, scores + vectors * VL, -INFINITY);
-    top = across_keys(top, lanes, [](vf x, vf y) { return vmax(x, y); });
-    for (int i = 0; i < vectors; ++i) {
-        vf x = exp_below(load(scores + i * VL), top);
-        if (i + 1 == vectors && numbers % VL)
-            x = (vf)_mm512_maskz_mov_ps(__mmask16((1u << numbers % VL) - 1), (__m512)x);
-        store(scores + i * VL, x);
-        total += x;
-    }
-    total = across_keys(total, lanes, [](vf x, vf y) { return x + y; });
-    for (int g = 0; g < group; ++g) {
-        partial[g * stride + width] = top[g];
-        partial[g * stride + width + 1] = total[g];
-    }
-    for (int g = 0; g < group; g += kMaxGroup)
-        by_group(group - g, [&](auto n) {
-            constexpr int G = decltype(n)::value;
-            const NextPart& asked = g ? nothing : next;
-            float* out = partial + g * stride;
-            int d = 0;
-            for (; d + 64 <= dim; d += 64)
-                weigh_rows<G, 2>(values, asked, task.begin, task.end, d, scores + g, lanes, out + d, stride);
-            if (d < dim) weigh_rows<G, 1>(values, asked, task.begin, task.end, d, scores + g, lanes, out + d, stride);
-        });
-    for (int run = (keys + a.block_size - 1) / a.block_size; run < next.runs; ++run) next.ask(run, 0, next.run_bytes);
 }
 
 // ---- prefill ---------------------------------------------------------------------------------------------

@@ -128,7 +128,6 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_gelu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
-    "pk_attention_likes_bytes": (c_int, (c_int, c_int, c_int, c_int)),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_float8": (None, (c_void_p, POINTER(Float8Args))),

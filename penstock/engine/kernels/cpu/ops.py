@@ -264,10 +264,6 @@ class CpuOps:
         self._lib.pk_attention(self._ctx, byref(args))
         return out
 
-    def likes_int8_cache(self, heads: int, kv_heads: int, head_dim: int, block_size: int) -> bool:
-        """Whether such heads of bfloat16 queries read an int8 cache faster than one of their own type."""
-        return bool(self._lib.pk_attention_likes_bytes(heads, kv_heads, head_dim, block_size))
-
     def _batch_view(self, batch: AttentionBatch) -> _BatchView:
         """Checked once per step: every layer of a step hands over the same tensors."""
         view = self._last_batch

@@ -247,6 +247,10 @@ inline __m512 _mm512_permutex2var_ps(__m512 v, __m512i index, __m512 w) {
     const emulated::Lanes<uint32_t, __m512i> at(index);
     return emulated::each<float, __m512>([&](int i) { return (at.at[i] & 16 ? b : a).at[at.at[i] & 15]; });
 }
+inline __m512i _mm512_permutex2var_epi16(__m512i v, __m512i index, __m512i w) {
+    const emulated::Lanes<uint16_t, __m512i> at(index), a(v), b(w);
+    return emulated::each<uint16_t, __m512i>([&](int i) { return (at.at[i] & 32 ? b : a).at[at.at[i] & 31]; });
+}
 inline __m512i _mm512_permutex2var_epi32(__m512i v, __m512i index, __m512i w) {
     return (__m512i)_mm512_permutex2var_ps((__m512)v, index, (__m512)w);
 }

@@ -1,0 +1,177 @@
+// What decode on AMX tiles shares, whatever the cache holds: tokens by groups of 16, tasks that share tile shapes.
+//
+// A task is a (sequence, kv head, part of the keys). Tasks are done a few at a time, step by step: setting the shape of
+// tiles takes as long as multiplying hundreds of keys. What the thread needs next is on its way meanwhile.
+
+#pragma once
+
+#include "attention_tiles.h"
+
+#if defined(PK_AMX)
+
+namespace pk {
+
+constexpr int kTogether = 4;  // tasks, at most
+constexpr int kGroups = kPart / kTileGroup;
+constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
+
+inline bool by_groups(const AttentionArgs& a) {
+    return a.dtype == 2 && a.head_dim % 64 == 0 && a.heads / a.kv_heads <= kSharing && a.block_size % kTileGroup == 0 &&
+           amx_granted();
+}
+
+// A query head takes a lane: of 4 or 8.
+inline int group_lanes(const AttentionArgs& a) { return a.heads / a.kv_heads <= 4 ? 4 : 8; }
+
+// Keys, values and scales (of an int8 cache) of a task, by groups of 16 tokens.
+struct TokenGroups {
+    const uint8_t *keys[kGroups], *values[kGroups];
+    const bf16 *key_scales[kGroups], *value_scales[kGroups];
+    int count = 0, bytes = 0;  // bytes of a group's keys, and of its values
+
+    void find(const AttentionArgs& a, const Task& task) {
+        const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
+        const int number = a.cache_dtype == 3 ? 1 : 2;
+        bytes = kTileGroup * a.head_dim * number;
+        count = 0;
+        for (int key = task.begin / kTileGroup * kTileGroup; key < task.end; key += kTileGroup, ++count) {
+            const int64_t block = table[key / a.block_size], offset = key % a.block_size;
+            keys[count] = static_cast<const uint8_t*>(a.k_cache) +
+                          (block * a.k_block_stride + task.kv_head * a.k_head_stride + offset * a.head_dim) * number;
+            values[count] = static_cast<const uint8_t*>(a.v_cache) +
+                            (block * a.v_block_stride + task.kv_head * a.v_head_stride + offset * a.head_dim) * number;
+            const int64_t scale = (block * a.kv_heads + task.kv_head) * a.block_size + offset;
+            key_scales[count] = static_cast<const bf16*>(a.k_scales) + scale;
+            value_scales[count] = static_cast<const bf16*>(a.v_scales) + scale;
+        }
+        if (number == 1)
+            for (int i = 0; i < count; ++i) {
+                __builtin_prefetch(key_scales[i], 0, 2);
+                __builtin_prefetch(value_scales[i], 0, 2);
+            }
+    }
+
+    // A core has only so many reads under way, and one that asks for more stands still until they are done: a few lines
+    // at a time, in step with the work. Part `turn` of `turns` of a group.
+    PK_INLINE void ask_keys(int i, int turn, int turns) const { ask(keys, i, turn, turns); }
+    PK_INLINE void ask_values(int i, int turn, int turns) const { ask(values, i, turn, turns); }
+
+  private:
+    PK_INLINE void ask(const uint8_t* const (&from)[kGroups], int i, int turn, int turns) const {
+        if (i >= count) return;
+        for (int at = bytes * turn / turns; at < bytes * (turn + 1) / turns; at += 64)
+            __builtin_prefetch(from[i] + at, 0, 2);
+    }
+};
+
+template <int LANES>
+class DecodeTask {
+  protected:
+    void open(const AttentionArgs& args, const Task& task_, const TokenGroups* following) {
+        a = &args;
+        task = &task_;
+        next = following;
+        group = a->heads / a->kv_heads;
+        dim = a->head_dim;
+        cached.find(*a, task_);
+    }
+
+    const bf16* query(int g) const {
+        return static_cast<const bf16*>(a->q) + a->query_starts[task->sequence] * a->q_stride +
+               int64_t(task->kv_head * group + g) * dim;
+    }
+
+    // Of group i: the tokens that are there.
+    __mmask16 there(int i) const {
+        const int key = task->begin / kTileGroup * kTileGroup + i * kTileGroup;
+        const int from = std::max(0, task->begin - key), to = std::min(kTileGroup, task->end - key);
+        return __mmask16(((1u << to) - 1) & ~((1u << from) - 1));
+    }
+
+    static constexpr int kPerVector = VL / LANES;  // keys of a vector of scores
+
+    // Numbers of keys j * kPerVector ... of a group, each in all lanes of its key.
+    PK_INLINE static vf by_key(vf numbers, int j) {
+        alignas(64) int32_t of[VL];
+        PK_UNROLL for (int i = 0; i < VL; ++i) of[i] = j * kPerVector + i / LANES;
+        return (vf)_mm512_permutexvar_ps(_mm512_load_si512(of), (__m512)numbers);
+    }
+
+    // Scores [key][lane] as score(i, j) gives them, vector j of group i; keys that are not there get none. The largest of
+    // every lane, in all its places.
+    template <class F>
+    PK_INLINE vf keep_scores(float* scores, F&& score) const {
+        vf top = splat(kUnseen);
+        for (int i = 0; i < cached.count; ++i) {
+            const __mmask16 seen = there(i);
+            const vf limit = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_set1_ps(INFINITY));
+            PK_UNROLL for (int j = 0; j < LANES; ++j) {
+                vf x = score(i, j);
+                if (a->softcap > 0) x = capped(x, a->softcap);
+                if (seen != 0xffff) x = vmin(x, by_key(limit, j));
+                store(scores + (i * LANES + j) * VL, x);
+                top = vmax(top, x);
+                if (next) next->ask_keys(i, j, LANES);
+            }
+        }
+        return across_keys(top, LANES, [](vf x, vf y) { return vmax(x, y); });
+    }
+
+    // The largest score and the sum of weights, behind the head's numbers.
+    void note(float* partial, vf top, vf total) const {
+        const int width = padded(dim), stride = width + VL;
+        total = across_keys(total, LANES, [](vf x, vf y) { return x + y; });
+        for (int g = 0; g < group; ++g) {
+            partial[g * stride + width] = top[g];
+            partial[g * stride + width + 1] = total[g];
+        }
+    }
+
+    const AttentionArgs* a;
+    const Task* task;
+    const TokenGroups* next;  // what this thread will probably need then, or null
+    TokenGroups cached;
+    int group, dim;
+};
+
+// Several tasks, those after next in `following`. partial(i): where the result of tasks[i] goes.
+template <class Part, class F>
+void decode_together(const AttentionArgs& a, const Task* tasks, int count, const Task* following, int followers,
+                     float* scratch, F&& partial) {
+    Part parts[kTogether];
+    TokenGroups next[kTogether];
+    uint8_t* const panel = reinterpret_cast<uint8_t*>(scratch + kTogether * Part::floats(a));  // four tiles
+    for (int i = 0; i < count; ++i) {
+        if (i < followers) next[i].find(a, following[i]);
+        parts[i].start(a, tasks[i], scratch + i * Part::floats(a), i < followers ? next + i : nullptr);
+    }
+    parts[0].shape_for_keys();
+    for (int i = 0; i < count; ++i) parts[i].multiply_keys();
+    for (int i = 0; i < count; ++i) parts[i].soften(partial(i));
+    parts[0].shape_for_values();
+    for (int i = 0; i < count; ++i) parts[i].add_values(panel, partial(i));
+    _tile_release();
+}
+
+template <class Part>
+size_t together_floats(const AttentionArgs& a) {
+    return kTogether * Part::floats(a) + kTileBytes;
+}
+
+// Registers 0..3; 4; 5; 6 and 7.
+struct GroupShape {
+    int rows, bytes;
+};
+inline void shape_groups(GroupShape sums, GroupShape four, GroupShape five, GroupShape rest) {
+    TileShape shape;
+    for (int i = 0; i < 8; ++i) {
+        const GroupShape& of = i < 4 ? sums : i == 4 ? four : i == 5 ? five : rest;
+        shape.rows[i] = uint8_t(of.rows);
+        shape.bytes[i] = uint16_t(of.bytes);
+    }
+    _tile_loadconfig(&shape);
+}
+
+}  // namespace pk
+
+#endif
