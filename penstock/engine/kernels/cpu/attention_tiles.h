@@ -19,7 +19,8 @@ constexpr int kTilePanel = 64;  // keys of a panel: four tiles
 constexpr float kUnseen = -1e30f;
 
 inline bool by_tiles(const AttentionArgs& a) {
-    return a.dtype == 2 && (a.cache_dtype == 2 || a.cache_dtype == 3) && a.head_dim % 32 == 0 && a.heads / a.kv_heads <= 16 && amx_granted();
+    return a.dtype == 2 && (a.cache_dtype == 2 || a.cache_dtype == 3) && a.head_dim % 32 == 0 &&
+           a.heads / a.kv_heads <= 16 && amx_granted();
 }
 
 // 32 numbers of a cache as bfloat16; int8 without its scale.
