@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from penstock.engine.kv.exchange import BlockExchange
 
 log = logging.getLogger("penstock.protocol")
+
+LINGER_S = 0.5
+"""Who asks has room for a few blocks at a time: more may be asked for until nobody has asked for this long."""
 
 
 class _Asker(NamedTuple):
@@ -43,6 +47,12 @@ class Outgoing:
         self._queues: dict[_Asker, deque[bytes]] = {}
         self._copying: deque[_Parcel] = deque()
         self._sending: list[tuple[zmq.MessageTracker, int]] = []
+        self._active = -LINGER_S
+
+    @property
+    def expecting(self) -> bool:
+        """Whether somebody is probably about to ask for more."""
+        return time.monotonic() - self._active < LINGER_S
 
     @property
     def busy(self) -> bool:
@@ -50,12 +60,14 @@ class Outgoing:
 
     def ask(self, identity: bytes, pull: Pull) -> None:
         self._queues.setdefault(_Asker(identity, pull.request_id), deque()).extend(pull.names)
+        self._active = time.monotonic()
 
     def advance(self, exchange: BlockExchange | None, lives: Callable[[str], bool]) -> None:
         """Between two steps. `lives`: whether a request is still being computed."""
         if exchange is None:
             self._refuse_all()
             return
+        self._active = time.monotonic()
         sending, self._sending = self._sending, []
         for tracker, slot in sending:
             if tracker.done:
