@@ -50,7 +50,8 @@ class HandoverDesk:
     @property
     def busy(self) -> bool:
         """Whether requests wait here, or blocks are on their way out, or more of them are about to be asked for."""
-        return self._outgoing.busy or self._outgoing.expecting or (self._incoming is not None and self._incoming.waiting > 0)
+        giving = self._outgoing.busy or self._outgoing.expecting
+        return giving or (self._incoming is not None and self._incoming.waiting > 0)
 
     def patience(self, longest_s: float) -> float:
         """How long the server may sleep, if nothing wakes it."""
