@@ -132,6 +132,7 @@ class Rows:
             (ids,) = self._staging.upload([np.array(tokens, np.int64)])
             self.output_counts[seq.row].index_put_((ids,), self.output_counts.new_ones(len(tokens)), accumulate=True)
 
+    @torch.inference_mode()  # a step that only decodes begins outside it; a prompt of one token is such a step
     def _load_parameters(self, sequences: list[Sequence]) -> None:
         rows = np.array([seq.row for seq in sequences], np.int64)
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)

@@ -164,3 +164,13 @@ def test_tokens_of_a_tape_are_those_of_the_sampler(family: str, tmp_path: Path) 
     engine.runner.tape = None
     assert taped == generated()
     assert [len(taped[f"r{index}"]) for index in range(5)] == [20, 21, 22, 23, 24]
+
+
+def test_a_prompt_of_one_token_with_penalties_is_a_step_like_others(tmp_path: Path) -> None:
+    """It decodes from the start, and finds the counts of a request before it."""
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), weights="int8")
+    assert engine.runner.tape is not None
+    for index, prompt in enumerate(([1, 2, 3], [4], [4])):
+        engine.submit(greedy(f"r{index}", prompt, 3, presence_penalty=0.5, logit_bias={47: 4.0}))
+        answer = drain(engine)
+        assert [delta.error for delta in answer] == [None] * 3 and sum(len(delta.tokens) for delta in answer) == 3
