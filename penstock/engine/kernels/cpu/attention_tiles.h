@@ -66,16 +66,6 @@ CachedRows<C> cached_values(const AttentionArgs& a, const Task& task, int from, 
     return {base, a.v_block_stride, table, a.block_size, a.head_dim, from, limit};
 }
 
-// Registers 0..3: sums of `lanes` columns; 4, 5: keys (or values); 6, 7: queries (or weights) of `lanes` columns.
-PK_INLINE void shape_attention(int lanes) {
-    TileShape shape;
-    for (int i = 0; i < 8; ++i) {
-        shape.bytes[i] = uint16_t(i == 4 || i == 5 ? 64 : lanes * 4);
-        shape.rows[i] = 16;
-    }
-    _tile_loadconfig(&shape);
-}
-
 // sums[4 tiles] += four groups of left-hand rows (`stride` bytes apart) x one right-hand tile per 32 of the depth.
 // Left tile i of step s begins at left[i] + s * 64; right tile s at right + s * 1024.
 PK_INLINE void add_tiles(const uint8_t* const (&left)[4], int count, int64_t stride, const uint8_t* right, int steps) {
@@ -202,7 +192,7 @@ class PrefillTile {
 
     void run() {
         start();
-        shape_attention(16);
+        shape_tiles(16, 16);
         for (int key = from / kTilePanel * kTilePanel; key < limit; key += kTilePanel) {
             const int count = std::min(4, (limit - key + kTileGroup - 1) / kTileGroup);
             const uint8_t* left[4] = {};
