@@ -132,7 +132,6 @@ class Rows:
             (ids,) = self._staging.upload([np.array(tokens, np.int64)])
             self.output_counts[seq.row].index_put_((ids,), self.output_counts.new_ones(len(tokens)), accumulate=True)
 
-    @torch.inference_mode()  # a step that only decodes begins outside it; a prompt of one token is such a step
     def _load_parameters(self, sequences: list[Sequence]) -> None:
         rows = np.array([seq.row for seq in sequences], np.int64)
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)
@@ -149,8 +148,10 @@ class Rows:
     def _count_tokens(self, seq: Sequence) -> None:
         if self.output_counts is None or self.prompt_seen is None:
             shape = (len(self._occupant), self.vocab_size)
-            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            # Some steps begin in inference mode and some outside it: these are written in both.
+            with torch.inference_mode(mode=False):
+                self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+                self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
         prompt = torch.tensor(seq.tokens[: seq.prompt_len], dtype=torch.int64)
         output = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64)
         counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
