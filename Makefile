@@ -34,9 +34,13 @@ help: ## show this list
 serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it on 127.0.0.1:8000
 	@exec $(BIN)/penstock serve $(ARGS)
 
+# Tests wait for servers and clocks a good part of their time: types and layers are checked in the gaps, and reported last.
 .PHONY: test
-test: lint ## lint, then every quick test, a process per core (ARGS go to pytest)
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+test: ruff ## lint, and every quick test, a process per core (ARGS go to pytest)
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	  $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
+	  $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS) || status=$$?; \
+	  wait $$types || status=$$?; cat "$$log"; exit $$status
 
 .PHONY: test-slow
 test-slow: $(TEST_STAMP) ## the tests that take minutes
@@ -51,9 +55,15 @@ test-gpu: ## the tests that need a CUDA device, with the system's own python and
 	@PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py --no-bench $(ARGS)
 
 .PHONY: lint
-lint: $(TEST_STAMP) ## ruff (rules and format), mypy --strict and the import-layer check
+lint: ruff types ## ruff (rules and format), mypy --strict and the import-layer check
+
+.PHONY: ruff
+ruff: $(TEST_STAMP)
 	@echo "ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . \
 	  || { echo "lint: try 'make format'" >&2; exit 1; }
+
+.PHONY: types
+types: $(TEST_STAMP)
 	@echo "mypy"; $(BIN)/mypy
 	@echo "import layers"; $(BIN)/lint-imports --no-logo
 

@@ -35,6 +35,7 @@ class Weights(StrEnum):
 
 class KVDType(StrEnum):
     auto = "auto"
+    full = "full"
     int8 = "int8"
     fp8 = "fp8"
 

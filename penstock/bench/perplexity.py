@@ -115,17 +115,18 @@ def _divergence(mine: TokenLogprob, theirs: TokenLogprob) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Weights, with activations and KV cache where they are chosen too: `int4`, `int8/int16`, `dense:int8`."""
+    """Weights, with activations and KV cache where they are chosen too: `int4`, `int8/int16`, `dense:int8`. Without a
+    choice the cache is full, except that `auto` is what would be served."""
 
     weights: WeightForm
     activations: ActivationForm = "auto"
-    kv_dtype: KVDType = "auto"
+    kv_dtype: KVDType = "full"
 
     @classmethod
     def parse(cls, text: str) -> Form:
         matrices, _, kv_dtype = text.partition(":")
         weights, _, activations = matrices.partition("/")
-        chosen = (weights, activations or "auto", kv_dtype or "auto")
+        chosen = (weights, activations or "auto", kv_dtype or ("auto" if weights == "auto" else "full"))
         kinds = (WeightForm, ActivationForm, KVDType)
         if any(name not in get_args(kind) for name, kind in zip(chosen, kinds, strict=True)):
             raise ConfigError(
@@ -136,7 +137,7 @@ class Form:
 
     def __str__(self) -> str:
         matrices = self.weights if self.activations == "auto" else f"{self.weights}/{self.activations}"
-        return matrices if self.kv_dtype == "auto" else f"{matrices}:{self.kv_dtype}"
+        return matrices if self == Form.parse(matrices) else f"{matrices}:{self.kv_dtype}"
 
 
 def main(

@@ -11,6 +11,7 @@ import typer
 
 class _KVDType(StrEnum):
     auto = "auto"
+    full = "full"
     int8 = "int8"
     fp8 = "fp8"
 

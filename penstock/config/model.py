@@ -50,7 +50,9 @@ class ModelConfig:
         None, doc="Exact number of KV blocks; overrides kv_memory.", least=1, example="4096"
     )
     kv_dtype: KVDType = setting(  # noqa: RUF009
-        "auto", doc="KV cache: auto (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8."
+        "auto",
+        doc="KV cache: full (numbers of dtype), or half of bfloat16: int8 (scale per token and head), fp8. "
+        "auto: int8 on CPUs with AMX, full elsewhere.",
     )
     replicas: int = setting(1, doc="Engine processes that serve this model, each with weights of its own.", least=1)
     replica_devices: tuple[str, ...] = setting(

@@ -55,9 +55,24 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def pick_kv_dtype(config: EngineConfig, dtype: torch.dtype, ops: Ops, model: ModelConfig) -> torch.dtype:
     """Type of the KV cache."""
-    return {"auto": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
+    if config.kv_dtype == "auto":
+        return INT8 if _decodes_bytes(config, dtype, ops, model) else dtype
+    return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
+
+
+def _decodes_bytes(config: EngineConfig, dtype: torch.dtype, ops: Ops, model: ModelConfig) -> bool:
+    """Whether decode attention multiplies an int8 cache as it lies there (`attention_bytes.h` says which)."""
+    return (
+        isinstance(ops, CpuOps)
+        and ops.handle.has_byte_attention
+        and dtype == torch.bfloat16
+        and model.head_dim % 64 == 0
+        and model.num_heads <= 8 * model.num_kv_heads
+        and config.block_size % 16 == 0
+        and config.ranks == 1
+    )
 
 
 def pick_ops(device: torch.device, threads: int) -> Ops:

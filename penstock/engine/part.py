@@ -25,12 +25,13 @@ from penstock.engine.device import (
     pick_ops,
     plan_weights,
 )
-from penstock.engine.kernels.interface import FP8, Ops
+from penstock.engine.kernels.interface import FP8, INT8, Ops
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.memory import count_blocks, kv_shape, longest_sequence, sliding_window
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.frames import with_key_frames
 from penstock.engine.runner.warmup import Limits, compile_kernels
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def load_part(
         if config.deterministic:
             check_deterministic(config, model, ops)
         plan = plan_weights(config, ops, device, dtype, weights)
-        kv_dtype = pick_kv_dtype(config, dtype)
+        kv_dtype = pick_kv_dtype(config, dtype, ops, model)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
@@ -129,6 +130,9 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
+    if kv_dtype == INT8 and on_cpu and member is None:
+        with phases("keys"):
+            decoder = with_key_frames(decoder)
     adapters = make_adapters(config, decoder, dtype=dtype)
     if ops.name == "triton":
         with phases("compile"):

@@ -56,6 +56,8 @@ def test_forms_are_named_by_weights_and_activations() -> None:
     assert str(Form.parse("int8/int16")) == "int8/int16"
     assert Form.parse("dense:fp8") == Form("dense", "auto", "fp8")
     assert str(Form.parse("int4/int8:int8")) == "int4/int8:int8"
+    assert Form.parse("auto").kv_dtype == "auto" and Form.parse("int4").kv_dtype == "full"
+    assert str(Form.parse("auto")) == "auto" and str(Form.parse("auto:full")) == "auto:full"
     for wrong in ("int5", "int8/int4", "dense:int4", ""):
         with pytest.raises(ConfigError, match="form"):
             Form.parse(wrong)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from penstock.engine.config import EngineConfig
+from penstock.engine.device import pick_kv_dtype
+from penstock.engine.kernels import cpu
 from penstock.engine.kv.cache import KVShape
+from penstock.engine.models.config import ModelConfig
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -62,3 +67,28 @@ def test_batching_prefix_reuse_and_preemption_change_nothing(folder: Path, kv_dt
     assert together == alone
     assert crowded.load_snapshot().preemptions > 0 and crowded.load_snapshot().prefix_hit_tokens > 0
     assert_idle(crowded)
+
+
+def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cpu.load(1)
+    if ops is None:
+        pytest.skip(cpu.status().detail)
+    model = ModelConfig.from_hf({
+        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 1, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
+    })  # fmt: skip
+    config = EngineConfig("none")
+
+    def picked(config: EngineConfig = config, dtype: torch.dtype = torch.bfloat16, **other: int) -> torch.dtype:
+        return pick_kv_dtype(config, dtype, ops, replace(model, **other))
+
+    monkeypatch.setattr(ops.handle, "has_byte_attention", False)
+    assert picked() == torch.bfloat16
+    monkeypatch.setattr(ops.handle, "has_byte_attention", True)
+    assert picked() == torch.int8
+    assert picked(dtype=torch.float32) == torch.float32
+    assert picked(head_dim=80) == torch.bfloat16
+    assert picked(num_heads=27) == torch.bfloat16
+    assert picked(replace(config, block_size=8)) == torch.bfloat16
+    assert picked(replace(config, kv_dtype="full")) == torch.bfloat16
+    assert picked(replace(config, kv_dtype="fp8")) == torch.float8_e4m3fn

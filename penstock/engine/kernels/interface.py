@@ -15,7 +15,7 @@ Layout, the same everywhere:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,18 @@ SCALE_DTYPE = torch.bfloat16
 """Any magnitude in two bytes. Its eight bits cost nothing: numbers are divided by the scale as it was rounded."""
 INT8_MAX = 127.0
 FP8_MAX = 448.0
+
+
+class KeyFrame(NamedTuple):
+    """In what coordinates a layer's keys are cached: (key - centre) / stretch, and queries are multiplied by `stretch`.
+
+    Scores of a query change by one constant, of which softmax knows nothing, while few bits hold more of the keys: some
+    of their numbers are nearly the same in every token, and some are far larger than others. Float32
+    [kv_heads, head_dim] each. With `softcap` scores must stay as they are: its centre has to be zero.
+    """
+
+    centre: Tensor
+    stretch: Tensor
 
 
 @dataclass(slots=True)
@@ -162,6 +174,7 @@ class Ops(ActivationOps, Protocol):
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
+        key_frame: KeyFrame | None = None,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
 
@@ -169,7 +182,8 @@ class Ops(ActivationOps, Protocol):
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
         each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`.
+        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_frame` applies to what was
+        rotated, before it is stored or returned.
         """
         ...
 

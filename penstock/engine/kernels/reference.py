@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.kernels import filters, masks
-from penstock.engine.kernels.interface import FP8, FP8_MAX, INT8, INT8_MAX, AttentionBatch, HeadLayout, KVScales
+from penstock.engine.kernels.interface import (
+    FP8,
+    FP8_MAX,
+    INT8,
+    INT8_MAX,
+    AttentionBatch,
+    HeadLayout,
+    KeyFrame,
+    KVScales,
+)
 from penstock.engine.kernels.noise import gumbel
 
 
@@ -57,6 +66,7 @@ class ReferenceOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
+        key_frame: KeyFrame | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
@@ -69,6 +79,9 @@ class ReferenceOps:
         table = cos_sin[batch.positions].unsqueeze(1)
         cos, sin = table[..., :half], table[..., half:]
         q, k = (_rotate(x, cos, sin) for x in (q, k))
+        if key_frame is not None:
+            q = (q.float() * key_frame.stretch.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
+            k = (k.float() - key_frame.centre) / key_frame.stretch
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
         _store(k, k_cache, kv_scales and kv_scales[0], block, offset)

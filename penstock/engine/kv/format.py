@@ -6,23 +6,34 @@ them for telling checkpoints apart, merged adapters and further training include
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.kernels.interface import KeyFrame
 from penstock.engine.kv.cache import KVShape
 
 _PIECES = 256
 _PIECE_BYTES = 512
 
 
-def kv_format(config: EngineConfig, shape: KVShape, dtype: str) -> str:
-    """`dtype`: of the activations, from which keys and values are computed."""
+def kv_format(config: EngineConfig, shape: KVShape, dtype: str, frames: Sequence[KeyFrame] = ()) -> str:
+    """`dtype`: of the activations, from which keys and values are computed. `frames`: of the keys, layer by layer."""
     kind = str(shape.dtype).removeprefix("torch.")
     return (
         f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape.layers} layers of "
         f"{shape.kv_heads} heads of {shape.head_dim} in {kind}, {shape.block_size} tokens in a block"
+        + (f", keys in frames {_digest_of(frames)}" if frames else "")
     )
+
+
+def _digest_of(frames: Sequence[KeyFrame]) -> str:
+    digest = blake2b(digest_size=8)
+    for frame in frames:
+        for part in frame:
+            digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def fingerprint(model: Path) -> str:

@@ -12,7 +12,7 @@ from typing import cast
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KVScales, Ops
+from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KeyFrame, KVScales, Ops
 from penstock.engine.kv.cache import KVCache, LayerCache
 from penstock.engine.layers.linear import FusedLinear, Linear
 from penstock.engine.layers.mlp import Mlp
@@ -38,6 +38,8 @@ class DecoderLayer:
     """With sandwich norms: what attention and feed-forward give is normalized before it is added."""
     kv_scales: KVScales | None = None
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
+    key_frame: KeyFrame | None = None
+    """With an int8 cache: the coordinates of this layer's keys there (`models.frames`)."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -96,7 +98,7 @@ class Decoder:
         scales = kv.scales or layer.kv_scales
         q = self.ops.rope_and_cache(
             qkv, layer.heads, layer.cos_sin, batch, kv.k, kv.v,
-            layer.q_norm, layer.k_norm, self.config.rms_eps, scales,
+            layer.q_norm, layer.k_norm, self.config.rms_eps, scales, layer.key_frame,
         )  # fmt: skip
         return self.ops.attention(q, layer.heads, batch, kv.k, kv.v, scales)
 

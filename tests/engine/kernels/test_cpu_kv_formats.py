@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.kernels import cpu
 from penstock.engine.kernels.cpu.ops import CpuOps, LayoutError
-from penstock.engine.kernels.interface import FP8, INT8, SCALE_DTYPE, HeadLayout, KVScales, Ops
+from penstock.engine.kernels.interface import FP8, INT8, SCALE_DTYPE, HeadLayout, KeyFrame, KVScales, Ops
 from penstock.engine.kernels.reference import ReferenceOps
 from tests.engine.kernels.test_cpu_ops import CASES, DTYPES, TOLERANCE, exact_attention, make_batch
 
@@ -85,6 +85,41 @@ def test_int8_scales_fit_each_token_and_head_and_zeros_stay_zero(ops: Ops) -> No
     assert float(got[0, 1, 3]) == pytest.approx(1e-6, rel=5e-3)
     assert float(got[1, 2, 5]) == pytest.approx(-3e4, rel=5e-3)
     assert got[0, 2].abs().max() == 0, "a large number in one head costs another head nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [None, INT8], ids=["as computed", "int8"])
+def test_a_frame_changes_how_keys_are_kept_and_not_what_is_seen(
+    ops: Ops, dtype: torch.dtype, kind: torch.dtype | None
+) -> None:
+    torch.manual_seed(3)
+    for heads, kv_heads, dim in ((6, 2, 64), (2, 2, 20)):
+        layout = HeadLayout(heads, kv_heads, dim, dim**-0.5)
+        batch, num_blocks = make_batch([(40, 40), (70, 70)], 16, seed=2)
+        width = (heads + 2 * kv_heads) * dim
+        qkv = torch.randn(110, width).to(dtype)
+        frame = KeyFrame(5 * torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) * 2 + 0.1)
+        keys = qkv.view(110, -1, dim)[:, heads : heads + kv_heads]
+        keys.copy_(keys.float() * frame.stretch + frame.centre)
+        table = torch.cat((torch.ones(128, dim // 4), torch.zeros(128, dim // 4)), dim=1)  # half of a head turns, by 0
+        outs, errors = [], []
+        for using in (None, frame):
+            if kind is None:
+                k, v = (torch.zeros(num_blocks, kv_heads, 16, dim, dtype=dtype) for _ in range(2))
+                scales = None
+            else:
+                k, v, scales = poisoned(num_blocks, layout, 16, kind)
+            q = ops.rope_and_cache(qkv.clone(), layout, table, batch, k, v, None, None, 1e-6, scales, using)
+            outs.append(ops.attention(q, layout, batch, k, v, scales).double())
+            block, offset = batch.slots // 16, batch.slots % 16
+            got = (k.double() if scales is None else widened(k, scales[0]))[block, :, offset]
+            if using is not None:
+                got = got * using.stretch + using.centre
+            errors.append((got - keys.double()).abs().mean())
+        tolerance = {torch.float32: 1e-4}.get(dtype, 0.1) if kind is None else 0.3
+        torch.testing.assert_close(outs[1], outs[0], rtol=tolerance, atol=tolerance)
+        if kind is not None:
+            assert errors[1] < 0.5 * errors[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

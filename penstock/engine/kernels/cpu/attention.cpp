@@ -47,6 +47,15 @@ bool on_tiles(const AttentionArgs& a, F&& f) {
 
 }  // namespace
 
+// Whether this CPU multiplies keys and values of an int8 cache as they lie there.
+PK_API int pk_attention_has_bytes() {
+#if defined(PK_BYTE_TILES)
+    return amx_granted();
+#else
+    return 0;
+#endif
+}
+
 PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     Guard hold(ctx->busy);
     const AttentionArgs& a = *args;

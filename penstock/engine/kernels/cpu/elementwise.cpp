@@ -131,6 +131,7 @@ struct RopeArgs {
     const int64_t *positions, *slots;
     void *k_cache, *v_cache, *k_scales, *v_scales;
     const void *q_norm, *k_norm;
+    const float *centre, *stretch;  // [kv_heads, head_dim], or null: how keys lie in the cache (`KeyFrame`)
     int64_t tokens, max_positions, num_slots;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
     int32_t heads, kv_heads, head_dim, block_size;
@@ -156,9 +157,24 @@ const float* as_floats(Buffer& buffer, const void* weight, int64_t n, int dtype)
 
 namespace {
 
+// Numbers of a head, times `stretch` or, moved by `centre`, divided by it.
+template <class T>
+PK_INLINE void stretch_query(T* head, const float* stretch, int dim) {
+    int i = 0;
+    for (; i + VL <= dim; i += VL) store(head + i, load(head + i) * load(stretch + i));
+    if (int rest = dim - i) store_part(head + i, load_part(head + i, rest) * load_part(stretch + i, rest), rest);
+}
+
+PK_INLINE void frame_key(float* key, const float* centre, const float* stretch, int dim) {
+    int i = 0;
+    for (; i + VL <= dim; i += VL) store(key + i, (load(key + i) - load(centre + i)) / load(stretch + i));
+    for (; i < dim; ++i) key[i] = (key[i] - centre[i]) / stretch[i];
+}
+
 template <class T, class C>
-void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, int64_t begin, int64_t end) {
-    const int dim = a.head_dim, half = a.rotary / 2;
+void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, float* framed, int64_t begin,
+                 int64_t end) {
+    const int dim = a.head_dim, half = a.rotary / 2, group = a.heads / a.kv_heads;
     const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
     const Scales key_scales{a.k_scales, a.kv_heads, a.block_size}, value_scales{a.v_scales, a.kv_heads, a.block_size};
     for (int64_t t = begin; t < end; ++t) {
@@ -171,10 +187,18 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, in
             if (norm) scale_row(head, norm, head, dim, rms_factor(square_sum(head, dim), dim, a.eps));
             if (h < a.heads) {
                 rotate(head, head, cos, sin, half, dim);
+                if (a.stretch) stretch_query(head, a.stretch + h / group * dim, dim);
             } else {
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
-                if constexpr (kScaled<C>) {
+                if (a.stretch) {
+                    rotate(head, framed, cos, sin, half, dim);
+                    frame_key(framed, a.centre + (h - a.heads) * dim, a.stretch + (h - a.heads) * dim, dim);
+                    if constexpr (kScaled<C>)
+                        store_scaled(framed, key, dim, key_scales, block, h - a.heads, offset);
+                    else
+                        convert(framed, key, dim);
+                } else if constexpr (kScaled<C>) {
                     rotate(head, head, cos, sin, half, dim);
                     store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
                 } else {
@@ -257,8 +281,9 @@ PK_API int pk_rope_and_cache(Context* ctx, const RopeArgs* args) {
         using T = elem<decltype(t)>;
         dispatch_cache(a.cache_dtype, [&](auto* c) {
             using C = elem<decltype(c)>;
-            ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int) {
-                rope_tokens<T, C>(a, q_norm, k_norm, begin, end);
+            ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int t) {
+                float* framed = a.stretch ? ctx->scratch[t].floats(a.head_dim) : nullptr;
+                rope_tokens<T, C>(a, q_norm, k_norm, framed, begin, end);
             });
         });
     });

@@ -31,7 +31,7 @@ class RopeArgs(ctypes.Structure):
             (name, c_void_p)
             for name in ("qkv", "cos_sin", "positions", "slots", "k_cache", "v_cache", "k_scales", "v_scales")
         ),
-        *((name, c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "centre", "stretch")),
         *((name, c_int64) for name in ("tokens", "max_positions", "num_slots")),
         *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size", "rotary")),
@@ -127,6 +127,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_gelu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
+    "pk_attention_has_bytes": (c_int, ()),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
@@ -176,6 +177,8 @@ class Handle:
         self.isa = str(self.lib.pk_isa().decode())
         self.has_matrix = bool(self.lib.pk_linear_has_matrix())
         """Whether linears can run on matrix tiles (AMX)."""
+        self.has_byte_attention = bool(self.lib.pk_attention_has_bytes())
+        """Whether attention over an int8 cache can, without widening it."""
         self.library_name = Path(self.lib._name).stem
         """Of the compiled file: stands for the instruction set, the processor and the sources."""
         self.threads = threads

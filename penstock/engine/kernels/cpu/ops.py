@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine.kernels import filters
 from penstock.engine.kernels.cpu.native import AttentionArgs, Handle, RopeArgs
-from penstock.engine.kernels.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, HeadLayout, KVScales
+from penstock.engine.kernels.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, HeadLayout, KeyFrame, KVScales
 from penstock.errors import PenstockError
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -130,6 +130,14 @@ def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim
     args.norm_dtype = dtype_code(norms[0], "q_norm")
 
 
+def _set_frame(args: RopeArgs, frame: KeyFrame, layout: HeadLayout) -> None:
+    for name, part in frame._asdict().items():
+        _need(part, f"the keys' {name}", torch.float32)
+        if part.shape != (layout.kv_heads, layout.head_dim):
+            raise LayoutError(f"the keys' {name} must be [{layout.kv_heads}, {layout.head_dim}], got {part.shape}")
+    args.centre, args.stretch = frame.centre.data_ptr(), frame.stretch.data_ptr()
+
+
 def _checked_scales(k_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None) -> tuple[int | None, int | None]:
     """Addresses of the scales; they must be there exactly when the cache needs them."""
     if (kv_scales is not None) != (k_cache.dtype in (INT8, FP8)):
@@ -214,6 +222,7 @@ class CpuOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
+        key_frame: KeyFrame | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         tokens, width = qkv.shape
@@ -233,6 +242,8 @@ class CpuOps:
         args.eps = eps
         if q_norm is not None or k_norm is not None:
             _set_norms(args, q_norm, k_norm, dim)
+        if key_frame is not None:
+            _set_frame(args, key_frame, layout)
         problem = self._lib.pk_rope_and_cache(self._ctx, byref(args))
         if problem:
             raise LayoutError(

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KeyFrame
 from penstock.engine.kernels.triton import activation, decode, filters, masks, norm, prefill, rope, sampler
 from penstock.engine.kernels.triton.addends import Addends
 
@@ -63,9 +63,10 @@ class TritonOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: tuple[Tensor, Tensor] | None = None,
+        key_frame: KeyFrame | None = None,
     ) -> Tensor:
         return rope.rope_and_cache(
-            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, pdl=self.pdl
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_frame, pdl=self.pdl
         )
 
     def attention(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
+from penstock.engine.kernels.interface import AttentionBatch, HeadLayout, KeyFrame
 from penstock.engine.kernels.triton.addends import Addends, parts, second
 from penstock.engine.kernels.triton.common import (
     FP8_MAX,
@@ -37,6 +37,8 @@ def _rope_kernel(
     k_norm_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    centre_ptr: tl.tensor,
+    stretch_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
@@ -52,6 +54,7 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
+    FRAMED: tl.constexpr,
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -107,6 +110,16 @@ def _rope_kernel(
     sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
+    if FRAMED:
+        frame = tl.where(is_q, head // (HEADS // KV_HEADS), head - HEADS)[:, None] * DIM
+        framed = (is_q | is_k)[:, None] & in_half[None, :]
+        moved = is_k[:, None] & in_half[None, :]
+        stretch_low = tl.load(stretch_ptr + frame + low_at[None, :], mask=framed, other=1.0)
+        stretch_high = tl.load(stretch_ptr + frame + high_at[None, :], mask=framed, other=1.0)
+        centre_low = tl.load(centre_ptr + frame + low_at[None, :], mask=moved, other=0.0)
+        centre_high = tl.load(centre_ptr + frame + high_at[None, :], mask=moved, other=0.0)
+        new_low = tl.where(is_q[:, None], new_low * stretch_low, (new_low - centre_low) / stretch_low)
+        new_high = tl.where(is_q[:, None], new_high * stretch_high, (new_high - centre_high) / stretch_high)
 
     q_mask = is_q[:, None] & in_half[None, :]
     q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM
@@ -156,6 +169,7 @@ def rope_and_cache(
     k_norm: Tensor | None,
     eps: float,
     kv_scales: tuple[Tensor, Tensor] | None = None,
+    key_frame: KeyFrame | None = None,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -169,6 +183,7 @@ def rope_and_cache(
     head_block = max(1, 512 // half_block)
     all_heads = layout.heads + 2 * layout.kv_heads
     k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
+    centre, stretch = key_frame if key_frame is not None else (cos_sin, cos_sin)
     launch(
         _rope_kernel,
         (tokens, ceil_div(all_heads, head_block)),
@@ -183,6 +198,8 @@ def rope_and_cache(
         cos_sin if k_norm is None else k_norm,
         k_scale,
         v_scale,
+        centre,
+        stretch,
         *delta,
         qkv.stride(0),
         eps,
@@ -197,6 +214,7 @@ def rope_and_cache(
         K_NORM=k_norm is not None,
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,
+        FRAMED=key_frame is not None,
         **options,
         num_warps=2,
         pdl=pdl,

@@ -1,0 +1,74 @@
+"""The coordinates in which an int8 cache keeps a model's keys, found by looking at some.
+
+Keys of one head are not alike in all dimensions: a few are an order of magnitude larger than the rest, and the largest
+hardly change from token to token. An int8 number per dimension under one scale per token spends itself on those. Taking
+away what is common to all tokens and shrinking what is large (`KeyFrame`) leaves the same attention, and a quarter of
+the rounding's effect on what the model says (`docs/engine.md`).
+
+Which dimensions those are is a property of the weights: tokens drawn at random show it as well as a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.interface import AttentionBatch, KeyFrame
+from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+
+_TOKENS: Final = 128
+_BLOCK_SIZE: Final = 16
+_POSITIONS: Final = 2048
+"""Rotation moves what is common to all tokens; it is averaged over the first so many positions."""
+_SHRINKING: Final = 0.5
+"""Of the ratio between dimensions, in logarithms. Without any, rounding is as coarse in all of them as the largest
+need; with all of it as fine in each as its own size, though queries care more for some than for others."""
+_LEAST: Final = 1e-3
+"""A dimension that is always zero need not be blown up."""
+
+
+@torch.inference_mode()
+def with_key_frames(decoder: Decoder) -> Decoder:
+    """The same decoder for an int8 cache. Runs a prompt."""
+    config, device = decoder.config, decoder.embedding.device
+    tokens = min(_TOKENS, decoder.max_positions)
+    shape = KVShape(len(decoder.layers), config.num_kv_heads, config.head_dim, _BLOCK_SIZE, decoder.embedding.dtype)
+    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device)
+    chance = random.Random(0)
+    ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
+    decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
+    layers = []
+    for layer, cache in zip(decoder.layers, kv.layers, strict=True):
+        keys = cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float()
+        layers.append(dataclasses.replace(layer, key_frame=key_frame(keys, layer)))
+    return dataclasses.replace(decoder, layers=layers)
+
+
+def key_frame(keys: Tensor, layer: DecoderLayer) -> KeyFrame:
+    """Of keys [tokens, kv_heads, head_dim] as they are at positions 0, 1, ..."""
+    table = layer.cos_sin[:_POSITIONS]
+    still = _turned(keys, table[: len(keys)].unsqueeze(1), back=True)
+    middle = (still.amax(0) + still.amin(0)) / 2
+    centre = _turned(middle, table.mean(0))
+    if layer.heads.softcap is not None:
+        centre.zero_()
+    span = (keys - centre).abs().amax(0)
+    span = span / span.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return KeyFrame(centre.contiguous(), (span.clamp_min(_LEAST) ** _SHRINKING).contiguous())
+
+
+def _turned(x: Tensor, table: Tensor, back: bool = False) -> Tensor:
+    """Rotated as `Ops.rope_and_cache` does by rows of its table, or back."""
+    half = table.shape[-1] // 2
+    cos, sin = table[..., :half], table[..., half:]
+    if back:
+        # Tables of stretched contexts may carry a factor: cosines and sines of length `size`.
+        size = cos.square() + sin.square()
+        cos, sin = cos / size, -sin / size
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
