@@ -31,7 +31,7 @@ from penstock.engine.memory import count_blocks, kv_shape, longest_sequence, sli
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.frames import with_key_frames
+from penstock.engine.models.trial import settle
 from penstock.engine.runner.warmup import Limits, compile_kernels
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
-    if kv_dtype == INT8 and on_cpu and member is None:
-        with phases("keys"):
-            decoder = with_key_frames(decoder)
+    if on_cpu and member is None:
+        with phases("trial"):
+            decoder = settle(decoder, int8_cache=kv_dtype == INT8)
     adapters = make_adapters(config, decoder, dtype=dtype)
     if ops.name == "triton":
         with phases("compile"):

@@ -1,28 +1,23 @@
-"""The coordinates in which an int8 cache keeps a model's keys, found by looking at some.
+"""The coordinates in which an int8 cache keeps a model's keys.
 
 Keys of one head are not alike in all dimensions: a few are an order of magnitude larger than the rest, and the largest
 hardly change from token to token. An int8 number per dimension under one scale per token spends itself on those. Taking
 away what is common to all tokens and shrinking what is large (`KeyFrame`) leaves the same attention, and a quarter of
 the rounding's effect on what the model says (`docs/engine.md`).
 
-Which dimensions those are is a property of the weights: tokens drawn at random show it as well as a text.
+Which dimensions those are a `trial` shows.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, KeyFrame
-from penstock.engine.kv.cache import KVCache, KVShape
-from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.kernels.interface import KeyFrame
+from penstock.engine.models.decoder import DecoderLayer
 
-_TOKENS: Final = 128
-_BLOCK_SIZE: Final = 16
 _POSITIONS: Final = 2048
 """Rotation moves what is common to all tokens; it is averaged over the first so many positions."""
 _SHRINKING: Final = 0.5
@@ -30,23 +25,6 @@ _SHRINKING: Final = 0.5
 need; with all of it as fine in each as its own size, though queries care more for some than for others."""
 _LEAST: Final = 1e-3
 """A dimension that is always zero need not be blown up."""
-
-
-@torch.inference_mode()
-def with_key_frames(decoder: Decoder) -> Decoder:
-    """The same decoder for an int8 cache. Runs a prompt."""
-    config, device = decoder.config, decoder.embedding.device
-    tokens = min(_TOKENS, decoder.max_positions)
-    shape = KVShape(len(decoder.layers), config.num_kv_heads, config.head_dim, _BLOCK_SIZE, decoder.embedding.dtype)
-    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device)
-    chance = random.Random(0)
-    ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
-    decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
-    layers = []
-    for layer, cache in zip(decoder.layers, kv.layers, strict=True):
-        keys = cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float()
-        layers.append(dataclasses.replace(layer, key_frame=key_frame(keys, layer)))
-    return dataclasses.replace(decoder, layers=layers)
 
 
 def key_frame(keys: Tensor, layer: DecoderLayer) -> KeyFrame:

@@ -273,6 +273,27 @@ def test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle: Handle
     assert error[1] < 1.03 * error[0]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_that_are_stretched_where_inputs_are_large_round_less(handle: Handle, bits: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    for out, depth in ((17, 96), (48, 576)):
+        sizes = torch.randn(depth, generator=generator).exp()
+        x = (torch.randn(37, depth, generator=generator) * sizes).bfloat16()
+        layer = QuantLinear.from_float(handle, torch.randn(out, depth, generator=generator), bits=bits)
+        exact = layer(x, torch.float32)
+        layer = on_tiles(layer, "columns")
+        layer.block_rows = layer.matrix_rows = 0
+        errors = []
+        for stretch in (None, torch.ones(depth), sizes**0.2):
+            if stretch is not None:
+                layer.stretch_columns(stretch)
+            errors.append(float((layer(x, torch.float32) - exact).norm() / exact.norm()))
+        assert errors[0] == errors[1] < 0.02 and errors[2] < 0.02
+    assert errors[2] < 0.95 * errors[0]
+    with pytest.raises(LayoutError, match="stretched"):
+        layer.stretch_columns(torch.ones(3))
+
+
 def test_weights_beyond_the_range_of_float16_sums_do_not_use_them(handle: Handle) -> None:
     assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0)).has_half
     assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0), bits=4).has_half

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.bench import perplexity
-from penstock.engine import part
-from penstock.engine.models import frames
+from penstock.engine.kernels.interface import KeyFrame
+from penstock.engine.models import frames, trial
 from penstock.text import load_text
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
@@ -90,6 +90,6 @@ def test_on_the_default_model_rounding_keys_costs_less_than_half(
         return perplexity.score(make_engine(default_model, kv_dtype=kv_dtype, token_budget=512, **settings), [ids])
 
     exact, framed = scores("auto"), scores("int8")
-    monkeypatch.setattr(part, "with_key_frames", lambda decoder: decoder)
+    monkeypatch.setattr(trial, "key_frame", lambda keys, layer: KeyFrame(torch.zeros(3, 64), torch.ones(3, 64)))
     plain = scores("int8")
     assert perplexity.distance(framed, exact).divergence < 0.5 * perplexity.distance(plain, exact).divergence

@@ -1,6 +1,6 @@
 // Paged attention straight from the cache blocks: one new token per sequence (decode) and many (prefill).
 //
-// A decode task is (sequence, kv head, 128 consecutive keys); a prefill task is (sequence, kv head, tile of
+// A decode task is (sequence, kv head, 256 consecutive keys); a prefill task is (sequence, kv head, tile of
 // queries). The split depends only on the sequence, never on the batch or on the number of threads, so a sequence
 // gets the same bits in any company.
 
@@ -91,6 +91,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
                 tasks[n++] = {s, h, t * tile, std::min(fresh, (t + 1) * tile), -1, 0};
     }
     int m = 0, part = 0;
+    int64_t decoded_keys = 0;
     const int first_decode = n;
     for (int s = 0; s < a.sequences; ++s) {
         if (a.query_starts[s + 1] - a.query_starts[s] != 1) continue;
@@ -99,6 +100,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
             zero_output(a, a.query_starts[s]);
             continue;
         }
+        decoded_keys += int64_t(context - from) * a.kv_heads;
         for (int h = 0; h < a.kv_heads; ++h, ++m) {
             merges[m].first = part;
             for (int begin = from; begin < context;) {
@@ -120,25 +122,28 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     if (first_decode) scratch = std::max(scratch, prefill_tile_floats(a, tile * group));
     on_tiles(a, [&](auto* part) {
         scratch = std::max(scratch, together_floats<elem<decltype(part)>>(a));
-        span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, kTogether);
+        const int64_t fitting = int64_t(kTogetherKeys) * decodes / std::max<int64_t>(1, decoded_keys);
+        const int most = int(std::clamp<int64_t>(fitting, 1, kTogether));
+        span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, most);
     });
 #endif
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
 
     dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
-        ctx->pool.run(first_decode + (decodes + span - 1) / span, [&](int i, int thread) {
+        // Tasks from `first` on; those from `then` on will probably be the thread's next.
+        const auto decode = [&](int first, int then, int thread) {
             float* mine = ctx->scratch[thread].floats(0);
-            if (i < first_decode) return prefill<C>(a, tasks[i], mine);
-            const int first = first_decode + (i - first_decode) * span, count = std::min(span, n - first);
+            const int count = std::min(span, n - first);
             const auto result = [&](int j) { return partials + tasks[first + j].part * partial; };
             bool done = false;
 #if defined(PK_AMX)
             done = on_tiles(a, [&](auto* part) {
                 using Part = elem<decltype(part)>;
-                const int then = first + ctx->pool.threads() * span;  // what this thread will probably do next
                 decode_together<Part>(a, tasks + first, count, tasks + then, std::min(span, n - then), mine, result);
             });
+#else
+            (void)then;
 #endif
             for (int j = 0; j < count && !done; ++j) decode_part<C>(a, tasks[first + j], mine, result(j));
             for (int j = first; j < first + count; ++j) {
@@ -146,6 +151,17 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
                 if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                     merge_parts(a, tasks[j], partials + merge.first * partial, merge.parts);
             }
+        };
+        const int units = (decodes + span - 1) / span;
+        if (!first_decode && units > 1)
+            return ctx->pool.spread(units, [&](auto& next, int thread) {
+                for (int64_t begin, end; next(&begin, &end);)
+                    for (int i = int(begin); i < int(end); ++i) decode(i * span, (i + 1) * span, thread);
+            });
+        ctx->pool.run(first_decode + units, [&](int i, int thread) {
+            if (i < first_decode) return prefill<C>(a, tasks[i], ctx->scratch[thread].floats(0));
+            const int first = first_decode + (i - first_decode) * span;
+            decode(first, first + ctx->pool.threads() * span, thread);
         });
     });
 }

@@ -14,6 +14,7 @@
 namespace pk {
 
 constexpr int kByteDepth = 64;  // numbers of a tile's row
+constexpr int kBytePanels = kPart / 64;  // tiles of weights
 
 inline bool by_byte_groups(const AttentionArgs& a) { return a.cache_dtype == 3 && by_groups(a); }
 
@@ -21,7 +22,7 @@ template <int LANES>
 class DecodeBytes : private DecodeTask<LANES> {
   public:
     static size_t floats(const AttentionArgs& a) {
-        return size_t(kPart) * LANES * 3 + (size_t(a.head_dim) * LANES * 2 + 2 * kTileBytes) / 4;
+        return size_t(kPart) * LANES * 3 + (size_t(a.head_dim) * LANES * 2 + kBytePanels * kTileBytes) / 4;
     }
 
     void start(const AttentionArgs& args, const Task& task_, float* scratch, const TokenGroups* following) {
@@ -29,7 +30,7 @@ class DecodeBytes : private DecodeTask<LANES> {
         scores = scratch;                                                // [key][lane]
         sums = reinterpret_cast<int32_t*>(scores + kPart * LANES);       // [key][digit][lane]
         weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [panel][digit][head][64 keys]
-        queries = weights + 2 * kTileBytes;                              // [dim / 4][digit][lane][4]
+        queries = weights + kBytePanels * kTileBytes;                    // [dim / 4][digit][lane][4]
         split_queries();
     }
 
@@ -75,11 +76,14 @@ class DecodeBytes : private DecodeTask<LANES> {
     // Registers 0..3: sums of both digits by 16 numbers each; 4: weights; 5, 6: values.
     void shape_for_values() const { shape_groups({2 * group, 64}, {2 * group, 64}, {16, 64}, {16, 64}); }
 
-    void add_values(uint8_t* panel, float* partial) {
+    // What was just stored is slow to load as a tile: the panel that comes next is filled before this one is used.
+    void add_values(uint8_t* panels, float* partial) {
         for (int d = 0; d < dim; d += kByteDepth) {
             zero_sums();
+            fill(0, d, panels);
             for (int i = 0; i < cached.count; i += 4) {
-                for (int j = i; j < std::min(cached.count, i + 4); ++j) interleave(j, d, panel + j % 4 * 256);
+                const uint8_t* const panel = panels + i / 4 % 2 * 4 * kTileBytes;
+                fill(i + 4, d, panels + (i / 4 + 1) % 2 * 4 * kTileBytes);
                 before_tiles();
                 _tile_loadd(4, weights + i / 4 * kTileBytes, 64);
                 _tile_loadd(5, panel, 64);
@@ -162,7 +166,7 @@ class DecodeBytes : private DecodeTask<LANES> {
             turn[i] = uint8_t(number % 16 / 4 * 16 + number / 16 * 4 + number % 4);
         }
         const __m512i turned = _mm512_load_si512(turn), byte = _mm512_set1_epi16(255);
-        std::memset(weights, 0, 2 * kTileBytes);
+        std::memset(weights, 0, size_t((cached.count + 3) / 4) * kTileBytes);
         vf total = splat(0);
         for (int i = 0; i < cached.count; ++i) {
             const vf factor = scale[i] * inverse;
@@ -188,6 +192,11 @@ class DecodeBytes : private DecodeTask<LANES> {
         }
         // A key that is not there weighed exp(-87): less than any sum can show.
         return total;
+    }
+
+    // Values of up to four groups.
+    void fill(int i, int d, uint8_t* panel) {
+        for (int j = i; j < std::min(cached.count, i + 4); ++j) interleave(j, d, panel + j % 4 * 256);
     }
 
     // 64 numbers of 16 values as rows of four right-hand tiles, by fours of tokens.

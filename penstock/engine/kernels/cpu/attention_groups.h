@@ -12,6 +12,7 @@
 namespace pk {
 
 constexpr int kTogether = 4;  // tasks, at most
+constexpr int kTogetherKeys = 512;  // and keys, about: what tasks note on the way should stay in the first-level cache
 constexpr int kGroups = kPart / kTileGroup;
 constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
 
@@ -140,7 +141,7 @@ void decode_together(const AttentionArgs& a, const Task* tasks, int count, const
                      float* scratch, F&& partial) {
     Part parts[kTogether];
     TokenGroups next[kTogether];
-    uint8_t* const panel = reinterpret_cast<uint8_t*>(scratch + kTogether * Part::floats(a));  // four tiles
+    uint8_t* const panel = reinterpret_cast<uint8_t*>(scratch + kTogether * Part::floats(a));  // two times four tiles
     for (int i = 0; i < count; ++i) {
         if (i < followers) next[i].find(a, following[i]);
         parts[i].start(a, tasks[i], scratch + i * Part::floats(a), i < followers ? next + i : nullptr);
@@ -155,7 +156,7 @@ void decode_together(const AttentionArgs& a, const Task* tasks, int count, const
 
 template <class Part>
 size_t together_floats(const AttentionArgs& a) {
-    return kTogether * Part::floats(a) + kTileBytes;
+    return kTogether * Part::floats(a) + 2 * kTileBytes;
 }
 
 // Registers 0..3; 4; 5; 6 and 7.

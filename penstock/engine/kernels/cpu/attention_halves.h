@@ -13,18 +13,20 @@ namespace pk {
 
 inline bool by_half_groups(const AttentionArgs& a) { return a.cache_dtype == 2 && by_groups(a); }
 
+constexpr int kHalfPanels = kPart / 32;  // tiles of weights
+
 template <int LANES>
 class DecodeHalves : private DecodeTask<LANES> {
   public:
     static size_t floats(const AttentionArgs& a) {
-        return size_t(kPart) * LANES + (size_t(a.head_dim) * LANES * 2 + 4 * kTileBytes) / 4;
+        return size_t(kPart) * LANES + (size_t(a.head_dim) * LANES * 2 + kHalfPanels * kTileBytes) / 4;
     }
 
     void start(const AttentionArgs& args, const Task& task_, float* scratch, const TokenGroups* following) {
         this->open(args, task_, following);
         scores = scratch;                                             // [key][lane]
         weights = reinterpret_cast<uint8_t*>(scores + kPart * LANES);  // [panel][digit][head][32 keys]
-        queries = weights + 4 * kTileBytes;                           // [dim / 2][lane][2]
+        queries = weights + kHalfPanels * kTileBytes;                 // [dim / 2][lane][2]
         std::memset(queries, 0, size_t(dim) * LANES * 2);
         for (int g = 0; g < group; ++g) {
             const bf16* q = this->query(g);
@@ -69,7 +71,7 @@ class DecodeHalves : private DecodeTask<LANES> {
         for (int i = 0; i < 64; ++i) turn[i] = uint16_t(i % kRun * LANES + i / kRun);
         const __m512i first = _mm512_load_si512(turn), second = _mm512_load_si512(turn + 32);
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-        std::memset(weights, 0, 4 * kTileBytes);
+        std::memset(weights, 0, size_t((cached.count + 1) / 2) * kTileBytes);
         vf total = splat(0);
         for (int i = 0; i < cached.count; ++i) {
             uint8_t* const panel = weights + i / 2 * kTileBytes + i % 2 * 32;
@@ -98,12 +100,14 @@ class DecodeHalves : private DecodeTask<LANES> {
     // Registers 0..3: sums of both digits by 16 numbers each; 4: weights; 5, 6: values.
     void shape_for_values() const { shape_groups({2 * group, 64}, {2 * group, 64}, {16, 64}, {16, 64}); }
 
-    void add_values(uint8_t* panel, float* partial) {
+    // What was just stored is slow to load as a tile: the panel that comes next is filled before this one is used.
+    void add_values(uint8_t* panels, float* partial) {
         for (int d = 0; d < dim; d += 64) {
             zero_sums();
+            fill(0, d, panels);
             for (int i = 0; i < cached.count; i += 2) {
-                interleave(i, d, panel);
-                interleave(i + 1, d, panel + 8 * 64);
+                const uint8_t* const panel = panels + i / 2 % 2 * 4 * kTileBytes;
+                if (i + 2 < cached.count) fill(i + 2, d, panels + (i / 2 + 1) % 2 * 4 * kTileBytes);
                 before_tiles();
                 _tile_loadd(4, weights + i / 2 * kTileBytes, 64);
                 _tile_loadd(5, panel, 64);
@@ -125,6 +129,12 @@ class DecodeHalves : private DecodeTask<LANES> {
     using DecodeTask<LANES>::cached;
     using DecodeTask<LANES>::group;
     using DecodeTask<LANES>::dim;
+
+    // Values of two groups.
+    void fill(int i, int d, uint8_t* panel) {
+        interleave(i, d, panel);
+        interleave(i + 1, d, panel + 8 * 64);
+    }
 
     // 64 numbers of 16 values as rows of four right-hand tiles, by twos of tokens. A weight of zero does not save what is
     // not a number: tokens that are not there are zeros.

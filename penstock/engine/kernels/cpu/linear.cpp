@@ -106,21 +106,20 @@ PK_API int64_t pk_linear_column_bytes(int64_t columns, int64_t depth) {
 #endif
 }
 
-// The form by columns of packed few-bit weights.
-PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, uint8_t* out, int64_t columns, int64_t depth,
-                              int bits) {
+// The form by columns of packed few-bit weights, stretched depth by depth unless `stretch` is null.
+PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float* stretch, uint8_t* out, int64_t columns,
+                              int64_t depth, int bits) {
 #if defined(PK_AMX)
     Guard hold(ctx->busy);
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
     std::memset(out, 0, size_t(tiles * column_tile_bytes(depth)));
-    for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(size_t(depth));
-    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t t = begin; t < end; ++t)
-            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, ctx->scratch[thread].floats(0),
+            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, stretch,
                              out + t * column_tile_bytes(depth));
     });
 #else
-    (void)ctx, (void)weights, (void)out, (void)columns, (void)depth, (void)bits;
+    (void)ctx, (void)weights, (void)stretch, (void)out, (void)columns, (void)depth, (void)bits;
 #endif
 }
 

@@ -7,6 +7,7 @@ rounding is the only approximation beyond the weights' own. The packed layout su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 from functools import cached_property
 from typing import Final, Literal
@@ -39,8 +40,12 @@ class QuantLinear:
         self.packed = packed
         self.columns: Tensor | None = None
         """The weights in int8 with one scale per output, where they are kept in that form too (see `keep_columns`)."""
+        self.column_shrink: Tensor | None = None
+        """float32 [in]: what inputs are multiplied by for that form; its weights are as much larger."""
         self.column_rows = 0
         """From this many rows on, that form on matrix tiles; 0 means never."""
+        self.watcher: Callable[[Tensor], None] | None = None
+        """Is shown the inputs of every call, when there is one."""
         self.block_rows = 1 if handle.has_matrix and bits < 16 else 0
         """From this many rows on, blocks on matrix tiles, where the CPU has them; 0 means never."""
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
@@ -58,10 +63,23 @@ class QuantLinear:
         if self.columns is None and self._handle.has_matrix and self.bits < 16:
             shape = self.out_features, self.in_features
             self.columns = self._handle.memory.take(self._handle.lib.pk_linear_column_bytes(*shape))
-            self._handle.lib.pk_linear_columns(
-                self._handle.pointer, self.packed.data_ptr(), self.columns.data_ptr(), *shape, self.bits
-            )
+            self._pack_columns(None)
             self.column_rows = 1
+
+    def stretch_columns(self, stretch: Tensor) -> None:
+        """Round the weights of that form times `stretch` (positive, [in]): finer where it is larger."""
+        stretch = stretch.float().contiguous()
+        if self.columns is None or stretch.shape != (self.in_features,):
+            raise LayoutError(f"no form by columns to be stretched by {tuple(stretch.shape)}")
+        self._pack_columns(stretch)
+        self.column_shrink = 1 / stretch
+
+    def _pack_columns(self, stretch: Tensor | None) -> None:
+        assert self.columns is not None
+        self._handle.lib.pk_linear_columns(
+            self._handle.pointer, self.packed.data_ptr(), None if stretch is None else stretch.data_ptr(),
+            self.columns.data_ptr(), self.out_features, self.in_features, self.bits,
+        )  # fmt: skip
 
     @cached_property
     def has_half(self) -> bool:
@@ -73,7 +91,7 @@ class QuantLinear:
         """The first `columns` outputs, without their bias, on the same memory."""
         shape = min(columns, self.out_features), self.in_features
         part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
-        part.digits, part.columns = self.digits, self.columns
+        part.digits, part.columns, part.column_shrink = self.digits, self.columns, self.column_shrink
         return part
 
     @staticmethod
@@ -121,6 +139,8 @@ class QuantLinear:
         need_contiguous(x, "x")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
+        if self.watcher is not None:
+            self.watcher(x)
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=out_dtype or self.out_dtype or x.dtype)
         args = LinearArgs(
@@ -128,6 +148,7 @@ class QuantLinear:
             out.data_ptr(), rows, self.out_features, self.in_features,
             self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
             None if self.columns is None else self.columns.data_ptr(),
+            None if self.column_shrink is None else self.column_shrink.data_ptr(),
             self.column_rows, self.block_rows, self.matrix_rows, self.half_rows,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))

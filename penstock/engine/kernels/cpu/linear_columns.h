@@ -4,7 +4,8 @@
 // scaling, no widening on the way, and one byte per weight from memory. Activations are 16-bit integers in two int8
 // digits, v = 256 high + low, so a product is two instructions for 64 depths. Sums are exact integers: a row gets the
 // same bits in any company. Rounding few-bit weights to this form adds an error far below their own (see
-// `penstock bench perplexity`).
+// `penstock bench perplexity`). Depths that matter more than others may be stretched before they are rounded; rows are
+// shrunk by as much when they are packed.
 
 #pragma once
 
@@ -26,36 +27,59 @@ inline int64_t column_steps(int64_t depth) { return (depth + kStep - 1) / kStep;
 // A tile of 16 columns: its steps, then the columns' scales.
 inline int64_t column_tile_bytes(int64_t depth) { return column_steps(depth) * kTileBytes + kColumns * 4; }
 
-// Values [depth] of column `n` of the few-bit form.
-inline void read_column(const Tile& tile, int bits, int64_t blocks, int n, float* to) {
+// Calls f(k, values) for depths k .. k + 3 of a tile of the few-bit form, a column per lane; times `stretch`, if any.
+template <class F>
+inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* stretch, F&& f) {
+    const auto give = [&](int64_t k, vf (&values)[4]) {
+        if (stretch)
+            PK_UNROLL for (int j = 0; j < 4; ++j) values[j] *= splat(stretch[k + j]);
+        f(k, values);
+    };
+    const auto load_row = [](const uint8_t* from) {
+        vi row;
+        std::memcpy(&row, from, 64);
+        return row;
+    };
     for (int64_t b = 0; b < blocks; ++b) {
-        const float scale = to_float(tile.scale[b * kColumns + n]);
-        const float minimum = bits == 4 ? to_float(tile.minimum[b * kColumns + n]) : 0;
-        for (int k = 0; k < kDepth; ++k, ++to) {
-            if (bits == 4) {
-                const uint8_t pair = tile.q[b * Q4::kBytes + k % 16 / 4 * 64 + n * 4 + k % 4] ^ kStoredFlip;
-                *to = scale * float(k < 16 ? pair & 15 : pair >> 4) + minimum;
-            } else {
-                *to = scale * float(int8_t(tile.q[b * Q8::kBytes + k / 4 * 64 + n * 4 + k % 4]));
+        const vf scale = load(tile.scale + b * kColumns);
+        if (bits == 4) {
+            const vf minimum = load(tile.minimum + b * kColumns);
+            for (int row = 0; row < 4; ++row) {
+                const vi pairs = load_row(tile.q + b * Q4::kBytes + row * 64) ^ (0x01010101 * kStoredFlip);
+                PK_UNROLL for (int half = 0; half < 2; ++half) {
+                    vf values[4];
+                    PK_UNROLL for (int j = 0; j < 4; ++j)
+                        values[j] = scale * __builtin_convertvector(pairs >> (8 * j + 4 * half) & 15, vf) + minimum;
+                    give(b * kDepth + half * 16 + row * 4, values);
+                }
+            }
+        } else {
+            for (int row = 0; row < 8; ++row) {
+                const vi bytes = load_row(tile.q + b * Q8::kBytes + row * 64);
+                vf values[4];
+                PK_UNROLL for (int j = 0; j < 4; ++j)
+                    values[j] = scale * __builtin_convertvector((bytes << (24 - 8 * j)) >> 24, vf);
+                give(b * kDepth + row * 4, values);
             }
         }
     }
 }
 
-// One tile of the column form from one of the few-bit form. `line`: room for a column.
-inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, float* line, uint8_t* to) {
-    const int64_t depth = blocks * kDepth;
-    float* scales = reinterpret_cast<float*>(to + column_steps(depth) * kTileBytes);
-    for (int n = 0; n < kColumns; ++n) {
-        read_column(tile, bits, blocks, n, line);
-        float most = 0;
-        for (int64_t k = 0; k < depth; ++k) most = std::max(most, std::fabs(line[k]));
-        scales[n] = most / 127.0f;
-        const float inverse = most > 0 ? 127.0f / most : 0.0f;
-        for (int64_t k = 0; k < depth; ++k)
-            to[k / kStep * kTileBytes + k % kStep / 4 * 64 + n * 4 + k % 4] =
-                uint8_t(int8_t(std::nearbyint(line[k] * inverse)));
-    }
+// One tile of the column form from one of the few-bit form.
+inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const float* stretch, uint8_t* to) {
+    vf most = splat(0);
+    each_four(tile, bits, blocks, stretch, [&](int64_t, const vf (&values)[4]) {
+        PK_UNROLL for (int j = 0; j < 4; ++j) most = vmax(most, vabs(values[j]));
+    });
+    store(reinterpret_cast<float*>(to + column_steps(blocks * kDepth) * kTileBytes), most * splat(1 / 127.0f));
+    vf inverse;
+    for (int n = 0; n < kColumns; ++n) inverse[n] = most[n] > 0 ? 127.0f / most[n] : 0.0f;
+    each_four(tile, bits, blocks, stretch, [&](int64_t k, const vf (&values)[4]) {
+        vi bytes = vi{};
+        PK_UNROLL for (int j = 0; j < 4; ++j)
+            bytes |= (((vi)(values[j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
+        std::memcpy(to + k / kStep * kTileBytes + k % kStep / 4 * 64, &bytes, 64);
+    });
 }
 
 class ColumnProduct {
@@ -82,13 +106,17 @@ class ColumnProduct {
             uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
             const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
             const float most = x ? largest_of(x) : 0.0f;
+            const float* const shrink = a.column_shrink;
             const bool finite = most < INFINITY;
             scales_[row] = finite ? most / 32512.0f : NAN;
             const vf inverse = splat(finite && most > 0 ? 32512.0f / most : 0.0f);
             for (int64_t k = 0; k < steps_ * kStep; k += VL) {
                 uint8_t* at = to + k / kStep * 2 * kTileBytes + k % kStep;
                 vi v = vi{};
-                if (x && finite && k < a.depth) v = (vi)(load(x + k) * inverse + splat(12582912.0f)) - 0x4b400000;
+                if (x && finite && k < a.depth) {
+                    const vf value = shrink ? load(x + k) * load(shrink + k) : load(x + k);
+                    v = (vi)(value * inverse + splat(12582912.0f)) - 0x4b400000;
+                }
                 const vi low = ((v + 128) & 255) - 128;
                 store_bytes16(at, (v - low) >> 8);
                 store_bytes16(at + kTileBytes, low);
@@ -156,7 +184,10 @@ class ColumnProduct {
     // The largest magnitude; infinity or NaN if there is one.
     float largest_of(const bf16* x) const {
         vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
-        for (int64_t k = 0; k < a.depth; k += VL) top = max_bits(top, (vi)vabs(load(x + k)));
+        for (int64_t k = 0; k < a.depth; k += VL) {
+            const vf value = a.column_shrink ? load(x + k) * load(a.column_shrink + k) : load(x + k);
+            top = max_bits(top, (vi)vabs(value));
+        }
         const int32_t bits = hmax_bits(top);
         float most;
         std::memcpy(&most, &bits, 4);
