@@ -18,7 +18,8 @@ from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
 _COLUMN_BUDGET = 1 << 30
-"""Bytes for second, int8 forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
+"""Bytes for second forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
+_HEADS = ("lm_head", "embed_tokens")
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -55,7 +56,7 @@ class BlockQuantizer:
         if self.form != "dense":
             linear = self._as_stored(weights, names, shape, bias)
             if linear is not None:
-                return self._finish(linear)
+                return self._finish(linear, any(head in name for name in names for head in _HEADS))
             parts = stored_groups(weights, names, inputs, self.form, "cpu")
             grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, self._finish)
             if grouped is not None:
@@ -66,20 +67,23 @@ class BlockQuantizer:
         dense = torch.cat([weights.tensor(name).float() for name in names])
         return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
 
-    def _finish(self, linear: QuantLinear) -> QuantLinear:
-        """What all linears made here have in common."""
+    def _finish(self, linear: QuantLinear, head: bool = False) -> QuantLinear:
+        """What all linears made here have in common. Logits are compared: what makes them is not rounded once more."""
         linear.digits = self.digits
         if self.fixed:
             linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
             return linear
         size = linear.in_features * linear.out_features
-        if self.matrix and linear.bits < 16 and size <= self._column_budget:
-            self._column_budget -= size
-            linear.keep_columns()
+        need = 2 * size if head else size
+        if self.matrix and linear.bits < 16 and need <= self._column_budget:
+            self._column_budget -= need
+            linear.keep_wide() if head else linear.keep_columns()
         if self._tuner is not None:
             self._tuner.tune(linear)
         if linear.column_rows > 1:
             linear.column_rows = max(linear.column_rows, self.steady_rows)
+        if linear.wide_rows > 1:
+            linear.wide_rows = max(linear.wide_rows, self.steady_rows)
         if linear.block_rows > 1:
             linear.block_rows = max(linear.block_rows, self.steady_rows)
         if linear.half_rows:

@@ -213,10 +213,12 @@ def on_tiles(layer: QuantLinear, form: str) -> QuantLinear:
     layer.block_rows, layer.matrix_rows = int(form == "blocks"), int(form == "widened")
     if form == "columns":
         layer.keep_columns()
+    if form == "wide":
+        layer.keep_wide()
     return layer
 
 
-TILE_FORMS = ("blocks", "widened", "columns")
+TILE_FORMS = ("blocks", "widened", "columns", "wide")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

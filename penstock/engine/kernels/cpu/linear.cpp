@@ -123,11 +123,35 @@ PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float*
 #endif
 }
 
+// Packed few-bit weights in bfloat16, as floats are packed to 16 bits.
+PK_API void pk_linear_widen(Context* ctx, const uint8_t* weights, uint8_t* out, int64_t columns, int64_t depth, int bits) {
+#if defined(PK_AMX)
+    Guard hold(ctx->busy);
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; ++t) {
+            const Tile tile = tile_at(weights, blocks, bits, t);
+            uint8_t* const to = out + t * blocks * kTileBytes;
+            bits == 4 ? widen4(tile.q, tile.scale, tile.minimum, blocks, to) : widen8(tile.q, tile.scale, blocks, to);
+        }
+    });
+#else
+    (void)ctx, (void)weights, (void)out, (void)columns, (void)depth, (void)bits;
+#endif
+}
+
 PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     Guard hold(ctx->busy);
     const LinearArgs& a = *args;
     if (a.rows == 0) return;
 #if defined(PK_AMX)
+    if (a.wide_form && a.wide_rows > 0 && a.rows >= a.wide_rows && a.dtype == 2) {
+        LinearArgs wide = a;
+        wide.weights = a.wide_form;
+        wide.bits = 16;
+        wide.matrix_rows = 1;
+        return linear_by_matrix(ctx, wide);
+    }
     if (by_columns(a)) return linear_by_columns(ctx, a);
     if (by_matrix(a)) return linear_by_matrix(ctx, a);
     if (by_blocks(a)) return linear_by_blocks(ctx, a);

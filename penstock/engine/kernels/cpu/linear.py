@@ -46,6 +46,10 @@ class QuantLinear:
         """From this many rows on, that form on matrix tiles; 0 means never."""
         self.watcher: Callable[[Tensor], None] | None = None
         """Is shown the inputs of every call, when there is one."""
+        self.wide: Tensor | None = None
+        """The weights in bfloat16, where they are kept in that form too (see `keep_wide`)."""
+        self.wide_rows = 0
+        """From this many rows on, that form on matrix tiles; 0 means never."""
         self.block_rows = 1 if handle.has_matrix and bits < 16 else 0
         """From this many rows on, blocks on matrix tiles, where the CPU has them; 0 means never."""
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
@@ -65,6 +69,16 @@ class QuantLinear:
             self.columns = self._handle.memory.take(self._handle.lib.pk_linear_column_bytes(*shape))
             self._pack_columns(None)
             self.column_rows = 1
+
+    def keep_wide(self) -> None:
+        """Keep bfloat16 beside the few bits: two bytes more per weight, and nothing rounded that was not."""
+        if self.wide is None and self._handle.has_matrix and self.bits < 16:
+            shape = self.out_features, self.in_features
+            self.wide = _allocate(self._handle, shape, 16)
+            self._handle.lib.pk_linear_widen(
+                self._handle.pointer, self.packed.data_ptr(), self.wide.data_ptr(), *shape, self.bits
+            )
+            self.wide_rows = 1
 
     def stretch_columns(self, stretch: Tensor) -> None:
         """Round the weights of that form times `stretch` (positive, [in]): finer where it is larger."""
@@ -92,6 +106,7 @@ class QuantLinear:
         shape = min(columns, self.out_features), self.in_features
         part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
         part.digits, part.columns, part.column_shrink = self.digits, self.columns, self.column_shrink
+        part.wide = self.wide
         return part
 
     @staticmethod
@@ -149,7 +164,8 @@ class QuantLinear:
             self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
             None if self.columns is None else self.columns.data_ptr(),
             None if self.column_shrink is None else self.column_shrink.data_ptr(),
-            self.column_rows, self.block_rows, self.matrix_rows, self.half_rows,
+            None if self.wide is None else self.wide.data_ptr(),
+            self.column_rows, self.wide_rows, self.block_rows, self.matrix_rows, self.half_rows,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))
         return out

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _FEW: Final = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _MANY: Final = (32, 64, 128, 256, 512)
 """Where two forms are compared, in this order; the first at which the one for more rows wins is the answer."""
-_THRESHOLDS: Final = ("column_rows", "block_rows", "matrix_rows", "half_rows")
+_THRESHOLDS: Final = ("column_rows", "wide_rows", "block_rows", "matrix_rows", "half_rows")
 _COLUMNS: Final = 768
 """Outputs that take part: enough for every thread, little enough to be quick."""
 _REPEATS: Final = 5
@@ -41,7 +41,10 @@ class Tuner:
 
     def tune(self, linear: QuantLinear) -> None:
         """Choose the numbers of rows for this linear."""
-        if linear.columns is not None:
+        if linear.wide is not None:
+            linear.block_rows = linear.matrix_rows = linear.wide_rows = 0
+            linear.wide_rows = self._crossover(linear, "wide_rows", torch.bfloat16, _FEW)
+        elif linear.columns is not None:
             linear.block_rows = linear.matrix_rows = linear.column_rows = 0
             linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW)
         elif linear.bits < 16 and self._handle.has_matrix:
