@@ -106,8 +106,8 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, ops: Ops) -> N
         raise ConfigError("deterministic: true is not available with adapters")
     if config.ranks > 1:
         raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
-    if ops.name == "triton":
-        ops.fixed = True  # type: ignore[attr-defined]
+    if hasattr(ops, "fixed"):
+        ops.fixed = True
 
 
 def plan_weights(

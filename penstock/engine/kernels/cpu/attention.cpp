@@ -1,8 +1,8 @@
 // Paged attention straight from the cache blocks: one new token per sequence (decode) and many (prefill).
 //
-// A decode task is (sequence, kv head, 256 consecutive keys); a prefill task is (sequence, kv head, tile of
-// queries). The split depends only on the sequence, never on the batch or on the number of threads, so a sequence
-// gets the same bits in any company.
+// A decode task is (sequence, kv head, 256 consecutive keys, or 128 where threads would stand idle); a prefill task is
+// (sequence, kv head, tile of queries). With `fixed` the split depends only on the sequence, never on the batch or on
+// the number of threads, so a sequence gets the same bits in any company.
 
 #include "attention_bytes.h"
 #include "attention_decode.h"
@@ -45,6 +45,16 @@ bool on_tiles(const AttentionArgs& a, F&& f) {
 }
 #endif
 
+// The keys of a decode task.
+int part_of(const AttentionArgs& a, int threads) {
+    int64_t tasks = 0;
+    for (int s = 0; s < a.sequences; ++s) {
+        const int context = a.context_lens[s];
+        if (a.query_starts[s + 1] - a.query_starts[s] == 1) tasks += (context + kPart - 1) / kPart * a.kv_heads;
+    }
+    return a.fixed || tasks >= 4 * threads ? kPart : kPart / 2;
+}
+
 }  // namespace
 
 // Whether this CPU multiplies keys and values of an int8 cache as they lie there.
@@ -60,7 +70,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     Guard hold(ctx->busy);
     const AttentionArgs& a = *args;
     const int group = a.heads / a.kv_heads, width = padded(a.head_dim);
-    const int tile = std::max(1, kTileRows / group);
+    const int tile = std::max(1, kTileRows / group), most = part_of(a, ctx->pool.threads());
 
     // Sizes first, so that the task list is one allocation that stays.
     size_t ntasks = 0, nparts = 0, nmerges = 0;
@@ -68,7 +78,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
         const int context = a.context_lens[s], fresh = a.query_starts[s + 1] - a.query_starts[s];
         if (fresh == 1) {
             const int from = a.window ? std::max(0, context - a.window) : 0;
-            const size_t parts = context > 0 ? (context - 1) / kPart - from / kPart + 1 : 0;
+            const size_t parts = context > 0 ? (context - 1) / most - from / most + 1 : 0;
             ntasks += parts * a.kv_heads;
             nparts += parts * a.kv_heads;
             nmerges += a.kv_heads;
@@ -104,7 +114,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
         for (int h = 0; h < a.kv_heads; ++h, ++m) {
             merges[m].first = part;
             for (int begin = from; begin < context;) {
-                const int end = std::min(context, (begin / kPart + 1) * kPart);
+                const int end = std::min(context, (begin / most + 1) * most);
                 tasks[n++] = {s, h, begin, end, m, part++};
                 begin = end;
             }
@@ -123,8 +133,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     on_tiles(a, [&](auto* part) {
         scratch = std::max(scratch, together_floats<elem<decltype(part)>>(a));
         const int64_t fitting = int64_t(kTogetherKeys) * decodes / std::max<int64_t>(1, decoded_keys);
-        const int most = int(std::clamp<int64_t>(fitting, 1, kTogether));
-        span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, most);
+        span = std::clamp(decodes / (4 * ctx->pool.threads()), 1, int(std::clamp<int64_t>(fitting, 1, kTogether)));
     });
 #endif
     for (int i = 0; i < ctx->pool.threads(); ++i) ctx->scratch[i].floats(scratch);
@@ -153,7 +162,7 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
             }
         };
         const int units = (decodes + span - 1) / span;
-        if (!first_decode && units > 1)
+        if (!first_decode && units >= 4 * ctx->pool.threads())
             return ctx->pool.spread(units, [&](auto& next, int thread) {
                 for (int64_t begin, end; next(&begin, &end);)
                     for (int i = int(begin); i < int(end); ++i) decode(i * span, (i + 1) * span, thread);

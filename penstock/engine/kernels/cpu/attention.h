@@ -16,6 +16,7 @@ struct AttentionArgs {
     int32_t sequences, heads, kv_heads, head_dim, block_size;
     int32_t window;  // 0: none
     int32_t dtype, cache_dtype;
+    int32_t fixed;  // a sequence is cut into the same parts whatever else there is
     float scale;
     float softcap;  // 0: none
 };

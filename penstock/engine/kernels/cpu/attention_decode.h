@@ -9,7 +9,7 @@
 
 namespace pk {
 
-constexpr int kPart = 256;    // keys of a task: the split depends on the context alone
+constexpr int kPart = 256;    // keys of a task, at most
 constexpr int kMaxGroup = 4;  // query heads per register tile
 
 struct Merge {

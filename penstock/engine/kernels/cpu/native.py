@@ -49,7 +49,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, c_int64) for name in ("q_stride", "table_stride")),
         *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
         *((name, c_int32) for name in ("sequences", "heads", "kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("block_size", "window", "dtype", "cache_dtype")),
+        *((name, c_int32) for name in ("block_size", "window", "dtype", "cache_dtype", "fixed")),
         ("scale", c_float),
         ("softcap", c_float),
     )
