@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.storage.database import Database, DatabaseError, Row, Statement
+from penstock.storage.log_index import LogIndex
 
 BUSY_S = 10.0
 LOG_BYTES = 32 * 2**20
@@ -48,6 +48,7 @@ class SQLiteDatabase(Database):
         self.path = path
         self._thread = _Thread("sqlite")
         self._connection: sqlite3.Connection | None = None
+        self._index: LogIndex | None = None
         self._durable = True
         self._page_size = 4096
         self._transactions = 0
@@ -107,6 +108,14 @@ class SQLiteDatabase(Database):
 
     def _connect(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._index = LogIndex.hold(self.path)
+        try:
+            self._connection = self._connected()
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _connected(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
@@ -114,12 +123,15 @@ class SQLiteDatabase(Database):
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         (self._page_size,) = connection.execute("PRAGMA page_size").fetchone()
         self.path.chmod(0o600)
-        self._connection = connection
+        return connection
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._index is not None:
+            self._index.release()
+            self._index = None
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -169,17 +181,8 @@ class SQLiteDatabase(Database):
                 self._folding = None
                 self._start_anew(connection)
             return
-        if self._log_pages() * self._page_size > LOG_BYTES:
+        if self._index is not None and self._index.pages() * self._page_size > LOG_BYTES:
             self._folding = self._folder.submit(self._fold)
-
-    def _log_pages(self) -> int:
-        """Pages in the write-ahead log, as the header of its index says (`mxFrame` of the file format)."""
-        try:
-            with self.path.with_name(f"{self.path.name}-shm").open("rb") as index:
-                index.seek(16)
-                return int.from_bytes(index.read(4), sys.byteorder)
-        except FileNotFoundError:
-            return 0
 
     def _start_anew(self, connection: sqlite3.Connection) -> None:
         try:
