@@ -52,7 +52,7 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     """`full`: the cache holds numbers of `dtype`. `int8`: one byte, with a scale per token and head. `fp8`: one byte,
     with a scale per head from the checkpoint, or none. `auto`: `int8` on CPUs whose matrix tiles multiply it as it is,
-    which halves the time of attention there; `full` elsewhere."""
+    which takes about half of attention's time away; `full` elsewhere."""
     host_memory: int = 0
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0

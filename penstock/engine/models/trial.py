@@ -17,7 +17,6 @@ from torch import Tensor
 from penstock.engine.kernels.cpu.linear import QuantLinear
 from penstock.engine.kernels.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache, KVShape
-from penstock.engine.layers.linear import SoftCapped
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.frames import key_frame
 
@@ -31,7 +30,8 @@ _MOST: Final = 16.0
 @torch.inference_mode()
 def settle(decoder: Decoder, *, int8_cache: bool) -> Decoder:
     """The same decoder with what a trial shows put to use; itself where there is nothing to be rounded."""
-    watched = [_Watched(linear) for linear in _linears(decoder) if linear.columns is not None]
+    linears = (linear for layer in decoder.layers for linear in layer.linears)
+    watched = [_Watched(linear) for linear in linears if isinstance(linear, QuantLinear) and linear.columns is not None]
     if not watched and not int8_cache:
         return decoder
     keys = _keys_of_a_prompt(decoder)
@@ -46,11 +46,6 @@ def settle(decoder: Decoder, *, int8_cache: bool) -> Decoder:
     return dataclasses.replace(decoder, layers=layers)
 
 
-def _linears(decoder: Decoder) -> list[QuantLinear]:
-    head = decoder.head.linear if isinstance(decoder.head, SoftCapped) else decoder.head
-    return [x for x in (head, *(x for layer in decoder.layers for x in layer.linears)) if isinstance(x, QuantLinear)]
-
-
 def _keys_of_a_prompt(decoder: Decoder) -> list[Tensor]:
     """Layer by layer, float32 [tokens, kv_heads, head_dim]."""
     config, device = decoder.config, decoder.embedding.device
@@ -59,7 +54,7 @@ def _keys_of_a_prompt(decoder: Decoder) -> list[Tensor]:
     kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
-    decoder.head(decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv))
+    decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
     return [cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float() for cache in kv.layers]
 
 

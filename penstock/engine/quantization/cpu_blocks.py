@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,21 +55,22 @@ class BlockQuantizer:
         shape = (sum(names.values()), inputs)
         if not QuantLinear.supports(shape):
             return None
+        finish = partial(self._finish, head=any(head in name for name in names for head in _HEADS))
         if self.form != "dense":
             linear = self._as_stored(weights, names, shape, bias)
             if linear is not None:
-                return self._finish(linear, any(head in name for name in names for head in _HEADS))
+                return finish(linear)
             parts = stored_groups(weights, names, inputs, self.form, "cpu")
-            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, self._finish)
+            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, finish)
             if grouped is not None:
                 return grouped
         bits = _BITS.get(self.form, 16 if self.matrix else None)
         if bits is None:
             return None
         dense = torch.cat([weights.tensor(name).float() for name in names])
-        return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
+        return finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
 
-    def _finish(self, linear: QuantLinear, head: bool = False) -> QuantLinear:
+    def _finish(self, linear: QuantLinear, head: bool) -> QuantLinear:
         """What all linears made here have in common. Logits are compared: what makes them is not rounded once more."""
         linear.digits = self.digits
         if self.fixed:

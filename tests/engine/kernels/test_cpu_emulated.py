@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from penstock.engine.kernels.cpu import build, native
+from penstock.engine.kernels.cpu.linear import QuantLinear
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.kernels.interface import FP8, INT8, HeadLayout
+from penstock.engine.quantization.cpu_blocks import BlockQuantizer
 from tests.engine.kernels import test_cpu_kv_formats as formats
 from tests.engine.kernels import test_cpu_linear as linears
 from tests.engine.kernels import test_cpu_ops as operations
@@ -61,6 +63,17 @@ def test_rounding_to_columns(handle: Handle) -> None:
     linears.test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle)
     for bits in (4, 8):
         linears.test_columns_that_are_stretched_where_inputs_are_large_round_less(handle, bits)
+
+
+def test_the_head_is_not_rounded_to_columns(handle: Handle) -> None:
+    """Whether its few bits are stored or made when loaded."""
+    weights = mock.Mock(tensor=lambda name: torch.randn(48, 64))
+    for form in ("int8", "int4"):
+        quantizer = BlockQuantizer(handle, form, matrix=True)
+        for name, head in (("model.embed_tokens.weight", True), ("lm_head.weight", True), ("q_proj.weight", False)):
+            linear = quantizer(weights, {name: 48}, 64, None)
+            assert isinstance(linear, QuantLinear)
+            assert (linear.wide is not None, linear.columns is not None) == (head, not head)
 
 
 def test_integer_dots(handle: Handle) -> None:

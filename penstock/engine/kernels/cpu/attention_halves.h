@@ -100,7 +100,7 @@ class DecodeHalves : private DecodeTask<LANES> {
     // Registers 0..3: sums of both digits by 16 numbers each; 4: weights; 5, 6: values.
     void shape_for_values() const { shape_groups({2 * group, 64}, {2 * group, 64}, {16, 64}, {16, 64}); }
 
-    // What was just stored is slow to load as a tile: the panel that comes next is filled before this one is used.
+    // The panel that comes next is filled before this one is used: stores have time to arrive before tiles load them.
     void add_values(uint8_t* panels, float* partial) {
         for (int d = 0; d < dim; d += 64) {
             zero_sums();
