@@ -119,6 +119,16 @@ PK_INLINE void prefetch_tile(const uint8_t* tile) {
     }
 }
 
+// Weights a thread will come to, a few lines at a time: one that asks for more than a core has under way stands still.
+struct Ask {
+    const uint8_t *at, *last;
+    PK_INLINE void lines(int n) {
+        if (at >= last) return;
+        for (int i = 0; i < n; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+        at += 64 * n;
+    }
+};
+
 // Up to 16 rows of activations: the tile of block b begins at `at` + b * `step`.
 struct RowTiles {
     const uint8_t* at;

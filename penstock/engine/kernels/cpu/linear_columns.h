@@ -96,35 +96,23 @@ class ColumnProduct {
         return size_t(groups * (column_steps(a.depth) * 2 * kTileBytes + 16 * 4));
     }
     int64_t groups() const { return groups_; }
-    int64_t form_bytes() const { return round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth); }
 
     // Rows as tiles of digits: [group][step][high, low][16 rows]. The weights from `pair` on are asked for meanwhile.
     void pack(int64_t begin, int64_t end, int64_t pair) const {
-        const uint8_t* weights = a.column_form + 2 * pair * column_tile_bytes(a.depth);
-        const uint8_t* const last = std::min(weights + kEarly, a.column_form + form_bytes());
+        Ask ask{a.column_form + 2 * pair * column_tile_bytes(a.depth), end_of_form()};
+        ask.last = std::min(ask.last, ask.at + kEarly);
         for (int64_t row = begin; row < end; ++row) {
             uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
             const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
             const float most = x ? largest_of(x) : 0.0f;
-            const float* const shrink = a.column_shrink;
-            const bool finite = most < INFINITY;
-            scales_[row] = finite ? most / 32512.0f : NAN;
-            const vf inverse = splat(finite && most > 0 ? 32512.0f / most : 0.0f);
-            for (int64_t k = 0; k < steps_ * kStep; k += VL) {
-                uint8_t* at = to + k / kStep * 2 * kTileBytes + k % kStep;
-                vi v = vi{};
-                if (x && finite && k < a.depth) {
-                    const vf value = shrink ? load(x + k) * load(shrink + k) : load(x + k);
-                    v = (vi)(value * inverse + splat(12582912.0f)) - 0x4b400000;
-                }
-                const vi low = ((v + 128) & 255) - 128;
-                store_bytes16(at, (v - low) >> 8);
-                store_bytes16(at + kTileBytes, low);
-                if (weights < last) {
-                    __builtin_prefetch(weights, 0, 2);
-                    __builtin_prefetch(weights + 64, 0, 2);
-                    weights += 128;
-                }
+            scales_[row] = most < INFINITY ? most / 32512.0f : NAN;
+            const float inverse = most > 0 && most < INFINITY ? 32512.0f / most : 0.0f;
+            for (int64_t k = 0; k < steps_ * kStep; k += kStep, to += 2 * kTileBytes) {
+                ask.lines(8);
+                if (inverse > 0)
+                    split(x, k, splat(inverse), to);
+                else
+                    clear(to);
             }
         }
     }
@@ -133,21 +121,34 @@ class ColumnProduct {
     void pairs(Next&& next) const {
         const int64_t tiles = round_up(a.columns, kColumns) / kColumns, stride = column_tile_bytes(a.depth);
         const int rows = int(std::min<int64_t>(a.rows, 16));
+        alignas(64) int32_t sums[2][4 * 16 * kColumns];
+        Done done;
         int64_t begin, end;
         if (!next(&begin, &end)) return;
         shape_tiles(rows, rows);
         do
-            for (int64_t first = 0; first < groups_; first += kBlock)
+            for (int64_t first = 0; first < groups_; first += kBlock) {
+                const int64_t last = std::min(groups_, first + kBlock);
                 for (int64_t pair = begin; pair < end; ++pair) {
                     const uint8_t* left = a.column_form + 2 * pair * stride;
                     const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
-                    for (int64_t group = first; group < std::min(groups_, first + kBlock); ++group) {
+                    // What comes later goes to the second-level cache, from which tiles load as fast as they multiply.
+                    Ask ask{left + kFarAhead, first ? left : end_of_form()};
+                    const int lines = int((2 * kTileBytes / 64 + last - first - 1) / (last - first));
+                    for (int64_t group = first; group < last; ++group) {
                         zero_sums();
-                        group == first ? add<true>(group, left, right) : add<false>(group, left, right);
-                        write<O>(group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes);
+                        add<O>(group, left, right, done, ask, lines);
+                        int32_t* const to = sums[done.sums == sums[0]];
+                        _tile_stored(0, to, 64);
+                        _tile_stored(1, to + 16 * kColumns, 64);
+                        _tile_stored(2, to + 2 * 16 * kColumns, 64);
+                        _tile_stored(3, to + 3 * 16 * kColumns, 64);
+                        done = {to, group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes};
                     }
                 }
+            }
         while (next(&begin, &end));
+        write<O>(done, 0, 16);
         _tile_release();
     }
 
@@ -155,68 +156,96 @@ class ColumnProduct {
     static constexpr int64_t kEarly = 65536;  // bytes of weights asked for while rows are packed
     static constexpr int64_t kBlock = 8;  // groups of rows that stay in the second-level cache while weights go by
 
-    // The sums in the tiles as outputs; `left` and `right`: the columns' scales.
+    // Sums out of the tiles, not yet written; left and right: the columns' scales.
+    struct Done {
+        const int32_t* sums = nullptr;  // [high left, high right, low left, low right][row][column]
+        int64_t group = 0, pair = 0;
+        const uint8_t *left = nullptr, *right = nullptr;
+    };
+
+    const uint8_t* end_of_form() const {
+        return a.column_form + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
+    }
+
+    // Rows [from, to) of finished sums as outputs.
     template <class O>
-    void write(int64_t group, int64_t pair, const uint8_t* left, const uint8_t* right) const {
-        alignas(64) int32_t sums[4][16 * kColumns];
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
-        const vf scale[2] = {load(reinterpret_cast<const float*>(left)), load(reinterpret_cast<const float*>(right))};
-        const int rows = int(std::min<int64_t>(16, a.rows - group * 16));
-        const float* const units = scales_ + group * 16;
+    PK_INLINE void write(const Done& done, int from, int to) const {
+        to = int(std::min<int64_t>(std::min(to, 16), a.rows - done.group * 16));
+        const vf scale[2] = {load(reinterpret_cast<const float*>(done.left)), load(reinterpret_cast<const float*>(done.right))};
+        const float* const units = scales_ + done.group * 16;
         const auto value = [&](int m, int side) {
-            const vf high = float_of(sums[side] + m * kColumns), low = float_of(sums[2 + side] + m * kColumns);
-            return (high * splat(256.0f) + low) * (scale[side] * splat(units[m]));
+            const int32_t* at = done.sums + (side * 16 + m) * kColumns;
+            return (float_of(at) * splat(256.0f) + float_of(at + 2 * 16 * kColumns)) * (scale[side] * splat(units[m]));
         };
         if constexpr (std::is_same<O, bf16>::value) {
-            if (!a.bias && (pair + 1) * kPair <= a.columns) {  // a row of both tiles is a cache line
-                bf16* out = static_cast<bf16*>(a.out) + group * 16 * a.columns + pair * kPair;
-                for (int m = 0; m < rows; ++m, out += a.columns)
+            if (!a.bias && (done.pair + 1) * kPair <= a.columns) {  // a row of both tiles is a cache line
+                bf16* out = static_cast<bf16*>(a.out) + (done.group * 16 + from) * a.columns + done.pair * kPair;
+                for (int m = from; m < to; ++m, out += a.columns)
                     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)value(m, 1), (__m512)value(m, 0)));
                 return;
             }
         }
-        write_columns<O>(a, group * 16, rows, pair * kPair, kPair, [&](int m, int i) { return value(m, i / kColumns); });
+        if (from < to)
+            write_columns<O>(a, done.group * 16 + from, to - from, done.pair * kPair, kPair,
+                             [&](int m, int i) { return value(from + m, i / kColumns); });
+    }
+
+    PK_INLINE vf shrunk(const bf16* x, int64_t k) const {
+        return a.column_shrink ? load(x + k) * load(a.column_shrink + k) : load(x + k);
     }
 
     // The largest magnitude; infinity or NaN if there is one.
     float largest_of(const bf16* x) const {
         vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
-        for (int64_t k = 0; k < a.depth; k += VL) {
-            const vf value = a.column_shrink ? load(x + k) * load(a.column_shrink + k) : load(x + k);
-            top = max_bits(top, (vi)vabs(value));
-        }
+        for (int64_t k = 0; k < a.depth; k += VL) top = max_bits(top, (vi)vabs(shrunk(x, k)));
         const int32_t bits = hmax_bits(top);
         float most;
         std::memcpy(&most, &bits, 4);
         return most;
     }
 
-    PK_INLINE static void store_bytes16(uint8_t* to, vi v) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8((__m512i)v));
+    // 64 depths from k on to a row of each of two tiles.
+    PK_INLINE void split(const bf16* x, int64_t k, vf inverse, uint8_t* to) const {
+        __m512i v[4];
+        PK_UNROLL for (int i = 0; i < 4; ++i)
+            v[i] = k + i * VL < a.depth ? _mm512_cvtps_epi32((__m512)(shrunk(x, k + i * VL) * inverse)) : _mm512_setzero_si512();
+        // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
+        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        const __m512i near = _mm512_packs_epi32(v[0], v[1]), far = _mm512_packs_epi32(v[2], v[3]);
+        const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+        const __m512i high = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(near, half), 8),
+                                                _mm512_srai_epi16(_mm512_add_epi16(far, half), 8));
+        const __m512i low = _mm512_packus_epi16(_mm512_and_si512(near, byte), _mm512_and_si512(far, byte));
+        _mm512_store_si512(to, _mm512_permutexvar_epi32(order, high));
+        _mm512_store_si512(to + kTileBytes, _mm512_permutexvar_epi32(order, low));
+    }
+
+    PK_INLINE static void clear(uint8_t* to) {
+        _mm512_store_si512(to, _mm512_setzero_si512());
+        _mm512_store_si512(to + kTileBytes, _mm512_setzero_si512());
     }
 
     PK_INLINE static vf float_of(const int32_t* v) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(v)); }
 
-    // Registers 0, 1: high digits by left and right columns; 2, 3: low digits.
-    template <bool AHEAD>
-    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right) const {
+    // Registers 0, 1: high digits by left and right columns; 2, 3: low digits. The two tiles of weights stay in the
+    // first-level cache from one group to the next, rows pass through it. What is `done` is written meanwhile: vectors
+    // have nothing else to do while tiles are multiplied.
+    template <class O>
+    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask& ask,
+                       int lines) const {
         const uint8_t* x = digits_ + group * steps_ * 2 * kTileBytes;
+        const int share = int((16 + steps_ - 1) / steps_);
         for (int64_t s = 0; s < steps_; ++s, x += 2 * kTileBytes, left += kTileBytes, right += kTileBytes) {
-            if (AHEAD) {  // into the second-level cache, from which tiles load as fast as they multiply
-                prefetch_far(left, kTileBytes);
-                prefetch_far(right, kTileBytes);
-            }
-            _tile_loadd(4, x, 64);
+            ask.lines(lines);
+            _tile_stream_loadd(4, x, 64);
             _tile_loadd(6, left, 64);
             _tile_dpbssd(0, 4, 6);
             _tile_loadd(7, right, 64);
             _tile_dpbssd(1, 4, 7);
-            _tile_loadd(5, x + kTileBytes, 64);
+            _tile_stream_loadd(5, x + kTileBytes, 64);
             _tile_dpbssd(2, 5, 6);
             _tile_dpbssd(3, 5, 7);
+            if (done.sums) write<O>(done, int(s) * share, int(s + 1) * share);
         }
     }
 

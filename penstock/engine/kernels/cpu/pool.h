@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -70,7 +72,8 @@ class Pool {
         await_workers();
     }
 
-    // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread).
+    // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread). A thread gets the same rows in every
+    // call that has as many, as far as it can: what it wrote in the last one is still in its cache.
     template <class F>
     void rows(int64_t rows, int64_t grain, F&& body) {
         const int64_t pieces = std::min(int64_t(threads()) * 4, rows / std::max<int64_t>(grain, 1));
@@ -78,8 +81,8 @@ class Pool {
             if (rows > 0) body(int64_t(0), rows, 0);
             return;
         }
-        run(int(pieces), [&](int i, int thread) {
-            body(rows * i / pieces, rows * (i + 1) / pieces, thread);
+        spread(rows, (rows + pieces - 1) / pieces, [&](auto& next, int thread) {
+            for (int64_t begin, end; next(&begin, &end);) body(begin, end, thread);
         });
     }
 
@@ -87,20 +90,27 @@ class Pool {
     int64_t share(int64_t rows, int thread) const { return rows * thread / threads(); }
 
     // Every thread goes through a share of [0, rows) from its front, so that what it asks memory for ahead is what it
-    // comes to; who is done early takes from the backs of others. body(next, thread): next(&begin, &end) while there is more.
+    // comes to; who is done early takes from the backs of others, a `piece` at a time.
+    // body(next, thread): next(&begin, &end) while there is more.
     template <class F>
-    void spread(int64_t rows, F&& body) {
-        const int64_t piece = std::max<int64_t>(1, rows / (int64_t(threads()) * 4));
-        for (int t = 0; t < threads(); ++t) shares_[t].left.store(pack_range(share(rows, t), share(rows, t + 1)));
-        run(threads(), [&](int first, int thread) {
+    void spread(int64_t rows, int64_t piece, F&& body) {
+        const int shares = int(std::min<int64_t>(threads(), (rows + piece - 1) / piece));
+        for (int s = 0; s < shares; ++s) shares_[s].left.store(pack_range(rows * s / shares, rows * (s + 1) / shares));
+        run(shares, [&](int, int thread) {
             int other = 0;
             const auto next = [&](int64_t* begin, int64_t* end) {
-                for (; other < threads(); ++other)
-                    if (take((first + other) % threads(), piece, other == 0, begin, end)) return true;
+                for (; other < shares; ++other)
+                    if (take((thread + other) % shares, piece, other == 0 && thread < shares, begin, end)) return true;
                 return false;
             };
             body(next, thread);
         });
+    }
+
+    // The same, in pieces of which every thread has a few.
+    template <class F>
+    void spread(int64_t rows, F&& body) {
+        spread(rows, std::max<int64_t>(1, rows / (int64_t(threads()) * 4)), std::forward<F>(body));
     }
 
   private:

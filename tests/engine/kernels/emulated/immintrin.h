@@ -54,10 +54,9 @@ inline V load(const void* p) {
 
 // Number i of two vectors whose numbers are halved in width with saturation, by parts of 128 bits.
 template <class T, class V>
-inline unsigned packed(V v, V w, int i) {
+inline int packed(V v, V w, int i, int least, int most) {
     const int count = 16 / sizeof(T), part = i / (2 * count), at = i % (2 * count);
-    const int value = Lanes<T, V>(at < count ? v : w).at[part * count + at % count];
-    return unsigned(std::min(std::max(value, 0), sizeof(T) == 4 ? 65535 : 255));
+    return std::min(std::max(int(Lanes<T, V>(at < count ? v : w).at[part * count + at % count]), least), most);
 }
 
 inline float from_bf16(uint16_t bits) {
@@ -143,12 +142,15 @@ PK_BINARY(_mm512_max_ps, __m512, float, a.at[i] > b.at[i] ? a.at[i] : b.at[i])
 PK_BINARY(_mm512_min_ps, __m512, float, a.at[i] < b.at[i] ? a.at[i] : b.at[i])
 PK_BINARY(_mm512_max_epi32, __m512i, int32_t, std::max(a.at[i], b.at[i]))
 PK_BINARY(_mm512_add_epi32, __m512i, uint32_t, a.at[i] + b.at[i])
+PK_BINARY(_mm512_add_epi16, __m512i, uint16_t, a.at[i] + b.at[i])
 PK_BINARY(_mm512_sub_epi32, __m512i, uint32_t, a.at[i] - b.at[i])
 PK_BINARY(_mm512_and_si512, __m512i, uint32_t, a.at[i] & b.at[i])
 PK_BINARY(_mm512_xor_si512, __m512i, uint32_t, a.at[i] ^ b.at[i])
 PK_BINARY(_mm256_and_si256, __m256i, uint16_t, a.at[i] & b.at[i])
-PK_BINARY(_mm512_packus_epi32, __m512i, uint16_t, emulated::packed<int32_t>(v, w, i))
-PK_BINARY(_mm512_packus_epi16, __m512i, uint8_t, emulated::packed<int16_t>(v, w, i))
+PK_BINARY(_mm512_packus_epi32, __m512i, uint16_t, emulated::packed<int32_t>(v, w, i, 0, 65535))
+PK_BINARY(_mm512_packus_epi16, __m512i, uint8_t, emulated::packed<int16_t>(v, w, i, 0, 255))
+PK_BINARY(_mm512_packs_epi32, __m512i, int16_t, emulated::packed<int32_t>(v, w, i, -32768, 32767))
+PK_BINARY(_mm512_packs_epi16, __m512i, int8_t, emulated::packed<int16_t>(v, w, i, -128, 127))
 PK_BINARY(_mm512_unpacklo_epi8, __m512i, uint8_t, (i % 2 ? b : a).at[i / 16 * 16 + i % 16 / 2])
 PK_BINARY(_mm512_unpackhi_epi8, __m512i, uint8_t, (i % 2 ? b : a).at[i / 16 * 16 + i % 16 / 2 + 8])
 PK_BINARY(_mm512_unpacklo_epi16, __m512i, uint16_t, (i % 2 ? b : a).at[i / 8 * 8 + i % 8 / 2])
@@ -174,6 +176,10 @@ inline __m512i _mm512_srli_epi32(__m512i v, unsigned n) {
 inline __m512i _mm512_srai_epi32(__m512i v, unsigned n) {
     const emulated::Lanes<int32_t, __m512i> a(v);
     return emulated::each<int32_t, __m512i>([&](int i) { return a.at[i] >> std::min(n, 31u); });
+}
+inline __m512i _mm512_srai_epi16(__m512i v, unsigned n) {
+    const emulated::Lanes<int16_t, __m512i> a(v);
+    return emulated::each<int16_t, __m512i>([&](int i) { return a.at[i] >> std::min(n, 15u); });
 }
 inline __m512i _mm512_srli_epi16(__m512i v, unsigned n) {
     const emulated::Lanes<uint16_t, __m512i> a(v);
@@ -237,6 +243,10 @@ inline __m512i _mm512_permutexvar_epi8(__m512i index, __m512i v) {
     const emulated::Lanes<uint8_t, __m512i> at(index), a(v);
     return emulated::each<uint8_t, __m512i>([&](int i) { return a.at[at.at[i] & 63]; });
 }
+inline __m512i _mm512_permutexvar_epi32(__m512i index, __m512i v) {
+    const emulated::Lanes<uint32_t, __m512i> at(index), a(v);
+    return emulated::each<uint32_t, __m512i>([&](int i) { return a.at[at.at[i] & 15]; });
+}
 inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 v) {
     const emulated::Lanes<uint32_t, __m512i> at(index);
     const emulated::Lanes<float, __m512> a(v);
@@ -282,6 +292,13 @@ inline float _mm512_reduce_add_ps(__m512 v) {
 inline __m512 _mm512_rcp14_ps(__m512 v) {
     const emulated::Lanes<float, __m512> a(v);
     return emulated::each<float, __m512>([&](int i) { return 1.0f / a.at[i]; });
+}
+inline __m512i _mm512_cvtps_epi32(__m512 v) {
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<int32_t, __m512i>([&](int i) {
+        const float x = std::nearbyint(a.at[i]);
+        return x >= -2147483648.0f && x < 2147483648.0f ? int32_t(x) : INT32_MIN;
+    });
 }
 inline __m512 _mm512_cvtepi32_ps(__m512i v) {
     const emulated::Lanes<int32_t, __m512i> a(v);
@@ -450,6 +467,7 @@ inline void multiply_byte_tiles(int c, int a, int b) {
 #define _tile_loadconfig(p) emulated::load_shape(p)
 #define _tile_release() (emulated::tiles() = emulated::Tiles())
 #define _tile_loadd(n, base, stride) emulated::load_tile(n, base, stride)
+#define _tile_stream_loadd(n, base, stride) emulated::load_tile(n, base, stride)
 #define _tile_stored(n, base, stride) emulated::store_tile(n, base, stride)
 #define _tile_zero(n) emulated::zero_tile(n)
 #define _tile_dpbf16ps(c, a, b) emulated::multiply_tiles(c, a, b)
