@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.engine.kernels.interface import Activation, ActivationOps
-from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.linear import GatedLinear, Linear
 
 
 class Mlp(Protocol):
@@ -50,6 +50,8 @@ class GatedMlp:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
+        if isinstance(self.gate_up, GatedLinear):
+            return self.down(self.gate_up.gated(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 
 

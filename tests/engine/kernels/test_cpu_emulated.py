@@ -55,6 +55,8 @@ def test_linears_on_tiles(handle: Handle, form: str, monkeypatch: pytest.MonkeyP
     for bits in (4, 8):
         linears.test_products_on_matrix_tiles_are_those_of_the_weights(handle, bits, form)
     linears.test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle, form)
+    for activation in ("silu", "gelu_tanh"):
+        linears.test_a_linear_gates_its_own_outputs(handle, form, activation)
     if form in ("blocks", "columns"):
         linears.test_on_matrix_tiles_a_row_gets_the_same_bits_in_any_company(handle, form)
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.kernels import cpu
 from penstock.engine.kernels.cpu.linear import GgufKind, QuantLinear
 from penstock.engine.kernels.cpu.native import Handle
 from penstock.engine.kernels.cpu.ops import LayoutError
 from penstock.engine.kernels.cpu.tuning import Tuner
+from penstock.engine.kernels.interface import Activation
 
 BASELINES = [isa for isa in ("neon", "avx2") if isa in cpu.isa_choices()]
 ISAS = [("native", 1), ("native", 2), ("generic", 2)]
@@ -241,6 +243,29 @@ def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits:
             else:
                 allowed = (2e-5 if form == "blocks" else 3e-3) * size
             assert (error <= allowed).all(), (columns, depth, rows, (error / allowed).max())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("form", ["digits", *TILE_FORMS])
+def test_a_linear_gates_its_own_outputs(handle: Handle, form: str, activation: Activation) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for ffn, depth in ((48, 96), (33, 64), (160, 576)):
+        weight, bias = torch.randn(2 * ffn, depth, generator=generator) * 0.2, torch.randn(2 * ffn, generator=generator)
+        for given in (None, bias):
+            layer = QuantLinear.from_float(handle, weight, given, bits=4)
+            layer = digits_only(layer) if form == "digits" else on_tiles(layer, form)
+            for rows in (1, 5, 16, 33, 150):
+                x = torch.randn(rows, depth, generator=generator).bfloat16()
+                gate, up = layer(x, torch.float32).chunk(2, dim=-1)
+                act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+                got = layer.gated(x, activation)
+                assert got.dtype is torch.bfloat16
+                torch.testing.assert_close(got.float(), act * up, rtol=0.03, atol=0.03)
+
+
+def test_an_odd_number_of_outputs_cannot_be_gated(handle: Handle) -> None:
+    with pytest.raises(LayoutError, match="halves"):
+        QuantLinear.from_float(handle, torch.ones(3, 32)).gated(torch.ones(1, 32), "silu")
 
 
 @pytest.mark.parametrize("form", ["blocks", "columns"])

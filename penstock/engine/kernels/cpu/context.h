@@ -38,7 +38,7 @@ struct Context {
     Pool pool;
     std::mutex busy;
     std::unique_ptr<Buffer[]> scratch;  // one per thread
-    Buffer shared, tasks, counters;
+    Buffer shared, tasks, counters, ungated;
 };
 
 using Guard = std::lock_guard<std::mutex>;

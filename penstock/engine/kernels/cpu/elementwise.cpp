@@ -2,6 +2,7 @@
 // Invariant: each row is read once and written once; the arithmetic is float32 whatever the storage.
 
 #include "context.h"
+#include "gate.h"
 #include "kv_formats.h"
 #include "tape.h"
 
@@ -65,34 +66,12 @@ PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
     return 1.0f / std::sqrt(squares / float(n) + eps);
 }
 
-PK_INLINE vf silu(vf x) { return quotient(x, splat(1.0f) + vexp(-x)); }
-
-// The tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-PK_INLINE vf gelu(vf x) {
-    const vf twice = splat(-1.5957691216057308f) * x * (splat(1.0f) + splat(0.044715f) * x * x);
-    return quotient(x, splat(1.0f) + vexp(twice));
-}
-
-template <bool GELU, class T>
-void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
-    auto act = [](vf v) { return GELU ? gelu(v) : silu(v); };
-    for (int64_t r = begin; r < end; ++r) {
-        const T *gate = x + r * 2 * ffn, *up = gate + ffn;
-        T* y = out + r * ffn;
-        int64_t i = 0;
-        for (; i + VL <= ffn; i += VL) store(y + i, act(load(gate + i)) * load(up + i));
-        if (int rest = int(ffn - i))
-            store_part(y + i, act(load_part(gate + i, rest)) * load_part(up + i, rest), rest);
-    }
-}
-
-template <bool GELU>
-void gate_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+void gate_mul(Context* ctx, Gate gate, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
     Guard hold(ctx->busy);
     dispatch(dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(rows, grain(4 * ffn), [&](int64_t begin, int64_t end, int) {
-            gate_rows<GELU>(static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
+            gate_rows(gate, static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
         });
     });
 }
@@ -259,11 +238,11 @@ PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const v
 }
 
 PK_API void pk_silu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    gate_mul<false>(ctx, x, out, rows, ffn, dtype);
+    gate_mul(ctx, kSilu, x, out, rows, ffn, dtype);
 }
 
 PK_API void pk_gelu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    gate_mul<true>(ctx, x, out, rows, ffn, dtype);
+    gate_mul(ctx, kGelu, x, out, rows, ffn, dtype);
 }
 
 // 0: done; 1: a position outside the rotary table; 2: a slot outside the cache. Nothing is written then.

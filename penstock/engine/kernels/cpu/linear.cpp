@@ -140,10 +140,37 @@ PK_API void pk_linear_widen(Context* ctx, const uint8_t* weights, uint8_t* out, 
 #endif
 }
 
-PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
-    Guard hold(ctx->busy);
-    const LinearArgs& a = *args;
-    if (a.rows == 0) return;
+namespace {
+
+// Whether the product applies the gate on its way.
+bool gates_itself(const LinearArgs& a) {
+#if defined(PK_AMX)
+    return by_columns(a) && a.columns % kPair == 0;
+#else
+    (void)a;
+    return false;
+#endif
+}
+
+void linear(Context* ctx, const LinearArgs& a);
+
+// By way of both halves, where the gate is not part of the product.
+void linear_then_gate(Context* ctx, const LinearArgs& a) {
+    LinearArgs both = a;
+    both.gate = kNoGate;
+    both.out = ctx->ungated.reserve(size_t(a.rows * a.columns) * (a.out_dtype == 0 ? 4 : 2));
+    linear(ctx, both);
+    const int64_t ffn = a.columns / 2;
+    dispatch(a.out_dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(a.rows, std::max<int64_t>(1, 2048 / ffn), [&](int64_t begin, int64_t end, int) {
+            gate_rows(a.gate, static_cast<const T*>(both.out), static_cast<T*>(a.out), begin, end, ffn);
+        });
+    });
+}
+
+void linear(Context* ctx, const LinearArgs& a) {
+    if (a.gate && !gates_itself(a)) return linear_then_gate(ctx, a);
 #if defined(PK_AMX)
     if (a.wide_form && a.wide_rows > 0 && a.rows >= a.wide_rows && a.dtype == 2) {
         LinearArgs wide = a;
@@ -160,6 +187,13 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     if (a.half_rows > 0 && a.rows >= a.half_rows) return linear_by_half(ctx, a);
 #endif
     linear_by_digits(ctx, a);
+}
+
+}  // namespace
+
+PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
+    Guard hold(ctx->busy);
+    if (args->rows > 0) linear(ctx, *args);
 }
 
 PK_TAPED(pk_linear)

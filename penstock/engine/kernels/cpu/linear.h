@@ -6,6 +6,7 @@
 #pragma once
 
 #include "context.h"
+#include "gate.h"
 #include "dot.h"
 
 struct LinearArgs {
@@ -21,6 +22,7 @@ struct LinearArgs {
     const uint8_t* wide_form;  // the weights in bfloat16, laid out for matrix tiles, or null
     // From how many rows on (0: never): those forms on matrix tiles, blocks there, widened weights there, float16 vectors.
     int64_t column_rows, wide_rows, block_rows, matrix_rows, half_rows;
+    pk::Gate gate;  // with one, half of the columns come out: act(first half) * second half
 };
 
 namespace pk {

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from penstock.engine.kernels.cpu.native import Handle, LinearArgs
 from penstock.engine.kernels.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
+from penstock.engine.kernels.interface import Activation
 
 GgufKind = Literal["Q4_0", "Q4_1", "Q8_0"]
 BLOCK: Final = 32
 _GGUF: Final = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
 """GGUF's number of each block type, and the bytes of one block."""
 
+_GATES: Final[dict[Activation, int]] = {"silu": 1, "gelu_tanh": 2}
+"""As `Gate` in gate.h."""
 _MATRIX_ROWS: Final = 256
 """From this many rows on, widened weights on matrix tiles beat blocks there, about; `Tuner` measures it."""
 
@@ -151,13 +154,22 @@ class QuantLinear:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """[T, in] to [T, out], in the dtype of `x` unless an `out_dtype` says otherwise."""
+        return self._apply(x, out_dtype, self.out_features, gate=0)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """[T, in] to [T, out / 2]: act(first half of the outputs) * second half, which need not be written anywhere."""
+        if self.out_features % 2:
+            raise LayoutError(f"{self.out_features} outputs are not two halves")
+        return self._apply(x, None, self.out_features // 2, gate=_GATES[activation])
+
+    def _apply(self, x: Tensor, out_dtype: torch.dtype | None, width: int, gate: int) -> Tensor:
         need_contiguous(x, "x")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
         if self.watcher is not None:
             self.watcher(x)
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=out_dtype or self.out_dtype or x.dtype)
+        out = torch.empty((rows, width), dtype=out_dtype or self.out_dtype or x.dtype)
         args = LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), rows, self.out_features, self.in_features,
@@ -165,7 +177,7 @@ class QuantLinear:
             None if self.columns is None else self.columns.data_ptr(),
             None if self.column_shrink is None else self.column_shrink.data_ptr(),
             None if self.wide is None else self.wide.data_ptr(),
-            self.column_rows, self.wide_rows, self.block_rows, self.matrix_rows, self.half_rows,
+            self.column_rows, self.wide_rows, self.block_rows, self.matrix_rows, self.half_rows, gate,
         )  # fmt: skip
         self._handle.lib.pk_linear(self._handle.pointer, byref(args))
         return out

@@ -96,11 +96,12 @@ class ColumnProduct {
         return size_t(groups * (column_steps(a.depth) * 2 * kTileBytes + 16 * 4));
     }
     int64_t groups() const { return groups_; }
+    int64_t pairs() const { return a.gate ? tiles() / 2 : (tiles() + 1) / 2; }
 
     // Rows as tiles of digits: [group][step][high, low][16 rows]. The weights from `pair` on are asked for meanwhile.
     void pack(int64_t begin, int64_t end, int64_t pair) const {
-        Ask ask{a.column_form + 2 * pair * column_tile_bytes(a.depth), end_of_form()};
-        ask.last = std::min(ask.last, ask.at + kEarly);
+        const uint8_t *left = tile_of(pair, 0), *right = a.gate ? tile_of(pair, 1) : left + kEarly / 2;
+        Ask ask[2] = {{left, std::min(end_of(0), left + kEarly / 2)}, {right, std::min(end_of(1), right + kEarly / 2)}};
         for (int64_t row = begin; row < end; ++row) {
             uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
             const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
@@ -108,7 +109,8 @@ class ColumnProduct {
             scales_[row] = most < INFINITY ? most / 32512.0f : NAN;
             const float inverse = most > 0 && most < INFINITY ? 32512.0f / most : 0.0f;
             for (int64_t k = 0; k < steps_ * kStep; k += kStep, to += 2 * kTileBytes) {
-                ask.lines(8);
+                ask[0].lines(4);
+                ask[1].lines(4);
                 if (inverse > 0)
                     split(x, k, splat(inverse), to);
                 else
@@ -118,8 +120,7 @@ class ColumnProduct {
     }
 
     template <class O, class Next>
-    void pairs(Next&& next) const {
-        const int64_t tiles = round_up(a.columns, kColumns) / kColumns, stride = column_tile_bytes(a.depth);
+    void multiply(Next&& next) const {
         const int rows = int(std::min<int64_t>(a.rows, 16));
         alignas(64) int32_t sums[2][4 * 16 * kColumns];
         Done done;
@@ -130,11 +131,10 @@ class ColumnProduct {
             for (int64_t first = 0; first < groups_; first += kBlock) {
                 const int64_t last = std::min(groups_, first + kBlock);
                 for (int64_t pair = begin; pair < end; ++pair) {
-                    const uint8_t* left = a.column_form + 2 * pair * stride;
-                    const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
+                    const uint8_t *left = tile_of(pair, 0), *right = tile_of(pair, 1);
                     // What comes later goes to the second-level cache, from which tiles load as fast as they multiply.
-                    Ask ask{left + kFarAhead, first ? left : end_of_form()};
-                    const int lines = int((2 * kTileBytes / 64 + last - first - 1) / (last - first));
+                    Ask ask[2] = {{left + kFarAhead, end_of(0)}, {right + kFarAhead, end_of(1)}};
+                    const int lines = first ? 0 : int((kTileBytes / 64 + last - first - 1) / (last - first));
                     for (int64_t group = first; group < last; ++group) {
                         zero_sums();
                         add<O>(group, left, right, done, ask, lines);
@@ -163,8 +163,15 @@ class ColumnProduct {
         const uint8_t *left = nullptr, *right = nullptr;
     };
 
-    const uint8_t* end_of_form() const {
-        return a.column_form + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
+    int64_t tiles() const { return round_up(a.columns, kColumns) / kColumns; }
+
+    // A pair is two neighbours, the last perhaps the same one twice; or, with a gate, a tile of either half.
+    const uint8_t* tile_of(int64_t pair, int side) const {
+        const int64_t tile = a.gate ? pair + side * (tiles() / 2) : std::min(2 * pair + side, tiles() - 1);
+        return a.column_form + tile * column_tile_bytes(a.depth);
+    }
+    const uint8_t* end_of(int side) const {
+        return a.column_form + (a.gate && side == 0 ? tiles() / 2 : tiles()) * column_tile_bytes(a.depth);
     }
 
     // Rows [from, to) of finished sums as outputs.
@@ -177,6 +184,7 @@ class ColumnProduct {
             const int32_t* at = done.sums + (side * 16 + m) * kColumns;
             return (float_of(at) * splat(256.0f) + float_of(at + 2 * 16 * kColumns)) * (scale[side] * splat(units[m]));
         };
+        if (a.gate) return write_gated<O>(done, from, to, value);
         if constexpr (std::is_same<O, bf16>::value) {
             if (!a.bias && (done.pair + 1) * kPair <= a.columns) {  // a row of both tiles is a cache line
                 bf16* out = static_cast<bf16*>(a.out) + (done.group * 16 + from) * a.columns + done.pair * kPair;
@@ -188,6 +196,20 @@ class ColumnProduct {
         if (from < to)
             write_columns<O>(a, done.group * 16 + from, to - from, done.pair * kPair, kPair,
                              [&](int m, int i) { return value(from + m, i / kColumns); });
+    }
+
+    template <class O, class F>
+    PK_INLINE void write_gated(const Done& done, int from, int to, F&& value) const {
+        const int64_t ffn = a.columns / 2, column = done.pair * kColumns;
+        O* out = static_cast<O*>(a.out) + (done.group * 16 + from) * ffn + column;
+        for (int m = from; m < to; ++m, out += ffn) {
+            vf gate = value(m, 0), up = value(m, 1);
+            if (a.bias) {
+                gate += load(a.bias + column);
+                up += load(a.bias + ffn + column);
+            }
+            store(out, gated(a.gate, gate, up));
+        }
     }
 
     PK_INLINE vf shrunk(const bf16* x, int64_t k) const {
@@ -231,12 +253,13 @@ class ColumnProduct {
     // first-level cache from one group to the next, rows pass through it. What is `done` is written meanwhile: vectors
     // have nothing else to do while tiles are multiplied.
     template <class O>
-    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask& ask,
+    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask (&ask)[2],
                        int lines) const {
         const uint8_t* x = digits_ + group * steps_ * 2 * kTileBytes;
         const int share = int((16 + steps_ - 1) / steps_);
         for (int64_t s = 0; s < steps_; ++s, x += 2 * kTileBytes, left += kTileBytes, right += kTileBytes) {
-            ask.lines(lines);
+            ask[0].lines(lines);
+            ask[1].lines(lines);
             _tile_stream_loadd(4, x, 64);
             _tile_loadd(6, left, 64);
             _tile_dpbssd(0, 4, 6);
@@ -257,13 +280,13 @@ class ColumnProduct {
 
 inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
     const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
-    const int64_t pairs = round_up(a.columns, kPair) / kPair;
+    const int64_t pairs = product.pairs();
     ctx->pool.rows(product.groups() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
         product.pack(begin, end, ctx->pool.share(pairs, t));
     });
     dispatch(a.out_dtype, [&](auto* o) {
         using O = elem<decltype(o)>;
-        ctx->pool.spread(pairs, [&](auto& next, int) { product.pairs<O>(next); });
+        ctx->pool.spread(pairs, [&](auto& next, int) { product.multiply<O>(next); });
     });
 }
 

@@ -64,6 +64,7 @@ class LinearArgs(ctypes.Structure):
         *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
         *((name, c_void_p) for name in ("column_form", "column_shrink", "wide_form")),
         *((name, c_int64) for name in ("column_rows", "wide_rows", "block_rows", "matrix_rows", "half_rows")),
+        ("gate", c_int32),
     )
 
 
