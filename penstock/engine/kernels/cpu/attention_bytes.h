@@ -18,6 +18,14 @@ constexpr int kBytePanels = kPart / 64;  // tiles of weights
 
 inline bool by_byte_groups(const AttentionArgs& a) { return a.cache_dtype == 3 && by_groups(a); }
 
+struct Bytes64 {
+    alignas(64) uint8_t at[64] = {};
+    template <class F>
+    constexpr explicit Bytes64(F&& f) {
+        for (int i = 0; i < 64; ++i) at[i] = uint8_t(f(i));
+    }
+};
+
 template <int LANES>
 class DecodeBytes : private DecodeTask<LANES> {
   public:
@@ -40,6 +48,7 @@ class DecodeBytes : private DecodeTask<LANES> {
     void multiply_keys() {
         for (int i = 0; i < cached.count; i += 4) {
             const int left = cached.count - i;
+            ahead.ask(ahead_keys * std::min(left, 4));
             zero_sums();
             for (int s = 0; s < dim; s += kByteDepth) {
                 _tile_loadd(6, queries + s / 4 * LANES * 8, LANES * 8);
@@ -101,32 +110,53 @@ class DecodeBytes : private DecodeTask<LANES> {
 
   private:
     using DecodeTask<LANES>::a;
-    using DecodeTask<LANES>::next;
+    using DecodeTask<LANES>::ahead;
+    using DecodeTask<LANES>::ahead_keys;
     using DecodeTask<LANES>::cached;
     using DecodeTask<LANES>::group;
     using DecodeTask<LANES>::dim;
 
     void split_queries() {
-        std::memset(queries, 0, size_t(dim) * LANES * 2);
+        float inverse[LANES] = {};
         for (int g = 0; g < group; ++g) {
             const bf16* q = this->query(g);
             vf top = splat(0);
             for (int d = 0; d < dim; d += VL) top = vmax(top, vabs(load(q + d)));
             const float most = hmax(top);
             unit[g] = most / 32512.0f;
-            const vf inverse = splat(most > 0 ? 32512.0f / most : 0.0f);
-            for (int d = 0; d < dim; d += VL) {
-                const vi v = (vi)(load(q + d) * inverse + splat(12582912.0f)) - 0x4b400000;
-                const vi low = ((v + 128) & 255) - 128;
-                alignas(16) uint32_t digit[2][4];
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(digit[0]), _mm512_cvtepi32_epi8((__m512i)((v - low) >> 8)));
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(digit[1]), _mm512_cvtepi32_epi8((__m512i)low));
-                uint32_t* to = reinterpret_cast<uint32_t*>(queries) + d / 4 * LANES * 2 + g;
-                for (int j = 0; j < 4; ++j, to += LANES * 2) {
-                    to[0] = digit[0][j];
-                    to[LANES] = digit[1][j];
+            inverse[g] = most > 0 ? 32512.0f / most : 0.0f;
+        }
+        for (int d = 0; d < dim; d += kByteDepth)
+            PK_UNROLL for (int lane = 0; lane < LANES; lane += 4) {
+                __m512i digits[2][4];
+                PK_UNROLL for (int i = 0; i < 4; ++i) {
+                    digits[0][i] = digits[1][i] = _mm512_setzero_si512();
+                    if (lane + i >= group) continue;
+                    const bf16* q = this->query(lane + i) + d;
+                    __m512i v[4];
+                    PK_UNROLL for (int j = 0; j < 4; ++j)
+                        v[j] = _mm512_cvtps_epi32((__m512)(load(q + j * VL) * splat(inverse[lane + i])));
+                    digits_of(v, &digits[0][i], &digits[1][i]);
                 }
+                uint8_t* const to = queries + d / 4 * LANES * 8 + lane * 4;
+                PK_UNROLL for (int digit = 0; digit < 2; ++digit) put_fours(digits[digit], to + digit * LANES * 4);
             }
+    }
+
+    // Number n of each of four vectors, side by side, to row n.
+    PK_INLINE static void put_fours(const __m512i (&x)[4], uint8_t* to) {
+        const __m512i a0 = _mm512_unpacklo_epi32(x[0], x[1]), a1 = _mm512_unpackhi_epi32(x[0], x[1]);
+        const __m512i b0 = _mm512_unpacklo_epi32(x[2], x[3]), b1 = _mm512_unpackhi_epi32(x[2], x[3]);
+        const __m512i fours[4] = {_mm512_unpacklo_epi64(a0, b0), _mm512_unpackhi_epi64(a0, b0),
+                                  _mm512_unpacklo_epi64(a1, b1), _mm512_unpackhi_epi64(a1, b1)};
+        const auto put = [&](int n, __m128i four) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + n * LANES * 8), four);
+        };
+        PK_UNROLL for (int j = 0; j < 4; ++j) {
+            put(j, _mm512_extracti32x4_epi32(fours[j], 0));
+            put(4 + j, _mm512_extracti32x4_epi32(fours[j], 1));
+            put(8 + j, _mm512_extracti32x4_epi32(fours[j], 2));
+            put(12 + j, _mm512_extracti32x4_epi32(fours[j], 3));
         }
     }
 
@@ -160,12 +190,12 @@ class DecodeBytes : private DecodeTask<LANES> {
         const vf inverse = splat(largest > 0 ? 65535.0f / largest : 0.0f);
         // Packing four vectors of integers to bytes leaves number 4 k + j of vector v in byte 16 k + 4 v + j.
         constexpr int kRun = 64 / LANES;  // keys of a vector of bytes
-        alignas(64) uint8_t turn[64], rows[64];
-        for (int i = 0; i < 64; ++i) {
+        static constexpr Bytes64 kTurn([](int i) {
             const int number = i % kRun * LANES + i / kRun;
-            turn[i] = uint8_t(number % 16 / 4 * 16 + number / 16 * 4 + number % 4);
-        }
-        const __m512i turned = _mm512_load_si512(turn), byte = _mm512_set1_epi16(255);
+            return number % 16 / 4 * 16 + number / 16 * 4 + number % 4;
+        });
+        alignas(64) uint8_t rows[64];
+        const __m512i turned = _mm512_load_si512(kTurn.at), byte = _mm512_set1_epi16(255);
         std::memset(weights, 0, size_t((cached.count + 3) / 4) * kTileBytes);
         vf total = splat(0);
         for (int i = 0; i < cached.count; ++i) {
@@ -202,6 +232,7 @@ class DecodeBytes : private DecodeTask<LANES> {
     // 64 numbers of 16 values as rows of four right-hand tiles, by fours of tokens.
     void interleave(int i, int d, uint8_t* to) {
         const uint8_t* row = cached.values[i] + d;
+        const int lines = d == 0 ? ahead.share(13, 4) : 0;
         PK_UNROLL for (int quad = 0; quad < 4; ++quad, row += 4 * dim, to += 64) {
             const __m512i r0 = _mm512_loadu_si512(row), r1 = _mm512_loadu_si512(row + dim);
             const __m512i r2 = _mm512_loadu_si512(row + 2 * dim), r3 = _mm512_loadu_si512(row + 3 * dim);
@@ -211,7 +242,7 @@ class DecodeBytes : private DecodeTask<LANES> {
             _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi16(x, z));
             _mm512_store_si512(to + 2 * kTileBytes, _mm512_unpacklo_epi16(y, w));
             _mm512_store_si512(to + 3 * kTileBytes, _mm512_unpackhi_epi16(y, w));
-            if (next && d == 0) next->ask_values(i, quad, 4);
+            ahead.ask(lines);
         }
     }
 

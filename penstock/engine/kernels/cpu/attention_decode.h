@@ -275,6 +275,10 @@ inline void merge_parts(const AttentionArgs& a, const Task& task, float* partial
     const int64_t token = a.query_starts[task.sequence];
     for (int g = 0; g < group; ++g) {
         float* first = partials + g * stride;
+        if (parts == 1) {
+            store_outputs(a, token, task.kv_head * group + g, first, 1.0f / first[width + 1]);
+            continue;
+        }
         const int64_t step = int64_t(group) * stride;
         float max = -INFINITY, total = 0;
         for (int p = 0; p < parts; ++p) max = std::max(max, first[p * step + width]);

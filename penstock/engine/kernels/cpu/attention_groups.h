@@ -31,19 +31,24 @@ struct TokenGroups {
     int count = 0, bytes = 0;  // bytes of a group's keys, and of its values
 
     void find(const AttentionArgs& a, const Task& task) {
-        const int32_t* table = a.block_tables + a.rows[task.sequence] * a.table_stride;
         const int number = a.cache_dtype == 3 ? 1 : 2;
         bytes = kTileGroup * a.head_dim * number;
         count = 0;
-        for (int key = task.begin / kTileGroup * kTileGroup; key < task.end; key += kTileGroup, ++count) {
-            const int64_t block = table[key / a.block_size], offset = key % a.block_size;
+        const int first = task.begin / kTileGroup * kTileGroup;
+        const int32_t* block = a.block_tables + a.rows[task.sequence] * a.table_stride + first / a.block_size;
+        int offset = first % a.block_size;
+        for (int key = first; key < task.end; key += kTileGroup, ++count) {
             keys[count] = static_cast<const uint8_t*>(a.k_cache) +
-                          (block * a.k_block_stride + task.kv_head * a.k_head_stride + offset * a.head_dim) * number;
+                          (*block * a.k_block_stride + task.kv_head * a.k_head_stride + offset * a.head_dim) * number;
             values[count] = static_cast<const uint8_t*>(a.v_cache) +
-                            (block * a.v_block_stride + task.kv_head * a.v_head_stride + offset * a.head_dim) * number;
-            const int64_t scale = (block * a.kv_heads + task.kv_head) * a.block_size + offset;
+                            (*block * a.v_block_stride + task.kv_head * a.v_head_stride + offset * a.head_dim) * number;
+            const int64_t scale = (int64_t(*block) * a.kv_heads + task.kv_head) * a.block_size + offset;
             key_scales[count] = static_cast<const bf16*>(a.k_scales) + scale;
             value_scales[count] = static_cast<const bf16*>(a.v_scales) + scale;
+            if ((offset += kTileGroup) == a.block_size) {
+                offset = 0;
+                ++block;
+            }
         }
         if (number == 1)
             for (int i = 0; i < count; ++i) {
@@ -51,18 +56,46 @@ struct TokenGroups {
                 __builtin_prefetch(value_scales[i], 0, 2);
             }
     }
+};
 
-    // A core has only so many reads under way, and one that asks for more stands still until they are done: a few lines
-    // at a time, in step with the work. Part `turn` of `turns` of a group.
-    PK_INLINE void ask_keys(int i, int turn, int turns) const { ask(keys, i, turn, turns); }
-    PK_INLINE void ask_values(int i, int turn, int turns) const { ask(values, i, turn, turns); }
+// The keys and values of a task that comes later, asked for a few lines at a time in step with the work: a core has only
+// so many reads under way, and one that asks for more stands still until they are done.
+class Ahead {
+  public:
+    Ahead() = default;
+    explicit Ahead(const TokenGroups* of) : of_(of), lines_(of ? of->bytes / 64 : 0) {}
+
+    // A step of the work that has `calls` occasions for each group of tokens is to ask for `parts` of 32 of all lines:
+    // how many on each.
+    int share(int parts, int calls) const { return (2 * lines_ * parts + 32 * calls - 1) / (32 * calls); }
+
+    PK_INLINE void ask(int count) {
+        while (count > 0 && of_) {
+            if (left_ == 0 && !open_group()) return;
+            const int now = std::min(count, left_);
+            for (int i = 0; i < now; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
+            at_ += 64 * now;
+            left_ -= now;
+            count -= now;
+        }
+    }
 
   private:
-    PK_INLINE void ask(const uint8_t* const (&from)[kGroups], int i, int turn, int turns) const {
-        if (i >= count) return;
-        for (int at = bytes * turn / turns; at < bytes * (turn + 1) / turns; at += 64)
-            __builtin_prefetch(from[i] + at, 0, 2);
+    bool open_group() {
+        const int keys = of_->count;
+        if (group_ == 2 * keys) {
+            of_ = nullptr;
+            return false;
+        }
+        at_ = group_ < keys ? of_->keys[group_] : of_->values[group_ - keys];
+        left_ = lines_;
+        ++group_;
+        return true;
     }
+
+    const TokenGroups* of_ = nullptr;
+    const uint8_t* at_ = nullptr;
+    int lines_ = 0, left_ = 0, group_ = 0;
 };
 
 template <int LANES>
@@ -71,10 +104,12 @@ class DecodeTask {
     void open(const AttentionArgs& args, const Task& task_, const TokenGroups* following) {
         a = &args;
         task = &task_;
-        next = following;
         group = a->heads / a->kv_heads;
         dim = a->head_dim;
         cached.find(*a, task_);
+        ahead = Ahead(following);  // by the time that its steps take: keys 7, scores 12, values 13
+        ahead_keys = ahead.share(7, 1);
+        ahead_scores = ahead.share(12, LANES);
     }
 
     const bf16* query(int g) const {
@@ -101,7 +136,7 @@ class DecodeTask {
     // Scores [key][lane] as score(i, j) gives them, vector j of group i; keys that are not there get none. The largest of
     // every lane, in all its places.
     template <class F>
-    PK_INLINE vf keep_scores(float* scores, F&& score) const {
+    PK_INLINE vf keep_scores(float* scores, F&& score) {
         vf top = splat(kUnseen);
         for (int i = 0; i < cached.count; ++i) {
             const __mmask16 seen = there(i);
@@ -112,7 +147,7 @@ class DecodeTask {
                 if (seen != 0xffff) x = vmin(x, by_key(limit, j));
                 store(scores + (i * LANES + j) * VL, x);
                 top = vmax(top, x);
-                if (next) next->ask_keys(i, j, LANES);
+                ahead.ask(ahead_scores);
             }
         }
         return across_keys(top, LANES, [](vf x, vf y) { return vmax(x, y); });
@@ -130,9 +165,9 @@ class DecodeTask {
 
     const AttentionArgs* a;
     const Task* task;
-    const TokenGroups* next;  // what this thread will probably need then, or null
     TokenGroups cached;
-    int group, dim;
+    Ahead ahead;  // what this thread will probably need then
+    int group, dim, ahead_keys, ahead_scores;
 };
 
 // Several tasks, those after next in `following`. partial(i): where the result of tasks[i] goes.

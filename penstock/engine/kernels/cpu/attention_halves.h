@@ -40,6 +40,7 @@ class DecodeHalves : private DecodeTask<LANES> {
     void multiply_keys() {
         for (int i = 0; i < cached.count; i += 4) {
             const int left = cached.count - i;
+            ahead.ask(ahead_keys * std::min(left, 4));
             zero_sums();
             for (int s = 0; s < dim; s += 32) {
                 _tile_loadd(6, queries + s / 2 * LANES * 4, LANES * 4);
@@ -125,7 +126,8 @@ class DecodeHalves : private DecodeTask<LANES> {
 
   private:
     using DecodeTask<LANES>::a;
-    using DecodeTask<LANES>::next;
+    using DecodeTask<LANES>::ahead;
+    using DecodeTask<LANES>::ahead_keys;
     using DecodeTask<LANES>::cached;
     using DecodeTask<LANES>::group;
     using DecodeTask<LANES>::dim;
@@ -144,13 +146,14 @@ class DecodeHalves : private DecodeTask<LANES> {
         const auto load_row = [&](int token, int half) {
             return seen >> token & 1 ? _mm512_loadu_si512(row + token * dim * 2 + half * 64) : _mm512_setzero_si512();
         };
+        const int lines = d == 0 ? ahead.share(13, 8) : 0;
         PK_UNROLL for (int pair = 0; pair < 8; ++pair, to += 64) {
             PK_UNROLL for (int half = 0; half < 2; ++half) {
                 const __m512i x = load_row(2 * pair, half), y = load_row(2 * pair + 1, half);
                 _mm512_store_si512(to + 2 * half * kTileBytes, _mm512_unpacklo_epi16(x, y));
                 _mm512_store_si512(to + (2 * half + 1) * kTileBytes, _mm512_unpackhi_epi16(x, y));
             }
-            if (next && d == 0) next->ask_values(i, pair, 8);
+            ahead.ask(lines);
         }
     }
 

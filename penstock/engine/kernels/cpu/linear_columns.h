@@ -231,15 +231,10 @@ class ColumnProduct {
         __m512i v[4];
         PK_UNROLL for (int i = 0; i < 4; ++i)
             v[i] = k + i * VL < a.depth ? _mm512_cvtps_epi32((__m512)(shrunk(x, k + i * VL) * inverse)) : _mm512_setzero_si512();
-        // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
-        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        const __m512i near = _mm512_packs_epi32(v[0], v[1]), far = _mm512_packs_epi32(v[2], v[3]);
-        const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
-        const __m512i high = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(near, half), 8),
-                                                _mm512_srai_epi16(_mm512_add_epi16(far, half), 8));
-        const __m512i low = _mm512_packus_epi16(_mm512_and_si512(near, byte), _mm512_and_si512(far, byte));
-        _mm512_store_si512(to, _mm512_permutexvar_epi32(order, high));
-        _mm512_store_si512(to + kTileBytes, _mm512_permutexvar_epi32(order, low));
+        __m512i high, low;
+        digits_of(v, &high, &low);
+        _mm512_store_si512(to, high);
+        _mm512_store_si512(to + kTileBytes, low);
     }
 
     PK_INLINE static void clear(uint8_t* to) {

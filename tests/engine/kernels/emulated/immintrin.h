@@ -235,6 +235,10 @@ PK_COMPARE(_mm512_cmpneq_ps_mask, __m512, float, !=)
 
 // ---- order -----------------------------------------------------------------------------------------------
 
+inline __m128i _mm512_extracti32x4_epi32(__m512i v, int part) {
+    const emulated::Lanes<uint32_t, __m512i> a(v);
+    return emulated::each<uint32_t, __m128i>([&](int i) { return a.at[part * 4 + i]; });
+}
 inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i v) {
     const emulated::Lanes<uint16_t, __m512i> at(index), a(v);
     return emulated::each<uint16_t, __m512i>([&](int i) { return a.at[at.at[i] & 31]; });
