@@ -107,10 +107,10 @@ class Pool {
         });
     }
 
-    // The same, in pieces of which every thread has a few.
+    // The same, in pieces small enough that nobody waits long for the last one, on a core that others use too.
     template <class F>
     void spread(int64_t rows, F&& body) {
-        spread(rows, std::max<int64_t>(1, rows / (int64_t(threads()) * 4)), std::forward<F>(body));
+        spread(rows, std::max<int64_t>(1, rows / (int64_t(threads()) * 8)), std::forward<F>(body));
     }
 
   private:
