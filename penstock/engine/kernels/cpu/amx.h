@@ -58,6 +58,14 @@ PK_INLINE void store_pairs(uint8_t* to, __m512 low, __m512 high) {
     _mm512_store_si512(to, _mm512_permutexvar_epi16(order, both));
 }
 
+// What comes back of a number that is written as O.
+template <class O>
+PK_INLINE vf as_stored(vf x) {
+    if constexpr (!std::is_same<O, bf16>::value) return x;
+    const vi bits = (vi)x;
+    return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & int(0xffff0000));
+}
+
 // 64 numbers of 16 bits in two int8 digits each, n = 256 high + low.
 PK_INLINE void digits_of(const __m512i (&numbers)[4], __m512i* high, __m512i* low) {
     // Packing takes four numbers of every vector in turn: `order` puts them back in their places.

@@ -198,6 +198,7 @@ class ColumnProduct {
                              [&](int m, int i) { return value(from + m, i / kColumns); });
     }
 
+    // As if both halves had been written first, to the bit: the product that does without this gives the same numbers.
     template <class O, class F>
     PK_INLINE void write_gated(const Done& done, int from, int to, F&& value) const {
         const int64_t ffn = a.columns / 2, column = done.pair * kColumns;
@@ -208,7 +209,7 @@ class ColumnProduct {
                 gate += load(a.bias + column);
                 up += load(a.bias + ffn + column);
             }
-            store(out, gated(a.gate, gate, up));
+            store(out, gated(a.gate, as_stored<O>(gate), as_stored<O>(up)));
         }
     }
 
