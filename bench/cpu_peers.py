@@ -210,6 +210,8 @@ def main() -> None:
                         figure = peer.run(workload, vocabulary, turn)
                     if turn:
                         peer.figures.setdefault(name, []).append(figure)
+            medians = ", ".join(f"{p.name} {report.number(statistics.median(p.figures[name]))}" for p in running)
+            console.print(f"{name}, {workload.unit}: {medians}", style="dim")  # a run cut short has shown something
     finally:
         for peer in running:
             peer.stop()
