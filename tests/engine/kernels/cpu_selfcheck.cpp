@@ -7,31 +7,23 @@
 #include <vector>
 
 #include "attention.h"
+#include "linear.h"
 
 using namespace pk;
 
-struct RopeArgs {
+struct RopeArgs {  // as in elementwise.cpp
     void* qkv;
     const float* cos_sin;
     const int64_t *positions, *slots;
     void *k_cache, *v_cache, *k_scales, *v_scales;
     const void *q_norm, *k_norm;
+    const float *centre, *stretch;
     int64_t tokens, max_positions, num_slots;
     int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
     int32_t heads, kv_heads, head_dim, block_size;
+    int32_t rotary;
     int32_t dtype, cache_dtype, norm_dtype;
     float eps;
-};
-
-struct LinearArgs {
-    const void* x;
-    const uint8_t* weights;
-    const float* bias;
-    void* out;
-    int64_t rows, columns, depth;
-    int32_t bits, dtype, out_dtype, digits, matrix_rows;
-    const uint8_t* matrix;
-    int64_t half_rows;
 };
 
 PK_API Context* pk_create(int, int);
@@ -135,7 +127,7 @@ static void check_attention(Context* ctx, int dtype, int cache_dtype, int dim, i
     const float scale = 1 / std::sqrt(float(dim));
     AttentionArgs a{q.bytes.data(), out.bytes.data(), k.bytes.data(), v.bytes.data(), nullptr, nullptr,
                     starts.data(), contexts.data(), rows.data(), tables.data(), heads * dim, span, block_stride, head_stride, block_stride, head_stride,
-                    3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, scale, 0};
+                    3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, 0, scale, 0};
     pk_attention(ctx, &a);
     double error = 0;
     for (int s = 0; s < 3; ++s)
@@ -176,7 +168,7 @@ static void check_rope(Context* ctx, int dtype) {
         }
     const int64_t positions[] = {0, 4, 9}, slots[] = {17, 33, 50};
     RopeArgs a{qkv.bytes.data(), table.data(), positions, slots, k.bytes.data(), v.bytes.data(), nullptr, nullptr,
-               nullptr, nullptr, tokens, 10, 64, 16 * dim, 16 * dim, 16 * dim, 16 * dim, heads, kv_heads, dim, 16, dtype, dtype, 0, 1e-6f};
+               nullptr, nullptr, nullptr, nullptr, tokens, 10, 64, 16 * dim, 16 * dim, 16 * dim, 16 * dim, heads, kv_heads, dim, 16, dim, dtype, dtype, 0, 1e-6f};
     double error = pk_rope_and_cache(ctx, &a);
     for (int t = 0; t < tokens; ++t)
         for (int h = 0; h < heads + kv_heads; ++h)
@@ -218,7 +210,9 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
     std::vector<float> x(size_t(rows) * depth), y(size_t(rows) * columns, NAN), bias(columns);
     for (size_t i = 0; i < x.size(); ++i) x[i] = (i % 32 == 5 ? 127.0f : float(int(rng() % 255) - 127)) / 64;
     for (float& v : bias) v = normal();
-    LinearArgs a{x.data(), aligned, bias.data(), y.data(), rows, columns, depth, bits, 0, 0, digits, 0, nullptr, 0};
+    LinearArgs a{};
+    a.x = x.data(), a.weights = aligned, a.bias = bias.data(), a.out = y.data();
+    a.rows = rows, a.columns = columns, a.depth = depth, a.bits = bits, a.digits = digits;
     pk_linear(ctx, &a);
     for (int r = 0; r < rows; ++r)
         for (int n = 0; n < columns; ++n) {
