@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import Activation
-
 
 class Linear(Protocol):
     """A weight matrix ready to be applied to packed tokens [T, in] -> [T, out]."""
@@ -40,15 +38,6 @@ class FusedLinear(Protocol):
         gated: bool = False,
     ) -> Tensor:
         """Normalize `x`, multiply, apply silu(gate) * up, add into `residual` in place: what is asked for."""
-        ...
-
-
-@runtime_checkable
-class GatedLinear(Linear, Protocol):
-    """A linear that gates its own outputs, gate and up one behind the other, before they are written."""
-
-    def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """act(gate) * up, half as wide as the linear's outputs."""
         ...
 
 

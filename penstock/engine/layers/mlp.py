@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from penstock.engine.kernels.interface import Activation, ActivationOps
-from penstock.engine.layers.linear import GatedLinear, Linear
+from penstock.engine.layers.linear import Linear
 
 
 class Mlp(Protocol):
@@ -50,8 +51,9 @@ class GatedMlp:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
-        if isinstance(self.gate_up, GatedLinear):
-            return self.down(self.gate_up.gated(x, self.activation))
+        in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
+        if in_place is not None:  # a linear that gates its outputs before it writes them
+            return self.down(in_place(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 
 

@@ -66,16 +66,6 @@ PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
     return 1.0f / std::sqrt(squares / float(n) + eps);
 }
 
-void gate_mul(Context* ctx, Gate gate, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    Guard hold(ctx->busy);
-    dispatch(dtype, [&](auto* t) {
-        using T = elem<decltype(t)>;
-        ctx->pool.rows(rows, grain(4 * ffn), [&](int64_t begin, int64_t end, int) {
-            gate_rows(gate, static_cast<const T*>(x), static_cast<T*>(out), begin, end, ffn);
-        });
-    });
-}
-
 template <class T, class O>
 PK_INLINE void convert(const T* x, O* out, int n) {
     int i = 0;
@@ -238,11 +228,13 @@ PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const v
 }
 
 PK_API void pk_silu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    gate_mul(ctx, kSilu, x, out, rows, ffn, dtype);
+    Guard hold(ctx->busy);
+    gate_all(ctx, kSilu, x, out, rows, ffn, dtype);
 }
 
 PK_API void pk_gelu_mul(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
-    gate_mul(ctx, kGelu, x, out, rows, ffn, dtype);
+    Guard hold(ctx->busy);
+    gate_all(ctx, kGelu, x, out, rows, ffn, dtype);
 }
 
 // 0: done; 1: a position outside the rotary table; 2: a slot outside the cache. Nothing is written then.

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "context.h"
 #include "simd.h"
 
 namespace pk {
@@ -32,9 +33,15 @@ void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
     }
 }
 
-template <class T>
-void gate_rows(Gate gate, const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
-    gate == kGelu ? gate_rows<true>(x, out, begin, end, ffn) : gate_rows<false>(x, out, begin, end, ffn);
+inline void gate_all(Context* ctx, Gate gate, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, std::max<int64_t>(1, 2048 / ffn), [&](int64_t begin, int64_t end, int) {
+            const T* from = static_cast<const T*>(x);
+            T* to = static_cast<T*>(out);
+            gate == kGelu ? gate_rows<true>(from, to, begin, end, ffn) : gate_rows<false>(from, to, begin, end, ffn);
+        });
+    });
 }
 
 }  // namespace pk

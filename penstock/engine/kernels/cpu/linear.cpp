@@ -160,13 +160,7 @@ void linear_then_gate(Context* ctx, const LinearArgs& a) {
     both.gate = kNoGate;
     both.out = ctx->ungated.reserve(size_t(a.rows * a.columns) * (a.out_dtype == 0 ? 4 : 2));
     linear(ctx, both);
-    const int64_t ffn = a.columns / 2;
-    dispatch(a.out_dtype, [&](auto* t) {
-        using T = elem<decltype(t)>;
-        ctx->pool.rows(a.rows, std::max<int64_t>(1, 2048 / ffn), [&](int64_t begin, int64_t end, int) {
-            gate_rows(a.gate, static_cast<const T*>(both.out), static_cast<T*>(a.out), begin, end, ffn);
-        });
-    });
+    gate_all(ctx, a.gate, both.out, a.out, a.rows, a.columns / 2, a.out_dtype);
 }
 
 void linear(Context* ctx, const LinearArgs& a) {

@@ -112,7 +112,7 @@ class MatrixProduct {
 };
 
 inline void linear_by_matrix(Context* ctx, const LinearArgs& a) {
-    if (a.bits == 16 && a.rows > 32) return linear_by_wide(ctx, a, a.weights);
+    if (a.bits == 16 && a.rows > 32) return linear_by_wide(ctx, a);
     const MatrixProduct product(a, static_cast<uint8_t*>(ctx->shared.reserve(MatrixProduct::packed_bytes(a))));
     if (MatrixProduct::packs(a))
         ctx->pool.rows(round_up(a.rows, 32) / 16, 4, [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });

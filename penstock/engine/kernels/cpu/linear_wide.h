@@ -12,9 +12,8 @@ namespace pk {
 
 class WideProduct {
   public:
-    WideProduct(const LinearArgs& args, const uint8_t* weights, void* packed)
+    WideProduct(const LinearArgs& args, void* packed)
         : a(args),
-          weights_(weights),
           blocks_(a.depth / kDepth),
           groups_((a.rows + 31) / 32),
           packed_(static_cast<uint8_t*>(packed)) {}
@@ -43,9 +42,9 @@ class WideProduct {
             for (int64_t first = 0; first < groups_; first += kBlock) {
                 const int64_t last = std::min(groups_, first + kBlock);
                 for (int64_t pair = begin; pair < end; ++pair) {
-                    const uint8_t* left = weights_ + 2 * pair * stride;
+                    const uint8_t* left = a.weights + 2 * pair * stride;
                     const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
-                    Ask ask{left + kFarAhead, first ? left : weights_ + tiles * stride};
+                    Ask ask{left + kFarAhead, first ? left : a.weights + tiles * stride};
                     const int lines = int((2 * kTileBytes / 64 + last - first - 1) / (last - first));
                     for (int64_t group = first; group < last; ++group) {
                         zero_sums();
@@ -99,13 +98,12 @@ class WideProduct {
     }
 
     const LinearArgs& a;
-    const uint8_t* const weights_;
     const int64_t blocks_, groups_;
     uint8_t* const packed_;
 };
 
-inline void linear_by_wide(Context* ctx, const LinearArgs& a, const uint8_t* weights) {
-    const WideProduct product(a, weights, ctx->shared.reserve(WideProduct::packed_bytes(a)));
+inline void linear_by_wide(Context* ctx, const LinearArgs& a) {
+    const WideProduct product(a, ctx->shared.reserve(WideProduct::packed_bytes(a)));
     ctx->pool.rows(round_up(a.rows, 32), std::max<int64_t>(1, 16384 / a.depth),
                    [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
     dispatch(a.out_dtype, [&](auto* o) {
