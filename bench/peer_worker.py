@@ -180,19 +180,25 @@ class _Batched(ABC):
 
 
 class Vllm(_Batched):
-    """vLLM's CPU build. It reads folders of safetensors, not GGUF files."""
+    """vLLM's CPU build. It reads folders of safetensors, not GGUF files.
+
+    As quick as it gets for token ids: without a second process, without text. Its own advice (preload libiomp and
+    tcmalloc, bind threads with VLLM_CPU_OMP_THREADS_BIND) is left to the environment.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         import vllm
 
         self.sampling: Callable[..., Any] = vllm.SamplingParams
         self.llm = vllm.LLM(
             settings["folder"], dtype="bfloat16", max_num_seqs=settings["slots"], max_model_len=settings["context"],
-            enable_prefix_caching=False, disable_log_stats=False,
+            enable_prefix_caching=False, disable_log_stats=False, skip_tokenizer_init=True,
         )  # fmt: skip
 
     def generate(self, prompts: Sequence[Prompt], output: int) -> list[float]:
-        sampling = self.sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
+        sampling = self.sampling(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False)
         answers = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [answer.metrics.first_token_latency for answer in answers if answer.metrics is not None]
 

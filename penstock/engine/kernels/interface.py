@@ -125,14 +125,15 @@ class ActivationOps(Protocol):
     """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
     activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
-        """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Any:
+        """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor, of `dtype` (None:
+        that of `x`) where it is a plain one."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
     ) -> Any:
-        """`residual += x` in place, then `rms_norm(residual)`; returns a new tensor (may reuse `x`).
+        """`residual += x` in place, then `rms_norm(residual)` in the dtype of `x`; a new tensor (may reuse `x`).
 
         With `x_weight`, what is added is `rms_norm(x, x_weight)`.
         """
@@ -151,8 +152,15 @@ class Ops(ActivationOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     name: str
+    wide_stream: bool
+    """Whether the residual stream is kept in float32 whatever the activations are: it is added to twice a layer, and
+    every addition in 16 bits would round away a part of what the layers before it said."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def widen(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] in float32; a new tensor."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None

@@ -26,25 +26,29 @@ from penstock.engine.kernels.interface import (
 from penstock.engine.kernels.noise import gumbel
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * weight.float()).to(x.dtype)
+    return (wide * weight.float()).to(dtype or x.dtype)
 
 
 class ReferenceOps:
     """See `Ops`."""
 
     name = "reference"
+    wide_stream = True
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _rms(x, weight, eps)
+    def widen(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return _rms(x, weight, eps, dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
     ) -> Tensor:
         residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
-        return _rms(residual, weight, eps)
+        return _rms(residual, weight, eps, x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

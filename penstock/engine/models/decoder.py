@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -70,7 +71,7 @@ class Decoder:
         if residual.shape[0] <= self.fused_up_to:
             return self._run_fused(residual, batch, kv)
         ops, inner, eps = self.ops, self.inner, self.config.rms_eps
-        x = inner.rms_norm(residual, self.layers[0].input_norm, eps)
+        x = inner.rms_norm(residual, self.layers[0].input_norm, eps, self.embedding.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             x = layer.output(self._attend(layer, layer.qkv(x), batch, kv.layers[index]))
@@ -92,7 +93,14 @@ class Decoder:
         return self.ops.rms_norm(residual, self.final_norm, eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.embedding)
+        """The residual stream as it begins."""
+        embedded = F.embedding(token_ids, self.embedding)
+        return embedded if self.stream_dtype is embedded.dtype else self.ops.widen(embedded)
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual stream; activations have the embedding's."""
+        return torch.float32 if self.ops.wide_stream else self.embedding.dtype
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, batch: AttentionBatch, kv: LayerCache) -> Tensor:
         scales = kv.scales or layer.kv_scales

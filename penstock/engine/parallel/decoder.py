@@ -42,7 +42,7 @@ class Stage:
         else:
             assert ring is not None
             shape = len(token_ids), self.decoder.config.hidden_size
-            empty = torch.empty(shape, dtype=self.decoder.embedding.dtype, device=kv.device)
+            empty = torch.empty(shape, dtype=self.decoder.stream_dtype, device=kv.device)
             stream = ring.receive(empty, place.stage - 1)
         hidden = self.decoder.run(stream, batch, kv)
         if ring is None:

@@ -30,7 +30,7 @@ PK_API Context* pk_create(int, int);
 PK_API void pk_destroy(Context*);
 PK_API const char* pk_isa();
 PK_API void pk_add_rms_norm(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t, float, int,
-                            int);
+                            int, int);
 PK_API void pk_silu_mul(Context*, const void*, void*, int64_t, int64_t, int);
 PK_API int pk_rope_and_cache(Context*, const RopeArgs*);
 PK_API void pk_attention(Context*, const AttentionArgs*);
@@ -88,7 +88,7 @@ static void check_elementwise(Context* ctx, int dtype) {
     Stored x(dtype, rows * n), residual(dtype, rows * n), weight(dtype, n), out(dtype, rows * n);
     Stored before = residual;
     pk_add_rms_norm(ctx, x.bytes.data(), residual.bytes.data(), weight.bytes.data(), nullptr, out.bytes.data(), rows, n,
-                    1e-5f, dtype, dtype);
+                    1e-5f, dtype, 0, dtype);
     double error = 0;
     for (int r = 0; r < rows; ++r) {
         double squares = 0;

@@ -59,6 +59,31 @@ def test_norms_and_gate_match_the_reference(ops: CpuOps, dtype: torch.dtype) -> 
         close(ops.gelu_mul(gate_up), reference.gelu_mul(wide).to(dtype), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stream_in_float32_beside_narrow_activations(ops: CpuOps, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference = ReferenceOps()
+    for rows, width in ((1, 8), (3, 50), (70, 576)):
+        x, weight, x_weight = torch.randn(rows, width).to(dtype), torch.randn(width), torch.randn(width)
+        ours = ops.widen(x)
+        assert ours.dtype is torch.float32 and torch.equal(ours, x.float())
+        theirs = ours.clone()
+        normed = ops.rms_norm(ours, weight, 1e-5, dtype)
+        assert normed.dtype is dtype
+        close(normed, reference.rms_norm(theirs, weight, 1e-5, dtype), dtype)
+        for _ in range(3):  # what is added is less than a step of `dtype` at this size, and must not get lost
+            actual = ops.add_rms_norm(x / 4096, ours, weight, 1e-5)
+            expected = reference.add_rms_norm(x / 4096, theirs, weight, 1e-5)
+            assert torch.equal(ours, theirs) and not torch.equal(ours, x.float())
+            assert actual.dtype is dtype
+            close(actual, expected, dtype)
+        ops.add_rms_norm(x, ours, weight, 1e-5, x_weight)
+        reference.add_rms_norm(x.float(), theirs, weight, 1e-5, x_weight)
+        close(ours, theirs, torch.float32)
+    with pytest.raises(LayoutError, match="does not go with"):
+        ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8, dtype=dtype), torch.ones(8), 1e-5)
+
+
 def test_gate_survives_extreme_values(ops: CpuOps) -> None:
     gate = torch.tensor([[-1e4, -200.0, -88.5, 0.0, 88.5, 200.0, 1e4, 1.0]])
     out = ops.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))

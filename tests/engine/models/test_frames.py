@@ -57,6 +57,18 @@ def test_what_tokens_have_in_common_is_taken_away_where_turning_leaves_it(layer)
     assert (widths.amax(-1) / widths.amin(-1) < 0.5 * keys.abs().amax(0).amax(-1) / keys.abs().amax(0).amin(-1)).all()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_a_frame_does_not_depend_on_how_long_contexts_may_get(layer, factor: float) -> None:  # type: ignore[no-untyped-def]
+    keys, _ = some_keys(table(64, factor))
+    whole = frames.key_frame(keys, replace(layer, cos_sin=table(4096, factor)))
+    for positions in (64, 512, 2048):
+        short = frames.key_frame(keys, replace(layer, cos_sin=table(positions, factor)))
+        torch.testing.assert_close(short.centre, whole.centre)
+        torch.testing.assert_close(short.stretch, whole.stretch)
+    turns = table(2048, factor).mean(0)
+    torch.testing.assert_close(frames._mean_turn(table(64, factor)), turns, rtol=1e-3, atol=1e-4)
+
+
 def test_with_a_soft_cap_scores_do_not_move(layer) -> None:  # type: ignore[no-untyped-def]
     capped = replace(layer, heads=replace(layer.heads, softcap=30.0))
     keys, _ = some_keys(layer.cos_sin[:64])

@@ -14,8 +14,8 @@ constexpr int64_t kGrainElements = 8192;  // below this much work per piece, wak
 
 int64_t grain(int64_t width) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(width, 1)); }
 
-template <class T>
-PK_INLINE void scale_row(const T* x, const float* weight, T* out, int64_t n, float factor) {
+template <class T, class O>
+PK_INLINE void scale_row(const T* x, const float* weight, O* out, int64_t n, float factor) {
     int64_t i = 0;
     for (; i + VL <= n; i += VL) store(out + i, load(x + i) * splat(factor) * load(weight + i));
     if (int rest = int(n - i))
@@ -42,8 +42,8 @@ PK_INLINE float square_sum(const T* x, int64_t n) {
     return hsum(a + b);
 }
 
-template <class T>
-PK_INLINE void add_row(T* residual, const T* x, int64_t n) {
+template <class R, class T>
+PK_INLINE void add_row(R* residual, const T* x, int64_t n) {
     int64_t i = 0;
     for (; i + VL <= n; i += VL) store(residual + i, load(residual + i) + load(x + i));
     if (int rest = int(n - i))
@@ -51,8 +51,8 @@ PK_INLINE void add_row(T* residual, const T* x, int64_t n) {
 }
 
 // residual += x * factor * weight.
-template <class T>
-PK_INLINE void add_scaled_row(T* residual, const T* x, const float* weight, int64_t n, float factor) {
+template <class R, class T>
+PK_INLINE void add_scaled_row(R* residual, const T* x, const float* weight, int64_t n, float factor) {
     int64_t i = 0;
     for (; i + VL <= n; i += VL)
         store(residual + i, load(residual + i) + load(x + i) * splat(factor) * load(weight + i));
@@ -60,6 +60,17 @@ PK_INLINE void add_scaled_row(T* residual, const T* x, const float* weight, int6
         vf scaled = load_part(x + i, rest) * splat(factor) * load_part(weight + i, rest);
         store_part(residual + i, load_part(residual + i, rest) + scaled, rest);
     }
+}
+
+// The types of activations and of the residual stream they are added to: the same, or float32 for the stream.
+template <class F>
+PK_INLINE void dispatch_stream(int dtype, int wide, F&& f) {
+    dispatch(dtype, [&](auto* t) {
+        if (wide)
+            f(t, (float*)nullptr);
+        else
+            f(t, t);
+    });
 }
 
 PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
@@ -188,15 +199,28 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
 
 }  // namespace
 
-PK_API void pk_rms_norm(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
-                        float eps, int dtype, int weight_dtype) {
+// Rows in float32, whatever they are stored in: how a residual stream begins.
+PK_API void pk_widen(Context* ctx, const void* x, float* out, int64_t rows, int64_t n, int dtype) {
     Guard hold(ctx->busy);
-    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
     dispatch(dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) convert(static_cast<const T*>(x) + r * n, out + r * n, int(n));
+        });
+    });
+}
+
+// `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`.
+PK_API void pk_rms_norm(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
+                        float eps, int dtype, int wide, int weight_dtype) {
+    Guard hold(ctx->busy);
+    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
+        using T = elem<decltype(t)>;
+        using S = elem<decltype(s)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
             for (int64_t r = begin; r < end; ++r) {
-                const T* row = static_cast<const T*>(x) + r * n;
+                const S* row = static_cast<const S*>(x) + r * n;
                 float factor = rms_factor(square_sum(row, n), n, eps);
                 scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
             }
@@ -204,17 +228,19 @@ PK_API void pk_rms_norm(Context* ctx, const void* x, const void* weight, void* o
     });
 }
 
-// With `x_weight` (of the same type as `weight`), x is normalized before it is added.
+// `residual` is of `dtype`, as x and the result are, or of float32 when `wide`. With `x_weight` (of the same type as
+// `weight`), x is normalized before it is added.
 PK_API void pk_add_rms_norm(Context* ctx, const void* x, void* residual, const void* weight, const void* x_weight,
-                            void* out, int64_t rows, int64_t n, float eps, int dtype, int weight_dtype) {
+                            void* out, int64_t rows, int64_t n, float eps, int dtype, int wide, int weight_dtype) {
     Guard hold(ctx->busy);
     const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
     const float* x_scale = as_floats(ctx->tasks, x_weight, n, weight_dtype);
-    dispatch(dtype, [&](auto* t) {
+    dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
         using T = elem<decltype(t)>;
+        using S = elem<decltype(s)>;
         ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
             for (int64_t r = begin; r < end; ++r) {
-                T* row = static_cast<T*>(residual) + r * n;
+                S* row = static_cast<S*>(residual) + r * n;
                 const T* added = static_cast<const T*>(x) + r * n;
                 if (x_scale)
                     add_scaled_row(row, added, x_scale, n, rms_factor(square_sum(added, n), n, eps));
@@ -261,6 +287,7 @@ PK_API int pk_rope_and_cache(Context* ctx, const RopeArgs* args) {
     return 0;
 }
 
+PK_TAPED(pk_widen)
 PK_TAPED(pk_rms_norm)
 PK_TAPED(pk_add_rms_norm)
 PK_TAPED(pk_silu_mul)

@@ -152,10 +152,18 @@ def _checked_scales(k_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | N
     return kv_scales[0].data_ptr(), kv_scales[1].data_ptr()
 
 
+def _is_wide(stream: Tensor, activations: Tensor) -> bool:
+    """Whether the residual stream is in float32 beside narrower activations."""
+    if stream.dtype is not activations.dtype and stream.dtype is not torch.float32:
+        raise LayoutError(f"a residual stream in {stream.dtype} does not go with activations in {activations.dtype}")
+    return stream.dtype is not activations.dtype
+
+
 class CpuOps:
     """See `Ops`. One instance per engine: it owns the thread pool."""
 
     name = "cpu"
+    wide_stream = True
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
@@ -169,12 +177,18 @@ class CpuOps:
     def _lib(self) -> Any:
         return self.handle.lib
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def widen(self, x: Tensor) -> Tensor:
         need_contiguous(x, "x")
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=torch.float32)
+        self._lib.pk_widen(self._ctx, x.data_ptr(), out.data_ptr(), *x.shape, dtype_code(x, "x"))
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        need_contiguous(x, "x")
+        out = torch.empty_like(x, dtype=dtype)
         self._lib.pk_rms_norm(
             self._ctx, x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            *_rows(x, weight), eps, dtype_code(x, "x"), dtype_code(weight, "weight"),
+            *_rows(x, weight), eps, dtype_code(out, "the result"), _is_wide(x, out), dtype_code(weight, "weight"),
         )  # fmt: skip
         return out
 
@@ -183,17 +197,15 @@ class CpuOps:
     ) -> Tensor:
         need_contiguous(x, "x")
         need_contiguous(residual, "residual")
-        if x.dtype is not residual.dtype or x.shape != residual.shape:
-            raise LayoutError(
-                f"x {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)} differ"
-            )
+        if x.shape != residual.shape:
+            raise LayoutError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ")
         if x_weight is not None and (x_weight.shape != weight.shape or x_weight.dtype is not weight.dtype):
             raise LayoutError(f"x_weight must be as weight, {weight.dtype} {tuple(weight.shape)}")
         out = torch.empty_like(x)
         self._lib.pk_add_rms_norm(
             self._ctx, x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
             None if x_weight is None else x_weight.data_ptr(), out.data_ptr(),
-            *_rows(x, weight), eps, dtype_code(x, "x"), dtype_code(weight, "weight"),
+            *_rows(x, weight), eps, dtype_code(x, "x"), _is_wide(residual, x), dtype_code(weight, "weight"),
         )  # fmt: skip
         return out
 

@@ -24,6 +24,7 @@ class TritonOps:
     """See `Ops`."""
 
     name = "triton"
+    wide_stream = False
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.device = device
@@ -37,8 +38,11 @@ class TritonOps:
         """One launch shape for any number of sequences, so that none sees its company in its results."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.rms_norm(x, weight, eps, pdl=self.pdl)
+    def widen(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self.pdl)
 
     def add_rms_norm(
         self, x: Tensor | Addends, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
