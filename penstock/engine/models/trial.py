@@ -30,7 +30,7 @@ _MOST: Final = 16.0
 @torch.inference_mode()
 def settle(decoder: Decoder, *, int8_cache: bool) -> Decoder:
     """The same decoder with what a trial shows put to use; itself where there is nothing to be rounded."""
-    linears = (linear for layer in decoder.layers for linear in layer.linears)
+    linears = (linear for part in (*(layer.linears for layer in decoder.layers), (decoder.head,)) for linear in part)
     watched = [_Watched(linear) for linear in linears if isinstance(linear, QuantLinear) and linear.columns is not None]
     if not watched and not int8_cache:
         return decoder
@@ -54,7 +54,9 @@ def _keys_of_a_prompt(decoder: Decoder) -> list[Tensor]:
     kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
-    decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
+    hidden = decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
+    if isinstance(decoder.head, QuantLinear) and decoder.head.watcher is not None:
+        decoder.head.watcher(hidden)
     return [cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float() for cache in kv.layers]
 
 

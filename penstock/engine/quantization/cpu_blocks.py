@@ -77,10 +77,9 @@ class BlockQuantizer:
             linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
             return linear
         size = linear.in_features * linear.out_features
-        need = 2 * size if head else size
-        if self.matrix and linear.bits < 16 and need <= self._column_budget:
-            self._column_budget -= need
-            linear.keep_wide() if head else linear.keep_columns()
+        if self.matrix and linear.bits < 16 and size <= self._column_budget:
+            self._column_budget -= size
+            linear.keep_columns()
         if self._tuner is not None:
             self._tuner.tune(linear)
         if linear.column_rows > 1:

@@ -62,6 +62,7 @@ def test_linears_on_tiles(handle: Handle, form: str, monkeypatch: pytest.MonkeyP
 
 
 def test_rounding_to_columns(handle: Handle) -> None:
+    linears.test_by_columns_a_number_that_stands_out_does_not_coarsen_the_rest(handle)
     linears.test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle)
     for bits in (4, 8):
         linears.test_columns_that_are_stretched_where_inputs_are_large_round_less(handle, bits)

@@ -66,6 +66,14 @@ PK_INLINE vf as_stored(vf x) {
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & int(0xffff0000));
 }
 
+// 64 numbers, in range, as bytes.
+PK_INLINE __m512i bytes_of(const __m512i (&numbers)[4]) {
+    // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(_mm512_packs_epi32(numbers[0], numbers[1]),
+                                                              _mm512_packs_epi32(numbers[2], numbers[3])));
+}
+
 // 64 numbers of 16 bits in two int8 digits each, n = 256 high + low.
 PK_INLINE void digits_of(const __m512i (&numbers)[4], __m512i* high, __m512i* low) {
     // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
@@ -225,9 +233,17 @@ PK_INLINE void load_sums(const float* y) {
     _tile_loadd(3, y + 16 * kPair + kColumns, kPair * 4);
 }
 
-PK_INLINE void store_sums(float* y) {
+// The same the other way, of floats or of integers.
+template <class T>
+PK_INLINE void store_upper_sums(T* y) {
+    static_assert(sizeof(T) == 4, "a tile's sums have four bytes");
     _tile_stored(0, y, kPair * 4);
     _tile_stored(1, y + kColumns, kPair * 4);
+}
+
+template <class T>
+PK_INLINE void store_sums(T* y) {
+    store_upper_sums(y);
     _tile_stored(2, y + 16 * kPair, kPair * 4);
     _tile_stored(3, y + 16 * kPair + kColumns, kPair * 4);
 }

@@ -113,9 +113,10 @@ PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float*
     Guard hold(ctx->busy);
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
     std::memset(out, 0, size_t(tiles * column_tile_bytes(depth)));
-    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int) {
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
+        vf* turned = reinterpret_cast<vf*>(ctx->scratch[thread].floats(column_steps(depth) * kStep * VL));
         for (int64_t t = begin; t < end; ++t)
-            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, stretch,
+            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, stretch, turned,
                              out + t * column_tile_bytes(depth));
     });
 #else

@@ -1,16 +1,16 @@
 // Linears on AMX tiles in int8: weights with one scale per output column, activations with one per row.
 //
 // With scales that hold for the whole depth, a sum stays in a tile register from the first product to the last: no
-// scaling, no widening on the way, and one byte per weight from memory. Activations are 16-bit integers in two int8
-// digits, v = 256 high + low, so a product is two instructions for 64 depths. Sums are exact integers: a row gets the
-// same bits in any company. Rounding few-bit weights to this form adds an error of about 1% (see
-// `penstock bench perplexity`). Depths that matter more than others may be stretched before they are rounded; rows are
-// shrunk by as much when they are packed.
+// scaling, no widening on the way, one byte per weight from memory, and one instruction for 64 depths of 16 rows and 16
+// columns. Sums are exact integers: a row gets the same bits in any company. Two things make a byte enough for either
+// side: weights and rows are turned alike (turning.h), so that no number stands out, and depths that matter more than
+// others may be stretched before that; rows are shrunk by as much. What rounding costs `penstock bench perplexity` says.
 
 #pragma once
 
 #include "amx.h"
 #include "linear.h"
+#include "turning.h"
 
 #if defined(PK_AMX)
 
@@ -65,21 +65,25 @@ inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* s
     }
 }
 
-// One tile of the column form from one of the few-bit form.
-inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const float* stretch, uint8_t* to) {
-    vf most = splat(0);
-    each_four(tile, bits, blocks, stretch, [&](int64_t, const vf (&values)[4]) {
-        PK_UNROLL for (int j = 0; j < 4; ++j) most = vmax(most, vabs(values[j]));
+// One tile of the column form from one of the few-bit form. `turned`: memory for as many vectors as its steps have depths.
+inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const float* stretch, vf* turned, uint8_t* to) {
+    const int64_t depth = column_steps(blocks * kDepth) * kStep, length = turn_length(depth);
+    each_four(tile, bits, blocks, stretch, [&](int64_t k, const vf (&values)[4]) {
+        PK_UNROLL for (int j = 0; j < 4; ++j) turned[k + j] = values[j];
     });
-    store(reinterpret_cast<float*>(to + column_steps(blocks * kDepth) * kTileBytes), most * splat(1 / 127.0f));
+    std::fill(turned + blocks * kDepth, turned + depth, splat(0));
+    for (int64_t k = 0; k < depth; k += length) turn_lanes(turned + k, length);
+    vf most = splat(0);
+    for (int64_t k = 0; k < depth; ++k) most = vmax(most, vabs(turned[k]));
+    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * float(length))));
     vf inverse;
     for (int n = 0; n < kColumns; ++n) inverse[n] = most[n] > 0 ? 127.0f / most[n] : 0.0f;
-    each_four(tile, bits, blocks, stretch, [&](int64_t k, const vf (&values)[4]) {
+    for (int64_t k = 0; k < depth; k += 4) {
         vi bytes = vi{};
         PK_UNROLL for (int j = 0; j < 4; ++j)
-            bytes |= (((vi)(values[j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
+            bytes |= (((vi)(turned[k + j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
         std::memcpy(to + k / kStep * kTileBytes + k % kStep / 4 * 64, &bytes, 64);
-    });
+    }
 }
 
 class ColumnProduct {
@@ -87,34 +91,33 @@ class ColumnProduct {
     ColumnProduct(const LinearArgs& args, void* packed)
         : a(args),
           steps_(column_steps(a.depth)),
-          groups_((a.rows + 15) / 16),
-          digits_(static_cast<uint8_t*>(packed)),
-          scales_(reinterpret_cast<float*>(digits_ + groups_ * steps_ * 2 * kTileBytes)) {}
+          groups_((a.rows + 31) / 32),
+          bytes_(static_cast<uint8_t*>(packed)),
+          scales_(reinterpret_cast<float*>(bytes_ + halves() * steps_ * kTileBytes)) {}
 
     static size_t packed_bytes(const LinearArgs& a) {
-        const int64_t groups = (a.rows + 15) / 16;
-        return size_t(groups * (column_steps(a.depth) * 2 * kTileBytes + 16 * 4));
+        return size_t((a.rows + 15) / 16 * (column_steps(a.depth) * kTileBytes + 16 * 4));
     }
-    int64_t groups() const { return groups_; }
+    int64_t halves() const { return (a.rows + 15) / 16; }
+    int64_t depth() const { return steps_ * kStep; }
     int64_t pairs() const { return a.gate ? tiles() / 2 : (tiles() + 1) / 2; }
 
-    // Rows as tiles of digits: [group][step][high, low][16 rows]. The weights from `pair` on are asked for meanwhile.
-    void pack(int64_t begin, int64_t end, int64_t pair) const {
+    // Rows as tiles of bytes: [16 rows][step]. The weights from `pair` on are asked for meanwhile. `turned`: a row.
+    void pack(int64_t begin, int64_t end, int64_t pair, float* turned) const {
         const uint8_t *left = tile_of(pair, 0), *right = a.gate ? tile_of(pair, 1) : left + kEarly / 2;
         Ask ask[2] = {{left, std::min(end_of(0), left + kEarly / 2)}, {right, std::min(end_of(1), right + kEarly / 2)}};
         for (int64_t row = begin; row < end; ++row) {
-            uint8_t* to = digits_ + row / 16 * steps_ * 2 * kTileBytes + row % 16 * 64;
-            const bf16* x = row < a.rows ? static_cast<const bf16*>(a.x) + row * a.depth : nullptr;
-            const float most = x ? largest_of(x) : 0.0f;
-            scales_[row] = most < INFINITY ? most / 32512.0f : NAN;
-            const float inverse = most > 0 && most < INFINITY ? 32512.0f / most : 0.0f;
-            for (int64_t k = 0; k < steps_ * kStep; k += kStep, to += 2 * kTileBytes) {
+            uint8_t* to = bytes_ + row / 16 * steps_ * kTileBytes + row % 16 * 64;
+            const float most = row < a.rows ? turn(static_cast<const bf16*>(a.x) + row * a.depth, turned) : 0.0f;
+            scales_[row] = most < INFINITY ? most / 127.0f : NAN;
+            const vf inverse = splat(most > 0 && most < INFINITY ? 127.0f / most : 0.0f);
+            for (int64_t k = 0; k < depth(); k += kStep, to += kTileBytes) {
                 ask[0].lines(4);
                 ask[1].lines(4);
-                if (inverse > 0)
-                    split(x, k, splat(inverse), to);
+                if (inverse[0] > 0)
+                    round(turned + k, inverse, to);
                 else
-                    clear(to);
+                    _mm512_store_si512(to, _mm512_setzero_si512());
             }
         }
     }
@@ -122,7 +125,7 @@ class ColumnProduct {
     template <class O, class Next>
     void multiply(Next&& next) const {
         const int rows = int(std::min<int64_t>(a.rows, 16));
-        alignas(64) int32_t sums[2][4 * 16 * kColumns];
+        alignas(64) int32_t sums[2][32 * kPair];
         Done done;
         int64_t begin, end;
         if (!next(&begin, &end)) return;
@@ -137,18 +140,20 @@ class ColumnProduct {
                     const int lines = first ? 0 : int((kTileBytes / 64 + last - first - 1) / (last - first));
                     for (int64_t group = first; group < last; ++group) {
                         zero_sums();
-                        add<O>(group, left, right, done, ask, lines);
                         int32_t* const to = sums[done.sums == sums[0]];
-                        _tile_stored(0, to, 64);
-                        _tile_stored(1, to + 16 * kColumns, 64);
-                        _tile_stored(2, to + 2 * 16 * kColumns, 64);
-                        _tile_stored(3, to + 3 * 16 * kColumns, 64);
+                        if (a.rows - group * 32 > 16) {
+                            add<O, true>(group, left, right, done, ask, lines);
+                            store_sums(to);
+                        } else {
+                            add<O, false>(group, left, right, done, ask, lines);
+                            store_upper_sums(to);
+                        }
                         done = {to, group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes};
                     }
                 }
             }
         while (next(&begin, &end));
-        write<O>(done, 0, 16);
+        write<O>(done, 0, 32);
         _tile_release();
     }
 
@@ -158,7 +163,7 @@ class ColumnProduct {
 
     // Sums out of the tiles, not yet written; left and right: the columns' scales.
     struct Done {
-        const int32_t* sums = nullptr;  // [high left, high right, low left, low right][row][column]
+        const int32_t* sums = nullptr;  // [32 rows][kPair]
         int64_t group = 0, pair = 0;
         const uint8_t *left = nullptr, *right = nullptr;
     };
@@ -177,24 +182,24 @@ class ColumnProduct {
     // Rows [from, to) of finished sums as outputs.
     template <class O>
     PK_INLINE void write(const Done& done, int from, int to) const {
-        to = int(std::min<int64_t>(std::min(to, 16), a.rows - done.group * 16));
+        to = int(std::min<int64_t>(std::min(to, 32), a.rows - done.group * 32));
         const vf scale[2] = {load(reinterpret_cast<const float*>(done.left)), load(reinterpret_cast<const float*>(done.right))};
-        const float* const units = scales_ + done.group * 16;
+        const float* const units = scales_ + done.group * 32;
         const auto value = [&](int m, int side) {
-            const int32_t* at = done.sums + (side * 16 + m) * kColumns;
-            return (float_of(at) * splat(256.0f) + float_of(at + 2 * 16 * kColumns)) * (scale[side] * splat(units[m]));
+            const __m512i sum = _mm512_load_si512(done.sums + m * kPair + side * kColumns);
+            return (vf)_mm512_cvtepi32_ps(sum) * (scale[side] * splat(units[m]));
         };
         if (a.gate) return write_gated<O>(done, from, to, value);
         if constexpr (std::is_same<O, bf16>::value) {
             if (!a.bias && (done.pair + 1) * kPair <= a.columns) {  // a row of both tiles is a cache line
-                bf16* out = static_cast<bf16*>(a.out) + (done.group * 16 + from) * a.columns + done.pair * kPair;
+                bf16* out = static_cast<bf16*>(a.out) + (done.group * 32 + from) * a.columns + done.pair * kPair;
                 for (int m = from; m < to; ++m, out += a.columns)
                     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)value(m, 1), (__m512)value(m, 0)));
                 return;
             }
         }
         if (from < to)
-            write_columns<O>(a, done.group * 16 + from, to - from, done.pair * kPair, kPair,
+            write_columns<O>(a, done.group * 32 + from, to - from, done.pair * kPair, kPair,
                              [&](int m, int i) { return value(from + m, i / kColumns); });
     }
 
@@ -202,7 +207,7 @@ class ColumnProduct {
     template <class O, class F>
     PK_INLINE void write_gated(const Done& done, int from, int to, F&& value) const {
         const int64_t ffn = a.columns / 2, column = done.pair * kColumns;
-        O* out = static_cast<O*>(a.out) + (done.group * 16 + from) * ffn + column;
+        O* out = static_cast<O*>(a.out) + (done.group * 32 + from) * ffn + column;
         for (int m = from; m < to; ++m, out += ffn) {
             vf gate = value(m, 0), up = value(m, 1);
             if (a.bias) {
@@ -217,68 +222,67 @@ class ColumnProduct {
         return a.column_shrink ? load(x + k) * load(a.column_shrink + k) : load(x + k);
     }
 
-    // The largest magnitude; infinity or NaN if there is one.
-    float largest_of(const bf16* x) const {
+    // A row turned; its largest magnitude then, infinity or NaN if there is one.
+    float turn(const bf16* x, float* turned) const {
+        const int64_t length = turn_length(depth());
+        for (int64_t k = 0; k < depth(); k += kTurnAtOnce) {
+            vf v[4];
+            PK_UNROLL for (int i = 0; i < 4; ++i) v[i] = k + i * VL < a.depth ? shrunk(x, k + i * VL) : splat(0);
+            turn_64(v);
+            PK_UNROLL for (int i = 0; i < 4; ++i) store(turned + k + i * VL, v[i]);
+        }
+        turn_further(turned, depth(), length);
         vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
-        for (int64_t k = 0; k < a.depth; k += VL) top = max_bits(top, (vi)vabs(shrunk(x, k)));
+        for (int64_t k = 0; k < depth(); k += VL) top = max_bits(top, (vi)vabs(load(turned + k)));
         const int32_t bits = hmax_bits(top);
         float most;
         std::memcpy(&most, &bits, 4);
         return most;
     }
 
-    // 64 depths from k on to a row of each of two tiles.
-    PK_INLINE void split(const bf16* x, int64_t k, vf inverse, uint8_t* to) const {
+    // 64 depths to a row of a tile.
+    PK_INLINE static void round(const float* x, vf inverse, uint8_t* to) {
         __m512i v[4];
-        PK_UNROLL for (int i = 0; i < 4; ++i)
-            v[i] = k + i * VL < a.depth ? _mm512_cvtps_epi32((__m512)(shrunk(x, k + i * VL) * inverse)) : _mm512_setzero_si512();
-        __m512i high, low;
-        digits_of(v, &high, &low);
-        _mm512_store_si512(to, high);
-        _mm512_store_si512(to + kTileBytes, low);
+        PK_UNROLL for (int i = 0; i < 4; ++i) v[i] = _mm512_cvtps_epi32((__m512)(load(x + i * VL) * inverse));
+        _mm512_store_si512(to, bytes_of(v));
     }
 
-    PK_INLINE static void clear(uint8_t* to) {
-        _mm512_store_si512(to, _mm512_setzero_si512());
-        _mm512_store_si512(to + kTileBytes, _mm512_setzero_si512());
-    }
-
-    PK_INLINE static vf float_of(const int32_t* v) { return (vf)_mm512_cvtepi32_ps(_mm512_load_si512(v)); }
-
-    // Registers 0, 1: high digits by left and right columns; 2, 3: low digits. The two tiles of weights stay in the
-    // first-level cache from one group to the next, rows pass through it. What is `done` is written meanwhile: vectors
-    // have nothing else to do while tiles are multiplied.
-    template <class O>
+    // Registers 0, 1: the upper 16 rows by left and right columns; 2, 3: the lower, if there are BOTH. The two tiles of
+    // weights stay in the first-level cache from one group to the next, rows pass through it. What is `done` is written
+    // meanwhile: vectors have nothing else to do while tiles are multiplied.
+    template <class O, bool BOTH>
     PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask (&ask)[2],
                        int lines) const {
-        const uint8_t* x = digits_ + group * steps_ * 2 * kTileBytes;
-        const int share = int((16 + steps_ - 1) / steps_);
-        for (int64_t s = 0; s < steps_; ++s, x += 2 * kTileBytes, left += kTileBytes, right += kTileBytes) {
+        const uint8_t *x = bytes_ + group * 2 * steps_ * kTileBytes, *lower = x + steps_ * kTileBytes;
+        const int share = int((32 + steps_ - 1) / steps_);
+        for (int64_t s = 0; s < steps_; ++s, left += kTileBytes, right += kTileBytes) {
             ask[0].lines(lines);
             ask[1].lines(lines);
-            _tile_stream_loadd(4, x, 64);
+            _tile_stream_loadd(4, x + s * kTileBytes, 64);
             _tile_loadd(6, left, 64);
             _tile_dpbssd(0, 4, 6);
             _tile_loadd(7, right, 64);
             _tile_dpbssd(1, 4, 7);
-            _tile_stream_loadd(5, x + kTileBytes, 64);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
+            if (BOTH) {
+                _tile_stream_loadd(5, lower + s * kTileBytes, 64);
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
+            }
             if (done.sums) write<O>(done, int(s) * share, int(s + 1) * share);
         }
     }
 
     const LinearArgs& a;
     const int64_t steps_, groups_;
-    uint8_t* const digits_;
+    uint8_t* const bytes_;
     float* const scales_;
 };
 
 inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
     const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
     const int64_t pairs = product.pairs();
-    ctx->pool.rows(product.groups() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
-        product.pack(begin, end, ctx->pool.share(pairs, t));
+    ctx->pool.rows(product.halves() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
+        product.pack(begin, end, ctx->pool.share(pairs, t), ctx->scratch[t].floats(product.depth()));
     });
     dispatch(a.out_dtype, [&](auto* o) {
         using O = elem<decltype(o)>;

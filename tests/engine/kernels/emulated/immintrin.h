@@ -211,6 +211,7 @@ inline __m512 _mm512_mask_mov_ps(__m512 other, __mmask16 mask, __m512 v) {
     const emulated::Lanes<float, __m512> a(v), b(other);
     return emulated::each<float, __m512>([&](int i) { return mask >> i & 1 ? a.at[i] : b.at[i]; });
 }
+inline __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 v, __m512 w) { return _mm512_mask_mov_ps(v, mask, w); }
 inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 v) { return _mm512_mask_mov_ps(_mm512_setzero_ps(), mask, v); }
 inline __m512i _mm512_mask_sub_epi8(__m512i other, __mmask64 mask, __m512i v, __m512i w) {
     const emulated::Lanes<int8_t, __m512i> a(v), b(w), c(other);
@@ -250,6 +251,10 @@ inline __m512i _mm512_permutexvar_epi8(__m512i index, __m512i v) {
 inline __m512i _mm512_permutexvar_epi32(__m512i index, __m512i v) {
     const emulated::Lanes<uint32_t, __m512i> at(index), a(v);
     return emulated::each<uint32_t, __m512i>([&](int i) { return a.at[at.at[i] & 15]; });
+}
+inline __m512 _mm512_permute_ps(__m512 v, int order) {
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<float, __m512>([&](int i) { return a.at[i / 4 * 4 + (order >> (i % 4 * 2) & 3)]; });
 }
 inline __m512 _mm512_permutexvar_ps(__m512i index, __m512 v) {
     const emulated::Lanes<uint32_t, __m512i> at(index);
