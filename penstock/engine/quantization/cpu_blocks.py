@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from penstock.engine.quantization.stored import stored_groups
 _BITS = {"int8": 8, "int4": 4}
 _COLUMN_BUDGET = 1 << 30
 """Bytes for second forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
-_HEADS = ("lm_head", "embed_tokens")
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -55,23 +53,22 @@ class BlockQuantizer:
         shape = (sum(names.values()), inputs)
         if not QuantLinear.supports(shape):
             return None
-        finish = partial(self._finish, head=any(head in name for name in names for head in _HEADS))
         if self.form != "dense":
             linear = self._as_stored(weights, names, shape, bias)
             if linear is not None:
-                return finish(linear)
+                return self._finish(linear)
             parts = stored_groups(weights, names, inputs, self.form, "cpu")
-            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, finish)
+            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, self._finish)
             if grouped is not None:
                 return grouped
         bits = _BITS.get(self.form, 16 if self.matrix else None)
         if bits is None:
             return None
         dense = torch.cat([weights.tensor(name).float() for name in names])
-        return finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
+        return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
 
-    def _finish(self, linear: QuantLinear, head: bool) -> QuantLinear:
-        """What all linears made here have in common. Logits are compared: what makes them is not rounded once more."""
+    def _finish(self, linear: QuantLinear) -> QuantLinear:
+        """What all linears made here have in common."""
         linear.digits = self.digits
         if self.fixed:
             linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
@@ -84,8 +81,6 @@ class BlockQuantizer:
             self._tuner.tune(linear)
         if linear.column_rows > 1:
             linear.column_rows = max(linear.column_rows, self.steady_rows)
-        if linear.wide_rows > 1:
-            linear.wide_rows = max(linear.wide_rows, self.steady_rows)
         if linear.block_rows > 1:
             linear.block_rows = max(linear.block_rows, self.steady_rows)
         if linear.half_rows:

@@ -68,15 +68,18 @@ def test_rounding_to_columns(handle: Handle) -> None:
         linears.test_columns_that_are_stretched_where_inputs_are_large_round_less(handle, bits)
 
 
-def test_the_head_is_not_rounded_to_columns(handle: Handle) -> None:
+def test_a_linear_draws_from_its_own_outputs(handle: Handle) -> None:
+    linears.test_a_linear_draws_from_its_own_outputs(handle, "columns")
+
+
+def test_every_linear_is_kept_by_columns_too(handle: Handle) -> None:
     """Whether its few bits are stored or made when loaded."""
     weights = mock.Mock(tensor=lambda name: torch.randn(48, 64))
     for form in ("int8", "int4"):
         quantizer = BlockQuantizer(handle, form, matrix=True)
-        for name, head in (("model.embed_tokens.weight", True), ("lm_head.weight", True), ("q_proj.weight", False)):
+        for name in ("model.embed_tokens.weight", "lm_head.weight", "q_proj.weight"):
             linear = quantizer(weights, {name: 48}, 64, None)
-            assert isinstance(linear, QuantLinear)
-            assert (linear.wide is not None, linear.columns is not None) == (head, not head)
+            assert isinstance(linear, QuantLinear) and linear.columns is not None
 
 
 def test_integer_dots(handle: Handle) -> None:

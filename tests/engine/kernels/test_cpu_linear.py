@@ -215,12 +215,10 @@ def on_tiles(layer: QuantLinear, form: str) -> QuantLinear:
     layer.block_rows, layer.matrix_rows = int(form == "blocks"), int(form == "widened")
     if form == "columns":
         layer.keep_columns()
-    if form == "wide":
-        layer.keep_wide()
     return layer
 
 
-TILE_FORMS = ("blocks", "widened", "columns", "wide")
+TILE_FORMS = ("blocks", "widened", "columns")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -353,3 +351,25 @@ def test_the_number_of_rows_is_measured_once_and_kept(tmp_path: Path) -> None:
     path.write_text("{ damaged")
     Tuner(handle, path).tune(layer)
     assert json.loads(path.read_text()) == dict.fromkeys(known, layer.half_rows)
+
+
+@pytest.mark.parametrize("form", ["digits", "columns"])
+def test_a_linear_draws_from_its_own_outputs(handle: Handle, form: str) -> None:
+    """The tokens that would be drawn had it written them first: equals, biases, the last columns and all."""
+    ops, generator = CpuOps(handle), torch.Generator().manual_seed(8)
+    for columns, depth, bias in ((7, 64, None), (300, 96, True), (1000, 576, None)):
+        weight = torch.randn(columns, depth, generator=generator)
+        weight[columns // 2] = weight[columns // 3]  # the same output twice
+        given = torch.randn(columns, generator=generator) if bias else None
+        layer = QuantLinear.from_float(handle, weight, given, bits=8)
+        layer = digits_only(layer) if form == "digits" else on_tiles(layer, form)
+        for rows in (1, 5, 33):
+            x = torch.randn(rows, depth, generator=generator).bfloat16()
+            temperatures = torch.rand(rows, generator=generator) * (torch.arange(rows) % 3).float()  # some are greedy
+            keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+            logits = torch.full((rows, columns), float("nan"))
+            drawn = layer.draw(x, temperatures, keys, logits)
+            assert torch.equal(drawn, ops.gumbel_argmax(layer(x, torch.float32), temperatures, keys))
+            assert (form == "columns") == bool(logits.isnan().all())
+    with pytest.raises(LayoutError, match="temperatures must be"):
+        layer.draw(x, temperatures[:2], keys, logits)

@@ -58,12 +58,15 @@ PK_INLINE void store_pairs(uint8_t* to, __m512 low, __m512 high) {
     _mm512_store_si512(to, _mm512_permutexvar_epi16(order, both));
 }
 
-// What comes back of a number that is written as O.
+// What comes back of numbers that are written as O.
 template <class O>
-PK_INLINE vf as_stored(vf x) {
-    if constexpr (!std::is_same<O, bf16>::value) return x;
-    const vi bits = (vi)x;
-    return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & int(0xffff0000));
+PK_INLINE void as_stored(vf& x, vf& y) {
+    if constexpr (std::is_same<O, bf16>::value) {
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x);
+        const auto widened = [](__m256i v) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); };
+        x = widened(_mm512_castsi512_si256(both));
+        y = widened(_mm512_extracti64x4_epi64(both, 1));
+    }
 }
 
 // 64 numbers, in range, as bytes.

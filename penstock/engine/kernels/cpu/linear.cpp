@@ -6,6 +6,7 @@
 // weights always go there; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
 // measured at load.
 
+#include "draws.h"
 #include "linear_blocks.h"
 #include "linear_columns.h"
 #include "linear_digits.h"
@@ -124,23 +125,6 @@ PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float*
 #endif
 }
 
-// Packed few-bit weights in bfloat16, as floats are packed to 16 bits.
-PK_API void pk_linear_widen(Context* ctx, const uint8_t* weights, uint8_t* out, int64_t columns, int64_t depth, int bits) {
-#if defined(PK_AMX)
-    Guard hold(ctx->busy);
-    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
-    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int) {
-        for (int64_t t = begin; t < end; ++t) {
-            const Tile tile = tile_at(weights, blocks, bits, t);
-            uint8_t* const to = out + t * blocks * kTileBytes;
-            bits == 4 ? widen4(tile.q, tile.scale, tile.minimum, blocks, to) : widen8(tile.q, tile.scale, blocks, to);
-        }
-    });
-#else
-    (void)ctx, (void)weights, (void)out, (void)columns, (void)depth, (void)bits;
-#endif
-}
-
 namespace {
 
 // Whether the product applies the gate on its way.
@@ -167,13 +151,6 @@ void linear_then_gate(Context* ctx, const LinearArgs& a) {
 void linear(Context* ctx, const LinearArgs& a) {
     if (a.gate && !gates_itself(a)) return linear_then_gate(ctx, a);
 #if defined(PK_AMX)
-    if (a.wide_form && a.wide_rows > 0 && a.rows >= a.wide_rows && a.dtype == 2) {
-        LinearArgs wide = a;
-        wide.weights = a.wide_form;
-        wide.bits = 16;
-        wide.matrix_rows = 1;
-        return linear_by_matrix(ctx, wide);
-    }
     if (by_columns(a)) return linear_by_columns(ctx, a);
     if (by_matrix(a)) return linear_by_matrix(ctx, a);
     if (by_blocks(a)) return linear_by_blocks(ctx, a);
@@ -191,4 +168,18 @@ PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
     if (args->rows > 0) linear(ctx, *args);
 }
 
+// Draws from the outputs of every row as `pk_gumbel_argmax` does. Where the product cannot draw on its way, the outputs
+// are written to `args->out`, float32, first.
+PK_API void pk_linear_draw(Context* ctx, const LinearArgs* args, const float* temperatures, const uint64_t* keys,
+                           int64_t* out) {
+    Guard hold(ctx->busy);
+    if (args->rows <= 0) return;
+#if defined(PK_AMX)
+    if (by_columns(*args)) return draw_by_columns(ctx, *args, temperatures, keys, out);
+#endif
+    linear(ctx, *args);
+    draw_rows(ctx, static_cast<const float*>(args->out), temperatures, keys, out, args->rows, args->columns);
+}
+
 PK_TAPED(pk_linear)
+PK_TAPED(pk_linear_draw)

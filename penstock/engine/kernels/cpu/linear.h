@@ -19,9 +19,8 @@ struct LinearArgs {
     int32_t digits;  // int8 digits per activation: 1 or 2
     const uint8_t* column_form;  // the weights in int8 with a scale per column, or null
     const float* column_shrink;  // what a row is multiplied by for that form, depth by depth, or null
-    const uint8_t* wide_form;  // the weights in bfloat16, laid out for matrix tiles, or null
     // From how many rows on (0: never): those forms on matrix tiles, blocks there, widened weights there, float16 vectors.
-    int64_t column_rows, wide_rows, block_rows, matrix_rows, half_rows;
+    int64_t column_rows, block_rows, matrix_rows, half_rows;
     pk::Gate gate;  // with one, half of the columns come out: act(first half) * second half
 };
 

@@ -49,10 +49,6 @@ class QuantLinear:
         """From this many rows on, that form on matrix tiles; 0 means never."""
         self.watcher: Callable[[Tensor], None] | None = None
         """Is shown the inputs of every call, when there is one."""
-        self.wide: Tensor | None = None
-        """The weights in bfloat16, where they are kept in that form too (see `keep_wide`)."""
-        self.wide_rows = 0
-        """From this many rows on, that form on matrix tiles; 0 means never."""
         self.block_rows = 1 if handle.has_matrix and bits < 16 else 0
         """From this many rows on, blocks on matrix tiles, where the CPU has them; 0 means never."""
         self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
@@ -72,16 +68,6 @@ class QuantLinear:
             self.columns = self._handle.memory.take(self._handle.lib.pk_linear_column_bytes(*shape))
             self._pack_columns(None)
             self.column_rows = 1
-
-    def keep_wide(self) -> None:
-        """Keep bfloat16 beside the few bits: two bytes more per weight, and nothing rounded that was not."""
-        if self.wide is None and self._handle.has_matrix and self.bits < 16:
-            shape = self.out_features, self.in_features
-            self.wide = _allocate(self._handle, shape, 16)
-            self._handle.lib.pk_linear_widen(
-                self._handle.pointer, self.packed.data_ptr(), self.wide.data_ptr(), *shape, self.bits
-            )
-            self.wide_rows = 1
 
     def stretch_columns(self, stretch: Tensor) -> None:
         """Round the weights of that form times `stretch` (positive, [in]): finer where it is larger."""
@@ -109,7 +95,6 @@ class QuantLinear:
         shape = min(columns, self.out_features), self.in_features
         part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
         part.digits, part.columns, part.column_shrink = self.digits, self.columns, self.column_shrink
-        part.wide = self.wide
         return part
 
     @staticmethod
@@ -162,25 +147,44 @@ class QuantLinear:
             raise LayoutError(f"{self.out_features} outputs are not two halves")
         return self._apply(x, None, self.out_features // 2, gate=_GATES[activation])
 
+    def draw(self, x: Tensor, temperatures: Tensor, keys: Tensor, logits: Tensor) -> Tensor:
+        """int64 [T]: what `Ops.gumbel_argmax` draws from the outputs. Those need not be written anywhere, or else to
+        `logits`, float32 [T, out]."""
+        rows = x.shape[0]
+        for what, tensor, dtype, shape in (
+            ("temperatures", temperatures, torch.float32, (rows,)),
+            ("keys", keys, torch.int64, (rows,)),
+            ("logits", logits, torch.float32, (rows, self.out_features)),
+        ):
+            need_contiguous(tensor, what)
+            if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
+                raise LayoutError(f"{what} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+        drawn = torch.empty(rows, dtype=torch.int64)
+        self._handle.lib.pk_linear_draw(
+            self._handle.pointer, byref(self._args(x, logits, gate=0)),
+            temperatures.data_ptr(), keys.data_ptr(), drawn.data_ptr(),
+        )  # fmt: skip
+        return drawn
+
     def _apply(self, x: Tensor, out_dtype: torch.dtype | None, width: int, gate: int) -> Tensor:
+        out = torch.empty((x.shape[0], width), dtype=out_dtype or self.out_dtype or x.dtype)
+        self._handle.lib.pk_linear(self._handle.pointer, byref(self._args(x, out, gate)))
+        return out
+
+    def _args(self, x: Tensor, out: Tensor, gate: int) -> LinearArgs:
         need_contiguous(x, "x")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
         if self.watcher is not None:
             self.watcher(x)
-        rows = x.shape[0]
-        out = torch.empty((rows, width), dtype=out_dtype or self.out_dtype or x.dtype)
-        args = LinearArgs(
+        return LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(), rows, self.out_features, self.in_features,
+            out.data_ptr(), x.shape[0], self.out_features, self.in_features,
             self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
             None if self.columns is None else self.columns.data_ptr(),
             None if self.column_shrink is None else self.column_shrink.data_ptr(),
-            None if self.wide is None else self.wide.data_ptr(),
-            self.column_rows, self.wide_rows, self.block_rows, self.matrix_rows, self.half_rows, gate,
+            self.column_rows, self.block_rows, self.matrix_rows, self.half_rows, gate,
         )  # fmt: skip
-        self._handle.lib.pk_linear(self._handle.pointer, byref(args))
-        return out
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, int]:

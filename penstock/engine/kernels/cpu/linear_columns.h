@@ -8,7 +8,10 @@
 
 #pragma once
 
+#include <utility>
+
 #include "amx.h"
+#include "draws.h"
 #include "linear.h"
 #include "turning.h"
 
@@ -67,15 +70,15 @@ inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* s
 
 // One tile of the column form from one of the few-bit form. `turned`: memory for as many vectors as its steps have depths.
 inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const float* stretch, vf* turned, uint8_t* to) {
-    const int64_t depth = column_steps(blocks * kDepth) * kStep, length = turn_length(depth);
+    const int64_t depth = column_steps(blocks * kDepth) * kStep;
     each_four(tile, bits, blocks, stretch, [&](int64_t k, const vf (&values)[4]) {
         PK_UNROLL for (int j = 0; j < 4; ++j) turned[k + j] = values[j];
     });
     std::fill(turned + blocks * kDepth, turned + depth, splat(0));
-    for (int64_t k = 0; k < depth; k += length) turn_lanes(turned + k, length);
+    turn_lanes(turned, depth);
     vf most = splat(0);
     for (int64_t k = 0; k < depth; ++k) most = vmax(most, vabs(turned[k]));
-    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * float(length))));
+    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * kTurned)));
     vf inverse;
     for (int n = 0; n < kColumns; ++n) inverse[n] = most[n] > 0 ? 127.0f / most[n] : 0.0f;
     for (int64_t k = 0; k < depth; k += 4) {
@@ -88,8 +91,10 @@ inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const f
 
 class ColumnProduct {
   public:
-    ColumnProduct(const LinearArgs& args, void* packed)
+    // `last`: the end of weights that will be wanted, where that is not the end of these columns.
+    ColumnProduct(const LinearArgs& args, void* packed, const uint8_t* last = nullptr)
         : a(args),
+          last_(last),
           steps_(column_steps(a.depth)),
           groups_((a.rows + 31) / 32),
           bytes_(static_cast<uint8_t*>(packed)),
@@ -176,6 +181,7 @@ class ColumnProduct {
         return a.column_form + tile * column_tile_bytes(a.depth);
     }
     const uint8_t* end_of(int side) const {
+        if (last_) return last_;
         return a.column_form + (a.gate && side == 0 ? tiles() / 2 : tiles()) * column_tile_bytes(a.depth);
     }
 
@@ -214,7 +220,8 @@ class ColumnProduct {
                 gate += load(a.bias + column);
                 up += load(a.bias + ffn + column);
             }
-            store(out, gated(a.gate, as_stored<O>(gate), as_stored<O>(up)));
+            as_stored<O>(gate, up);
+            store(out, gated<O>(a.gate, gate, up));
         }
     }
 
@@ -224,17 +231,11 @@ class ColumnProduct {
 
     // A row turned; its largest magnitude then, infinity or NaN if there is one.
     float turn(const bf16* x, float* turned) const {
-        const int64_t length = turn_length(depth());
-        for (int64_t k = 0; k < depth(); k += kTurnAtOnce) {
-            vf v[4];
-            PK_UNROLL for (int i = 0; i < 4; ++i) v[i] = k + i * VL < a.depth ? shrunk(x, k + i * VL) : splat(0);
-            turn_64(v);
-            PK_UNROLL for (int i = 0; i < 4; ++i) store(turned + k + i * VL, v[i]);
-        }
-        turn_further(turned, depth(), length);
-        vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
-        for (int64_t k = 0; k < depth(); k += VL) top = max_bits(top, (vi)vabs(load(turned + k)));
-        const int32_t bits = hmax_bits(top);
+        const auto at = [&](int64_t k) { return k < a.depth ? shrunk(x, k) : splat(0); };
+        const int across = turned_vectors(depth());
+        const int32_t bits = across == 16  ? turn_row<16>(depth(), turned, at)
+                             : across == 8 ? turn_row<8>(depth(), turned, at)
+                                           : turn_row<4>(depth(), turned, at);
         float most;
         std::memcpy(&most, &bits, 4);
         return most;
@@ -273,21 +274,67 @@ class ColumnProduct {
     }
 
     const LinearArgs& a;
+    const uint8_t* const last_;
     const int64_t steps_, groups_;
     uint8_t* const bytes_;
     float* const scales_;
 };
 
+// Rows are packed by all threads; who begins with pair `first(thread)` asks for its weights.
+template <class F>
+inline void pack_rows(Context* ctx, const LinearArgs& a, const ColumnProduct& product, F&& first) {
+    ctx->pool.rows(product.halves() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
+        product.pack(begin, end, first(t), ctx->scratch[t].floats(product.depth()));
+    });
+}
+
 inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
     const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
     const int64_t pairs = product.pairs();
-    ctx->pool.rows(product.halves() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
-        product.pack(begin, end, ctx->pool.share(pairs, t), ctx->scratch[t].floats(product.depth()));
-    });
+    pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pairs, thread); });
     dispatch(a.out_dtype, [&](auto* o) {
         using O = elem<decltype(o)>;
         ctx->pool.spread(pairs, [&](auto& next, int) { product.multiply<O>(next); });
     });
+}
+
+// A draw from the float32 outputs of every row, which are written nowhere but to a core's cache, a few columns at a time.
+inline void draw_by_columns(Context* ctx, const LinearArgs& a, const float* temperatures, const uint64_t* keys,
+                            int64_t* out) {
+    constexpr int64_t kPairs = 8;  // 64 rows of so many are 64 KiB
+    uint8_t* const packed = static_cast<uint8_t*>(ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
+    const ColumnProduct product(a, packed);
+    const int64_t pieces = (product.pairs() + kPairs - 1) / kPairs, threads = ctx->pool.threads();
+    pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pieces, thread) * kPairs; });
+    Draw* const draws = static_cast<Draw*>(ctx->tasks.reserve(size_t(threads * a.rows) * sizeof(Draw)));
+    std::fill_n(draws, threads * a.rows, Draw());
+    const uint8_t* const last = a.column_form + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
+    ctx->pool.spread(pieces, [&](auto& next, int thread) {
+        LinearArgs part = a;
+        part.out = ctx->scratch[thread].floats(size_t(a.rows * kPairs * kPair));
+        Draw* const mine = draws + thread * a.rows;
+        for (int64_t begin, end; next(&begin, &end);)
+            for (int64_t piece = begin; piece < end; ++piece) {
+                const int64_t first = piece * kPairs * kPair;
+                part.columns = std::min(kPairs * kPair, a.columns - first);
+                part.column_form = a.column_form + first / kColumns * column_tile_bytes(a.depth);
+                part.bias = a.bias ? a.bias + first : nullptr;
+                const ColumnProduct some(part, packed, last);
+                bool given = false;
+                some.multiply<float>([&](int64_t* from, int64_t* to) {
+                    *from = 0, *to = some.pairs();
+                    return !std::exchange(given, true);
+                });
+                for (int64_t r = 0; r < a.rows; ++r)
+                    mine[r].stretch(static_cast<float*>(part.out) + r * part.columns, part.columns, first,
+                                    temperatures[r], keys[r]);
+            }
+    });
+    for (int64_t r = 0; r < a.rows; ++r) {
+        Draw draw;
+        for (int64_t t = 0; t < threads; ++t) draw.offer(draws[t * a.rows + r].top, draws[t * a.rows + r].best);
+        out[r] = draw.best;
+    }
 }
 
 }  // namespace pk

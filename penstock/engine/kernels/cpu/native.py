@@ -62,8 +62,8 @@ class LinearArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
         *((name, c_int64) for name in ("rows", "columns", "depth")),
         *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
-        *((name, c_void_p) for name in ("column_form", "column_shrink", "wide_form")),
-        *((name, c_int64) for name in ("column_rows", "wide_rows", "block_rows", "matrix_rows", "half_rows")),
+        *((name, c_void_p) for name in ("column_form", "column_shrink")),
+        *((name, c_int64) for name in ("column_rows", "block_rows", "matrix_rows", "half_rows")),
         ("gate", c_int32),
     )
 
@@ -132,6 +132,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_attention_has_bytes": (c_int, ()),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
+    "pk_linear_draw": (None, (c_void_p, POINTER(LinearArgs), *[c_void_p] * 3)),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_float8": (None, (c_void_p, POINTER(Float8Args))),
     "pk_float8_widen": (None, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3, c_int)),
@@ -139,7 +140,6 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_column_bytes": (c_int64, (c_int64, c_int64)),
     "pk_linear_columns": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_int)),
-    "pk_linear_widen": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_has_half": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),

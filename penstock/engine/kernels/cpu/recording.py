@@ -27,6 +27,7 @@ SEQUENCES: Final = 1
 SAMPLES: Final = 2
 _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", TOKENS),
+    "pk_linear_draw": ("rows", TOKENS),
     "pk_dense": ("rows", TOKENS),
     "pk_float8": ("rows", TOKENS),
     "pk_rope_and_cache": ("tokens", TOKENS),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.kernels.cpu.linear import QuantLinear
 from penstock.engine.kernels.cpu.native import DecodeArgs
 from penstock.engine.kernels.cpu.ops import CpuOps, LayoutError
 from penstock.engine.kernels.cpu.recording import SAMPLES, TOKENS, NotRecordableError, Recorder
@@ -106,10 +107,16 @@ class Tape:
             self.hidden = forward(ids, inputs, kv)
             self._to_hidden = len(recorder.names)
             recorder.rows = SAMPLES
-            self._logits = _record_head(recorder, head, self.hidden, at)
+            chosen = F.embedding(at, self.hidden)
+            self._to_chosen = len(recorder.names)
+            self._logits = _record_head(recorder, head, chosen)
             self._to_logits, drawn = len(recorder.names), at
             if self._logits is not None:
-                drawn = ops.gumbel_argmax(self._logits, temperatures, keys)
+                if isinstance(head, QuantLinear):
+                    drawn = head.draw(chosen, temperatures, keys, self._logits)
+                else:
+                    self._to_chosen = self._to_logits
+                    drawn = ops.gumbel_argmax(self._logits, temperatures, keys)
                 kept = drawn.data_ptr(), sample_rows.data_ptr(), rows.last_tokens.ctypes.data
                 recorder.record("pk_keep", (*kept, samples))
         self.names = recorder.names
@@ -192,16 +199,17 @@ class Tape:
 
     def draw(self) -> Ints:
         """int64 [S]: tokens drawn behind those, as `Ops.gumbel_argmax` does; their rows remember them."""
-        self._run(len(self.names))
+        self._run(self._to_chosen)
+        self._run(len(self.names), self._to_logits)
         return self._drawn[: self._counts[SAMPLES]].copy()
 
-    def _run(self, calls: int) -> None:
-        handle = self._ops.handle
+    def _run(self, end: int, begin: int = 0) -> None:
+        handle, calls = self._ops.handle, ctypes.byref(self._calls, begin * ctypes.sizeof(_Call))
         stopped = handle.lib.pk_run(
-            handle.pointer, self._calls, calls, self._patches, len(self._patches), self._counts, self.timed
+            handle.pointer, calls, end - begin, self._patches, len(self._patches), self._counts, self.timed
         )
         if stopped:
-            name, code = self.names[stopped // 256], stopped % 256
+            name, code = self.names[begin + stopped // 256], stopped % 256
             raise LayoutError(_FAILURES.get((name, code), f"{name} stopped with code {code}"))
 
     def _make_decode_args(self, rows: RowArrays, block_size: int) -> DecodeArgs:
@@ -233,11 +241,11 @@ class Tape:
         return totals
 
 
-def _record_head(recorder: Recorder, head: Head, hidden: Tensor, at: Tensor) -> Tensor | None:
-    """Logits behind chosen tokens; None, and nothing recorded, where the head is not a native one."""
+def _record_head(recorder: Recorder, head: Head, chosen: Tensor) -> Tensor | None:
+    """Logits of chosen hidden states; None, and nothing recorded, where the head is not a native one."""
     before = len(recorder.names), len(recorder.patches)
     try:
-        logits = head(F.embedding(at, hidden))
+        logits = head(chosen)
         if logits.dtype is torch.float32:
             return logits
     except NotRecordableError as reason:

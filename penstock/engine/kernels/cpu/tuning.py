@@ -1,8 +1,9 @@
 """From how many rows on a linear is faster in its form for many: measured on this machine, not guessed.
 
 A few rows are bound by reading weights, many by arithmetic; where the two cross depends on the processor, the shape and
-the number of threads. A measurement takes a few milliseconds and is kept under the name of the compiled library, which
-stands for the processor and the kernels; a file that cannot be read or written only costs measuring again.
+the number of threads. Weights are measured as a step finds them, out of the core's caches: all others were read since. A
+measurement takes tens of milliseconds and is kept under the name of the compiled library, which stands for the processor
+and the kernels; a file that cannot be read or written only costs measuring again.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ log = logging.getLogger(__name__)
 _FEW: Final = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _MANY: Final = (32, 64, 128, 256, 512)
 """Where two forms are compared, in this order; the first at which the one for more rows wins is the answer."""
-_THRESHOLDS: Final = ("column_rows", "wide_rows", "block_rows", "matrix_rows", "half_rows")
+_THRESHOLDS: Final = ("column_rows", "block_rows", "matrix_rows", "half_rows")
 _COLUMNS: Final = 768
 """Outputs that take part: enough for every thread, little enough to be quick."""
 _REPEATS: Final = 5
+_EVICTION: Final = 32 << 20
+"""Bytes read between two runs: several times what a core's own caches hold."""
 
 
 class Tuner:
@@ -41,10 +44,7 @@ class Tuner:
 
     def tune(self, linear: QuantLinear) -> None:
         """Choose the numbers of rows for this linear."""
-        if linear.wide is not None:
-            linear.block_rows = linear.matrix_rows = linear.wide_rows = 0
-            linear.wide_rows = self._crossover(linear, "wide_rows", torch.bfloat16, _FEW)
-        elif linear.columns is not None:
+        if linear.columns is not None:
             linear.block_rows = linear.matrix_rows = linear.column_rows = 0
             linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW)
         elif linear.bits < 16 and self._handle.has_matrix:
@@ -87,21 +87,23 @@ class Tuner:
 
 def _measure(linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
     generator = torch.Generator().manual_seed(0)
+    others = torch.zeros(_EVICTION // 8, dtype=torch.int64)
     for rows in choices:
         x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
         times = []
         for first_row in (0, 1):  # never, then from the first row on
             setattr(linear, name, first_row)
-            times.append(_least_seconds(linear, x))
+            times.append(_least_seconds(linear, x, others))
         if times[1] < times[0]:
             return rows
     return 0
 
 
-def _least_seconds(linear: QuantLinear, x: Tensor) -> float:
+def _least_seconds(linear: QuantLinear, x: Tensor, others: Tensor) -> float:
     """The least of several runs: what others do on the machine only ever adds."""
     least = float("inf")
     for _ in range(_REPEATS):
+        others.max()
         begin = time.perf_counter()
         linear(x)
         least = min(least, time.perf_counter() - begin)

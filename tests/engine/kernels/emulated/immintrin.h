@@ -240,6 +240,11 @@ inline __m128i _mm512_extracti32x4_epi32(__m512i v, int part) {
     const emulated::Lanes<uint32_t, __m512i> a(v);
     return emulated::each<uint32_t, __m128i>([&](int i) { return a.at[part * 4 + i]; });
 }
+inline __m256i _mm512_extracti64x4_epi64(__m512i v, int part) {
+    const emulated::Lanes<uint64_t, __m512i> a(v);
+    return emulated::each<uint64_t, __m256i>([&](int i) { return a.at[part * 4 + i]; });
+}
+inline __m256i _mm512_castsi512_si256(__m512i v) { return _mm512_extracti64x4_epi64(v, 0); }
 inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i v) {
     const emulated::Lanes<uint16_t, __m512i> at(index), a(v);
     return emulated::each<uint16_t, __m512i>([&](int i) { return a.at[at.at[i] & 31]; });
@@ -301,6 +306,14 @@ inline float _mm512_reduce_add_ps(__m512 v) {
 inline __m512 _mm512_rcp14_ps(__m512 v) {
     const emulated::Lanes<float, __m512> a(v);
     return emulated::each<float, __m512>([&](int i) { return 1.0f / a.at[i]; });
+}
+inline __m512 _mm512_roundscale_ps(__m512 v, int) {
+    const emulated::Lanes<float, __m512> a(v);
+    return emulated::each<float, __m512>([&](int i) { return std::nearbyint(a.at[i]); });
+}
+inline __m512 _mm512_scalef_ps(__m512 v, __m512 w) {
+    const emulated::Lanes<float, __m512> a(v), b(w);
+    return emulated::each<float, __m512>([&](int i) { return std::ldexp(a.at[i], int(std::floor(b.at[i]))); });
 }
 inline __m512i _mm512_cvtps_epi32(__m512 v) {
     const emulated::Lanes<float, __m512> a(v);
