@@ -33,8 +33,8 @@ _REPEATS: Final = 5
 _EVICTION: Final = 32 << 20
 """Bytes read between two runs: several times what a core's own caches hold."""
 _GAIN: Final = 0.8
-"""The form for more rows must take this much of the time: it reads more bytes, some of which the caches that cores share
-hide from a measurement, and not from a step."""
+"""Weights by columns must take this much of the time: they are more bytes than the few-bit form, and caches that cores
+share hide from a measurement what a step has to read."""
 
 
 class Tuner:
@@ -97,7 +97,7 @@ def _measure(linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[
         for first_row in (0, 1):  # never, then from the first row on
             setattr(linear, name, first_row)
             times.append(_least_seconds(linear, x, others))
-        if times[1] < _GAIN * times[0]:
+        if times[1] < times[0] * (_GAIN if name == "column_rows" else 1.0):
             return rows
     return 0
 
