@@ -1,9 +1,8 @@
 """From how many rows on a linear is faster in its form for many: measured on this machine, not guessed.
 
 A few rows are bound by reading weights, many by arithmetic; where the two cross depends on the processor, the shape and
-the number of threads. Weights are measured as a step finds them, out of the core's own caches. A measurement takes tens
-of milliseconds and is kept under the name of the compiled library, which stands for the processor and the kernels; a
-file that cannot be read or written only costs measuring again.
+the number of threads. A measurement takes a few milliseconds and is kept under the name of the compiled library, which
+stands for the processor and the kernels; a file that cannot be read or written only costs measuring again.
 """
 
 from __future__ import annotations
@@ -30,11 +29,6 @@ _THRESHOLDS: Final = ("column_rows", "block_rows", "matrix_rows", "half_rows")
 _COLUMNS: Final = 768
 """Outputs that take part: enough for every thread, little enough to be quick."""
 _REPEATS: Final = 5
-_EVICTION: Final = 32 << 20
-"""Bytes read between two runs: several times what a core's own caches hold."""
-_GAIN: Final = 0.8
-"""Weights by columns must take this much of the time: they are more bytes than the few-bit form, and caches that cores
-share hide from a measurement what a step has to read."""
 
 
 class Tuner:
@@ -49,7 +43,8 @@ class Tuner:
         """Choose the numbers of rows for this linear."""
         if linear.columns is not None:
             linear.block_rows = linear.matrix_rows = linear.column_rows = 0
-            linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW)
+            # A single row takes no arithmetic to speak of, and the fewest bytes: what is measured here lies in caches.
+            linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW[1:])
         elif linear.bits < 16 and self._handle.has_matrix:
             linear.matrix_rows = 0
             linear.block_rows = self._crossover(linear, "block_rows", torch.bfloat16, _FEW)
@@ -90,23 +85,21 @@ class Tuner:
 
 def _measure(linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
     generator = torch.Generator().manual_seed(0)
-    others = torch.zeros(_EVICTION // 8, dtype=torch.int64)
     for rows in choices:
         x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
         times = []
         for first_row in (0, 1):  # never, then from the first row on
             setattr(linear, name, first_row)
-            times.append(_least_seconds(linear, x, others))
-        if times[1] < times[0] * (_GAIN if name == "column_rows" else 1.0):
+            times.append(_least_seconds(linear, x))
+        if times[1] < times[0]:
             return rows
     return 0
 
 
-def _least_seconds(linear: QuantLinear, x: Tensor, others: Tensor) -> float:
+def _least_seconds(linear: QuantLinear, x: Tensor) -> float:
     """The least of several runs: what others do on the machine only ever adds."""
     least = float("inf")
     for _ in range(_REPEATS):
-        others.max()
         begin = time.perf_counter()
         linear(x)
         least = min(least, time.perf_counter() - begin)
