@@ -69,24 +69,25 @@ PK_INLINE void as_stored(vf& x, vf& y) {
     }
 }
 
+// Packing four vectors to bytes takes four numbers of each in turn: here they are put back in their places.
+PK_INLINE __m512i in_order(__m512i packed) {
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    return _mm512_permutexvar_epi32(order, packed);
+}
+
 // 64 numbers, in range, as bytes.
 PK_INLINE __m512i bytes_of(const __m512i (&numbers)[4]) {
-    // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(_mm512_packs_epi32(numbers[0], numbers[1]),
-                                                              _mm512_packs_epi32(numbers[2], numbers[3])));
+    return in_order(_mm512_packs_epi16(_mm512_packs_epi32(numbers[0], numbers[1]),
+                                       _mm512_packs_epi32(numbers[2], numbers[3])));
 }
 
 // 64 numbers of 16 bits in two int8 digits each, n = 256 high + low.
 PK_INLINE void digits_of(const __m512i (&numbers)[4], __m512i* high, __m512i* low) {
-    // Packing takes four numbers of every vector in turn: `order` puts them back in their places.
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     const __m512i near = _mm512_packs_epi32(numbers[0], numbers[1]), far = _mm512_packs_epi32(numbers[2], numbers[3]);
     const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
-    *high = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(near, half), 8),
-                                                               _mm512_srai_epi16(_mm512_add_epi16(far, half), 8)));
-    *low = _mm512_permutexvar_epi32(
-        order, _mm512_packus_epi16(_mm512_and_si512(near, byte), _mm512_and_si512(far, byte)));
+    *high = in_order(_mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(near, half), 8),
+                                        _mm512_srai_epi16(_mm512_add_epi16(far, half), 8)));
+    *low = in_order(_mm512_packus_epi16(_mm512_and_si512(near, byte), _mm512_and_si512(far, byte)));
 }
 
 // 1 + q / 16 of the 4-bit number that starts at bit AT of every lane.
