@@ -113,7 +113,6 @@ PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float*
 #if defined(PK_AMX)
     Guard hold(ctx->busy);
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
-    std::memset(out, 0, size_t(tiles * column_tile_bytes(depth)));
     ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
         vf* turned = reinterpret_cast<vf*>(ctx->scratch[thread].floats(column_steps(depth) * kStep * VL));
         for (int64_t t = begin; t < end; ++t)

@@ -167,6 +167,8 @@ class QuantLinear:
         return drawn
 
     def _apply(self, x: Tensor, out_dtype: torch.dtype | None, width: int, gate: int) -> Tensor:
+        if self.watcher is not None:
+            self.watcher(x)
         out = torch.empty((x.shape[0], width), dtype=out_dtype or self.out_dtype or x.dtype)
         self._handle.lib.pk_linear(self._handle.pointer, byref(self._args(x, out, gate)))
         return out
@@ -175,8 +177,6 @@ class QuantLinear:
         need_contiguous(x, "x")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise LayoutError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
-        if self.watcher is not None:
-            self.watcher(x)
         return LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), x.shape[0], self.out_features, self.in_features,
