@@ -140,37 +140,43 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
 
     dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
-        // Tasks from `first` on; those from `then` on will probably be the thread's next.
-        const auto decode = [&](int first, int then, int thread) {
-            float* mine = ctx->scratch[thread].floats(0);
+        // Tasks from `first` on as `some` does several of them; those from `then` on will probably be the thread's next.
+        const auto decode = [&](int first, int then, auto&& some) {
             const int count = std::min(span, n - first);
-            const auto result = [&](int j) { return partials + tasks[first + j].part * partial; };
-            bool done = false;
-#if defined(PK_AMX)
-            done = on_tiles(a, [&](auto* part) {
-                using Part = elem<decltype(part)>;
-                decode_together<Part>(a, tasks + first, count, tasks + then, std::min(span, n - then), mine, result);
-            });
-#else
-            (void)then;
-#endif
-            for (int j = 0; j < count && !done; ++j) decode_part<C>(a, tasks[first + j], mine, result(j));
+            some(tasks + first, count, tasks + then, std::clamp(n - then, 0, span),
+                 [&](int j) { return partials + tasks[first + j].part * partial; });
             for (int j = first; j < first + count; ++j) {
                 Merge& merge = merges[tasks[j].group];
                 if (merge.left.fetch_sub(1, std::memory_order_acq_rel) == 1)
                     merge_parts(a, tasks[j], partials + merge.first * partial, merge.parts);
             }
         };
+        // Calls f with what does several tasks of a thread, one call after another.
+        const auto with_decoder = [&](int thread, auto&& f) {
+            float* const mine = ctx->scratch[thread].floats(0);
+#if defined(PK_AMX)
+            if (on_tiles(a, [&](auto* part) {
+                    DecodeRun<elem<decltype(part)>> run(a, mine);
+                    f([&](auto&&... of) { run.together(of...); });
+                }))
+                return;
+#endif
+            f([&](const Task* some, int count, const Task*, int, auto&& result) {
+                for (int j = 0; j < count; ++j) decode_part<C>(a, some[j], mine, result(j));
+            });
+        };
         const int units = (decodes + span - 1) / span;
         if (!first_decode && units >= 4 * ctx->pool.threads())
             return ctx->pool.spread(units, [&](auto& next, int thread) {
-                for (int64_t begin, end; next(&begin, &end);)
-                    for (int i = int(begin); i < int(end); ++i) decode(i * span, (i + 1) * span, thread);
+                with_decoder(thread, [&](auto&& some) {
+                    for (int64_t begin, end; next(&begin, &end);)
+                        for (int i = int(begin); i < int(end); ++i) decode(i * span, (i + 1) * span, some);
+                });
             });
         ctx->pool.run(first_decode + units, [&](int i, int thread) {
             if (i < first_decode) return prefill<C>(a, tasks[i], ctx->scratch[thread].floats(0));
             const int first = first_decode + (i - first_decode) * span;
-            decode(first, first + ctx->pool.threads() * span, thread);
+            with_decoder(thread, [&](auto&& some) { decode(first, first + ctx->pool.threads() * span, some); });
         });
     });
 }

@@ -12,8 +12,9 @@
 namespace pk {
 
 constexpr int kTogether = 4;  // tasks, at most
-constexpr int kTogetherKeys = 512;  // and keys, about: what tasks note on the way should stay in the first-level cache
+constexpr int kTogetherKeys = 1024;  // and keys, about: what tasks note on the way stays in the cores' own caches
 constexpr int kGroups = kPart / kTileGroup;
+constexpr float kLog2 = 1.44269504f;  // of e
 constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
 
 inline bool by_groups(const AttentionArgs& a) {
@@ -65,29 +66,23 @@ class Ahead {
     Ahead() = default;
     explicit Ahead(const TokenGroups* of) : of_(of), lines_(of ? of->bytes / 64 : 0) {}
 
-    // A step of the work that has `calls` occasions for each group of tokens is to ask for `parts` of 32 of all lines:
-    // how many on each.
-    int share(int parts, int calls) const { return (2 * lines_ * parts + 32 * calls - 1) / (32 * calls); }
+    // Eight lines; a group's keys, and its values, are a multiple of that.
+    PK_INLINE void ask() {
+        if (left_ == 0 && !open_group()) return;
+        PK_UNROLL for (int i = 0; i < 8; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
+        at_ += 512;
+        left_ -= 8;
+    }
 
-    PK_INLINE void ask(int count) {
-        while (count > 0 && of_) {
-            if (left_ == 0 && !open_group()) return;
-            const int now = std::min(count, left_);
-            for (int i = 0; i < now; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
-            at_ += 64 * now;
-            left_ -= now;
-            count -= now;
-        }
+    // A quarter of what a group of tokens has: each of the four steps that its work takes asks for as much.
+    PK_INLINE void ask_quarter() {
+        for (int i = 0; i < lines_; i += 16) ask();
     }
 
   private:
-    bool open_group() {
-        const int keys = of_->count;
-        if (group_ == 2 * keys) {
-            of_ = nullptr;
-            return false;
-        }
-        at_ = group_ < keys ? of_->keys[group_] : of_->values[group_ - keys];
+    PK_INLINE bool open_group() {
+        if (!of_ || group_ == 2 * of_->count) return false;
+        at_ = group_ < of_->count ? of_->keys[group_] : of_->values[group_ - of_->count];
         left_ = lines_;
         ++group_;
         return true;
@@ -98,18 +93,28 @@ class Ahead {
     int lines_ = 0, left_ = 0, group_ = 0;
 };
 
+// 2^(x - top) for x <= top with a relative error below 3e-6, and no less than 2^-126.
+PK_INLINE vf power_below(vf x, vf top) {
+    const vf magic = splat(12582912.0f), y = vmax(x - top, splat(-126.0f));
+    const vf shifted = y + magic, r = y - (shifted - magic);
+    vf p = splat(9.57010197e-3f);  // minimax in relative error on [-1/2, 1/2]
+    p = p * r + splat(5.59178608e-2f);
+    p = p * r + splat(2.40247448e-1f);
+    p = p * r + splat(6.93121815e-1f);
+    p = p * r + splat(9.99999261e-1f);
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
 template <int LANES>
 class DecodeTask {
   protected:
-    void open(const AttentionArgs& args, const Task& task_, const TokenGroups* following) {
+    void open(const AttentionArgs& args, const Task& task_, const TokenGroups& own, const TokenGroups* following) {
         a = &args;
         task = &task_;
         group = a->heads / a->kv_heads;
         dim = a->head_dim;
-        cached.find(*a, task_);
-        ahead = Ahead(following);  // by the time that its steps take: keys 7, scores 12, values 13
-        ahead_keys = ahead.share(7, 1);
-        ahead_scores = ahead.share(12, LANES);
+        cached = &own;
+        ahead = Ahead(following);
     }
 
     const bf16* query(int g) const {
@@ -133,22 +138,25 @@ class DecodeTask {
         return (vf)_mm512_permutexvar_ps(_mm512_load_si512(of), (__m512)numbers);
     }
 
-    // Scores [key][lane] as score(i, j) gives them, vector j of group i; keys that are not there get none. The largest of
-    // every lane, in all its places.
+    // What products become scores by: to base 2, unless they have to be capped first.
+    float unit() const { return a->softcap > 0 ? a->scale : a->scale * kLog2; }
+
+    // Scores [key][lane] to base 2, of what score(i, j) gives in `unit`, vector j of group i; keys that are not there get
+    // none. The largest of every lane, in all its places.
     template <class F>
     PK_INLINE vf keep_scores(float* scores, F&& score) {
         vf top = splat(kUnseen);
-        for (int i = 0; i < cached.count; ++i) {
+        for (int i = 0; i < cached->count; ++i) {
             const __mmask16 seen = there(i);
             const vf limit = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_set1_ps(INFINITY));
             PK_UNROLL for (int j = 0; j < LANES; ++j) {
                 vf x = score(i, j);
-                if (a->softcap > 0) x = capped(x, a->softcap);
+                if (a->softcap > 0) x = capped(x, a->softcap) * splat(kLog2);
                 if (seen != 0xffff) x = vmin(x, by_key(limit, j));
                 store(scores + (i * LANES + j) * VL, x);
                 top = vmax(top, x);
-                ahead.ask(ahead_scores);
             }
+            ahead.ask_quarter();
         }
         return across_keys(top, LANES, [](vf x, vf y) { return vmax(x, y); });
     }
@@ -158,40 +166,63 @@ class DecodeTask {
         const int width = padded(dim), stride = width + VL;
         total = across_keys(total, LANES, [](vf x, vf y) { return x + y; });
         for (int g = 0; g < group; ++g) {
-            partial[g * stride + width] = top[g];
+            partial[g * stride + width] = top[g] * (1 / kLog2);
             partial[g * stride + width + 1] = total[g];
         }
     }
 
     const AttentionArgs* a;
     const Task* task;
-    TokenGroups cached;
+    const TokenGroups* cached;
     Ahead ahead;  // what this thread will probably need then
-    int group, dim, ahead_keys, ahead_scores;
+    int group, dim;
 };
 
-// Several tasks, those after next in `following`. partial(i): where the result of tasks[i] goes.
-template <class Part, class F>
-void decode_together(const AttentionArgs& a, const Task* tasks, int count, const Task* following, int followers,
-                     float* scratch, F&& partial) {
-    Part parts[kTogether];
-    TokenGroups next[kTogether];
-    uint8_t* const panel = reinterpret_cast<uint8_t*>(scratch + kTogether * Part::floats(a));  // two times four tiles
-    for (int i = 0; i < count; ++i) {
-        if (i < followers) next[i].find(a, following[i]);
-        parts[i].start(a, tasks[i], scratch + i * Part::floats(a), i < followers ? next + i : nullptr);
+// A thread's tasks, a few at a time.
+template <class Part>
+class DecodeRun {
+  public:
+    DecodeRun(const AttentionArgs& args, float* scratch) : a(args), scratch_(scratch) {}
+    ~DecodeRun() { _tile_release(); }
+
+    // Those from `following` on will probably be the next. partial(i): where the result of tasks[i] goes.
+    template <class F>
+    void together(const Task* tasks, int count, const Task* following, int followers, F&& partial) {
+        if (tasks != expected_) find(tasks, count, own_);
+        find(following, followers, next_);
+        Part parts[kTogether];
+        for (int i = 0; i < count; ++i)
+            parts[i].start(a, tasks[i], own_[i], i < followers ? next_ + i : nullptr, scratch_ + i * Part::floats(a));
+        if (Part::kReshapes || !shaped_) parts[0].shape_for_keys();
+        shaped_ = true;
+        for (int i = 0; i < count; ++i) parts[i].multiply_keys();
+        for (int i = 0; i < count; ++i) parts[i].soften(partial(i));
+        if constexpr (Part::kReshapes) {
+            uint8_t* const panels = reinterpret_cast<uint8_t*>(scratch_ + kTogether * Part::floats(a));
+            parts[0].shape_for_values();
+            for (int i = 0; i < count; ++i) parts[i].add_values(panels, partial(i));
+        } else {
+            for (int i = 0; i < count; ++i) parts[i].add_values(partial(i));
+        }
+        std::swap(own_, next_);
+        expected_ = following;
     }
-    parts[0].shape_for_keys();
-    for (int i = 0; i < count; ++i) parts[i].multiply_keys();
-    for (int i = 0; i < count; ++i) parts[i].soften(partial(i));
-    parts[0].shape_for_values();
-    for (int i = 0; i < count; ++i) parts[i].add_values(panel, partial(i));
-    _tile_release();
-}
+
+  private:
+    void find(const Task* tasks, int count, TokenGroups* groups) const {
+        for (int i = 0; i < count; ++i) groups[i].find(a, tasks[i]);
+    }
+
+    const AttentionArgs& a;
+    float* const scratch_;
+    TokenGroups groups_[2][kTogether], *own_ = groups_[0], *next_ = groups_[1];
+    const Task* expected_ = nullptr;  // whose groups have been found
+    bool shaped_ = false;
+};
 
 template <class Part>
 size_t together_floats(const AttentionArgs& a) {
-    return kTogether * Part::floats(a) + 2 * kTileBytes;
+    return kTogether * Part::floats(a) + (Part::kReshapes ? 2 * kTileBytes : 0);
 }
 
 // Registers 0..3; 4; 5; 6 and 7.

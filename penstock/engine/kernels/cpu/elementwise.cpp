@@ -147,7 +147,7 @@ PK_INLINE void stretch_query(T* head, const float* stretch, int dim) {
 
 PK_INLINE void frame_key(float* key, const float* centre, const float* stretch, int dim) {
     int i = 0;
-    for (; i + VL <= dim; i += VL) store(key + i, (load(key + i) - load(centre + i)) / load(stretch + i));
+    for (; i + VL <= dim; i += VL) store(key + i, quotient(load(key + i) - load(centre + i), load(stretch + i)));
     for (; i < dim; ++i) key[i] = (key[i] - centre[i]) / stretch[i];
 }
 

@@ -1,7 +1,7 @@
 // Cached keys and values in one byte: int8 with a scale per token and head, FP8 (e4m3) with a scale per head.
 //
 // Reading gives numbers that still have to be multiplied by `cached_scale`; the kernels do that once per key
-// where they can. Writing divides by the same scale and rounds to nearest even.
+// where they can. Writing divides by the same scale, or multiplies by its inverse (int8), and rounds to nearest even.
 
 #pragma once
 
@@ -133,6 +133,13 @@ PK_INLINE void store_divided(const T* x, C* to, int n, float scale) {
     if (int rest = n - i) store_part(to + i, load_part(x + i, rest) / divisor, rest);
 }
 
+template <class T>
+PK_INLINE void store_multiplied(const T* x, s8* to, int n, float factor) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) store(to + i, load(x + i) * splat(factor));
+    if (int rest = n - i) store_part(to + i, load_part(x + i, rest) * splat(factor), rest);
+}
+
 // One head of one token into the cache; an int8 cache gets its scale too.
 template <class T, class C>
 PK_INLINE void store_scaled(const T* x, C* to, int n, const Scales& s, int64_t block, int head, int64_t offset) {
@@ -143,7 +150,8 @@ PK_INLINE void store_scaled(const T* x, C* to, int n, const Scales& s, int64_t b
         store(rounded, wide);
         static_cast<bf16*>(const_cast<void*>(s.base))[scale_index(s, block, head, offset)] = rounded[0];
         const float scale = to_float(rounded[0]);
-        store_divided(x, to, n, scale > 0 ? scale : 1.0f);
+        const float least = std::numeric_limits<float>::min();  // below it, an inverse may be infinite
+        store_multiplied(x, to, n, scale >= least ? 1.0f / scale : 0.0f);
     } else {
         store_divided(x, to, n, static_cast<const float*>(s.base)[head]);
     }

@@ -185,6 +185,14 @@ inline __m512i _mm512_srli_epi16(__m512i v, unsigned n) {
     const emulated::Lanes<uint16_t, __m512i> a(v);
     return emulated::each<uint16_t, __m512i>([&](int i) { return n > 15 ? 0 : a.at[i] >> n; });
 }
+inline __m512i _mm512_slli_epi16(__m512i v, unsigned n) {
+    const emulated::Lanes<uint16_t, __m512i> a(v);
+    return emulated::each<uint16_t, __m512i>([&](int i) { return n > 15 ? 0 : a.at[i] << n; });
+}
+inline __m512i _mm512_mask_blend_epi16(uint32_t mask, __m512i v, __m512i w) {
+    const emulated::Lanes<uint16_t, __m512i> a(v), b(w);
+    return emulated::each<uint16_t, __m512i>([&](int i) { return (mask >> i & 1 ? b : a).at[i]; });
+}
 inline __m256i _mm256_slli_epi16(__m256i v, int n) {
     const emulated::Lanes<uint16_t, __m256i> a(v);
     return emulated::each<uint16_t, __m256i>([&](int i) { return a.at[i] << n; });
