@@ -151,7 +151,7 @@ class DecodeBytes : private DecodeTask<LANES> {
         alignas(64) float units[VL];
         for (int j = 0; j < VL; ++j) {
             pick[j] = j / LANES * 2 * LANES + j % LANES;  // of two vectors of sums: the high digits
-            units[j] = j % LANES < group ? step[j % LANES] * this->unit() : 0.0f;
+            units[j] = j % LANES < group ? step[j % LANES] * score_unit(*a) : 0.0f;
         }
         const __m512i high = _mm512_load_si512(pick), low = _mm512_add_epi32(high, _mm512_set1_epi32(LANES));
         const vf factor = load(units);

@@ -14,7 +14,6 @@ namespace pk {
 constexpr int kTogether = 4;  // tasks, at most
 constexpr int kTogetherKeys = 1024;  // and keys, about: what tasks note on the way stays in the cores' own caches
 constexpr int kGroups = kPart / kTileGroup;
-constexpr float kLog2 = 1.44269504f;  // of e
 constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
 
 inline bool by_groups(const AttentionArgs& a) {
@@ -93,18 +92,6 @@ class Ahead {
     int lines_ = 0, left_ = 0, group_ = 0;
 };
 
-// 2^(x - top) for x <= top with a relative error below 3e-6, and no less than 2^-126.
-PK_INLINE vf power_below(vf x, vf top) {
-    const vf magic = splat(12582912.0f), y = vmax(x - top, splat(-126.0f));
-    const vf shifted = y + magic, r = y - (shifted - magic);
-    vf p = splat(9.57010197e-3f);  // minimax in relative error on [-1/2, 1/2]
-    p = p * r + splat(5.59178608e-2f);
-    p = p * r + splat(2.40247448e-1f);
-    p = p * r + splat(6.93121815e-1f);
-    p = p * r + splat(9.99999261e-1f);
-    return (vf)((vi)p + ((vi)shifted << 23));
-}
-
 template <int LANES>
 class DecodeTask {
   protected:
@@ -138,11 +125,8 @@ class DecodeTask {
         return (vf)_mm512_permutexvar_ps(_mm512_load_si512(of), (__m512)numbers);
     }
 
-    // What products become scores by: to base 2, unless they have to be capped first.
-    float unit() const { return a->softcap > 0 ? a->scale : a->scale * kLog2; }
-
-    // Scores [key][lane] to base 2, of what score(i, j) gives in `unit`, vector j of group i; keys that are not there get
-    // none. The largest of every lane, in all its places.
+    // Scores [key][lane], of what score(i, j) gives in `score_unit`, vector j of group i; keys that are not there get none.
+    // The largest of every lane, in all its places.
     template <class F>
     PK_INLINE vf keep_scores(float* scores, F&& score) {
         vf top = splat(kUnseen);
@@ -150,8 +134,7 @@ class DecodeTask {
             const __mmask16 seen = there(i);
             const vf limit = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_set1_ps(INFINITY));
             PK_UNROLL for (int j = 0; j < LANES; ++j) {
-                vf x = score(i, j);
-                if (a->softcap > 0) x = capped(x, a->softcap) * splat(kLog2);
+                vf x = finished(score(i, j), *a);
                 if (seen != 0xffff) x = vmin(x, by_key(limit, j));
                 store(scores + (i * LANES + j) * VL, x);
                 top = vmax(top, x);

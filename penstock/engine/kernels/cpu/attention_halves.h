@@ -68,7 +68,7 @@ class DecodeHalves : private DecodeTask<LANES> {
 
     void soften(float* partial) {
         const vf top = this->keep_scores(
-            scores, [&](int i, int j) { return load(scores + (i * LANES + j) * VL) * splat(this->unit()); });
+            scores, [&](int i, int j) { return load(scores + (i * LANES + j) * VL) * splat(score_unit(*a)); });
         // Of 64 numbers [key][lane] of two vectors: [lane][key].
         constexpr int kRun = 64 / LANES;
         alignas(64) uint16_t turn[64], rows[64];

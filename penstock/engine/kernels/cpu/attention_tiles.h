@@ -2,13 +2,14 @@
 // cache: rows of 32 numbers. One new token per sequence is in attention_halves.h and attention_bytes.h.
 //
 // Scores are computed transposed, keys x queries, so that a lane is a query row and softmax needs no sums across lanes;
-// weights come out of it in the order in which tiles want them.
+// weights come out of it in the order in which tiles want them. Scores are to base 2.
 // Products take bfloat16 and add in float32; softmax and its weights' sum are float32.
 
 #pragma once
 
 #include "amx.h"
 #include "attention_decode.h"
+#include "attention_prefill.h"
 
 #if defined(PK_AMX)
 
@@ -17,6 +18,7 @@ namespace pk {
 constexpr int kTileGroup = 16;  // keys of a tile
 constexpr int kTilePanel = 64;  // keys of a panel: four tiles
 constexpr float kUnseen = -1e30f;
+constexpr float kLog2 = 1.44269504f;  // of e
 
 inline bool by_tiles(const AttentionArgs& a) {
     return a.dtype == 2 && (a.cache_dtype == 2 || a.cache_dtype == 3) && a.head_dim % 32 == 0 &&
@@ -39,15 +41,24 @@ struct CachedRows {
     const C* at(int key) const {
         return base + table[key / block_size] * block_stride + int64_t(key % block_size) * dim;
     }
+    // Tokens key, key + 1, ... one by one; null for those that are not there.
+    template <int COUNT>
+    void rows(int key, const C* (&row)[COUNT]) const {
+        for (int j = 0; j < COUNT;) {
+            const int run = std::min(block_size - (key + j) % block_size, COUNT - j);
+            const C* first = key + j < limit && key + j + run > from ? at(key + j) : nullptr;
+            for (int i = 0; i < run; ++i, ++j) row[j] = has(key + j) ? first + i * dim : nullptr;
+        }
+    }
     // 16 rows, as they lie if they lie together (those at or beyond `limit` are stale then), else copied.
     const uint8_t* group(int key, uint8_t* copy) const {
         if (std::is_same<C, bf16>::value && has(key) && key % block_size + kTileGroup <= block_size)
             return reinterpret_cast<const uint8_t*>(at(key));
-        for (int i = 0; i < kTileGroup; ++i) {
-            const C* row = has(key + i) ? at(key + i) : nullptr;
+        const C* row[kTileGroup];
+        rows(key, row);
+        for (int i = 0; i < kTileGroup; ++i)
             for (int d = 0; d < dim; d += 32)
-                _mm512_store_si512(copy + (i * dim + d) * 2, row ? load32(row + d) : _mm512_setzero_si512());
-        }
+                _mm512_store_si512(copy + (i * dim + d) * 2, row[i] ? load32(row[i] + d) : _mm512_setzero_si512());
         return copy;
     }
 };
@@ -136,13 +147,24 @@ PK_INLINE vf capped(vf score, float cap) {
     return splat(cap) - splat(2 * cap) / (e + splat(1.0f));
 }
 
-// Scores as softmax sees them: scaled, and capped where the model caps them.
+// What products are multiplied by before `finished`: scores to base 2, or as they are where they have to be capped first.
+PK_INLINE float score_unit(const AttentionArgs& a) { return a.softcap > 0 ? a.scale : a.scale * kLog2; }
+
 PK_INLINE vf finished(vf score, const AttentionArgs& a) {
-    score *= splat(a.scale);
-    return a.softcap > 0 ? capped(score, a.softcap) : score;
+    return a.softcap > 0 ? capped(score, a.softcap) * splat(kLog2) : score;
 }
 
-PK_INLINE vf exp_below(vf x, vf top) { return vexp_inside(vmax(x - top, splat(-87.0f))); }
+// 2^(x - top) for x <= top with a relative error below 3e-6, and no less than 2^-126.
+PK_INLINE vf power_below(vf x, vf top) {
+    const vf magic = splat(12582912.0f), y = vmax(x - top, splat(-126.0f));
+    const vf shifted = y + magic, r = y - (shifted - magic);
+    vf p = splat(9.57010197e-3f);  // minimax in relative error on [-1/2, 1/2]
+    p = p * r + splat(5.59178608e-2f);
+    p = p * r + splat(2.40247448e-1f);
+    p = p * r + splat(6.93121815e-1f);
+    p = p * r + splat(9.99999261e-1f);
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
 
 // Every lane's largest (or total) over the keys a vector holds: lanes repeat after `lanes`.
 template <class F>
@@ -183,7 +205,7 @@ class PrefillTile {
         totals = tops + tiles * 16;              // [tile][row]
         positions = reinterpret_cast<int32_t*>(totals + tiles * 16);
         scores = reinterpret_cast<float*>(positions + tiles * 16);   // [key][row]
-        key_scale = scores + kTilePanel * 16;    // of a panel
+        key_scale = scores + kTilePanel * 16;    // of a panel, in `score_unit`
         value_scale = key_scale + kTilePanel;
         weights = reinterpret_cast<uint8_t*>(value_scale + kTilePanel);
         turned = weights + 2 * kTileBytes;       // values of a panel, [dim][key]
@@ -203,12 +225,13 @@ class PrefillTile {
             for (int t = 0; t < tiles; ++t) {
                 const int first = positions[t * 16], last = positions[std::min(t * 16 + 15, rows - 1)];
                 if (last < key || (a.window && key + kTilePanel <= first - a.window + 1)) continue;
+                const int seen = std::min(count, (last - key) / kTileGroup + 1);  // groups that the latest row sees
                 zero_sums();
-                add_tiles(left, count, dim * 2, reinterpret_cast<const uint8_t*>(queries + t * dim * 8), dim / 32);
-                store_tiles(scores, count, 256, 16);
+                add_tiles(left, seen, dim * 2, reinterpret_cast<const uint8_t*>(queries + t * dim * 8), dim / 32);
+                store_tiles(scores, seen, 256, 16);
                 const bool all = t * 16 + 16 <= rows && key + kTilePanel - 1 <= first && !a.window;
-                all ? weigh<false>(t, key, kTilePanel) : weigh<true>(t, key, count * kTileGroup);
-                add_values(sums + t * dim * 16);
+                all ? weigh<false>(t, key, kTilePanel) : weigh<true>(t, key, seen * kTileGroup);
+                add_values(sums + t * dim * 16, (seen + 1) / 2);
             }
         }
         _tile_release();
@@ -219,11 +242,17 @@ class PrefillTile {
     static constexpr bool kBytes = std::is_same<C, s8>::value;
 
     void load_scales(int key) {
-        for (int j = 0; j < kTilePanel; ++j) {
-            const bool has = keys.has(key + j);
-            const int64_t block = has ? keys.table[(key + j) / a.block_size] : 0, offset = (key + j) % a.block_size;
-            key_scale[j] = has ? cached_scale<C>(key_scales(a), block, task.kv_head, offset) : 0.0f;
-            value_scale[j] = has ? cached_scale<C>(value_scales(a), block, task.kv_head, offset) : 0.0f;
+        const Scales of_keys = key_scales(a), of_values = value_scales(a);
+        const float unit = score_unit(a);
+        for (int j = 0; j < kTilePanel;) {
+            const int first = (key + j) / a.block_size, offset = key + j - first * a.block_size;
+            const int run = std::min(a.block_size - offset, kTilePanel - j);
+            const int64_t block = key + j < limit && key + j + run > from ? keys.table[first] : 0;
+            for (int i = 0; i < run; ++i, ++j) {
+                const bool has = keys.has(key + j);
+                key_scale[j] = has ? cached_scale<C>(of_keys, block, task.kv_head, offset + i) * unit : 0.0f;
+                value_scale[j] = has ? cached_scale<C>(of_values, block, task.kv_head, offset + i) : 0.0f;
+            }
         }
     }
 
@@ -231,7 +260,13 @@ class PrefillTile {
         std::fill(sums, sums + tiles * dim * 16, 0.0f);
         std::fill(tops, tops + tiles * 16, kUnseen);
         std::fill(totals, totals + tiles * 16, 0.0f);
-        for (int r = 0; r < tiles * 16; ++r) positions[r] = r < rows ? base + task.begin + r / group : -1;
+        std::fill(positions + rows, positions + tiles * 16, -1);
+        for (int token = 0, r = 0; token < task.end - task.begin; ++token)
+            for (int g = 0; g < group; ++g, ++r) {
+                positions[r] = base + task.begin + token;
+                query_at[r] = token * a.q_stride + g * dim;
+                out_at[r] = (int64_t(token) * a.heads + g) * dim;
+            }
         for (int t = 0; t < tiles; ++t)
             for (int step = 0; step < dim / 32; ++step) {
                 __m512i x[16];
@@ -243,19 +278,14 @@ class PrefillTile {
 
     __m512i query(int row, int step) const {
         if (row >= rows) return _mm512_setzero_si512();
-        const bf16* q = static_cast<const bf16*>(a.q) + (first_token + task.begin + row / group) * a.q_stride;
-        return _mm512_loadu_si512(q + int64_t(task.kv_head * group + row % group) * dim + step * 32);
+        const bf16* q = static_cast<const bf16*>(a.q) + (first_token + task.begin) * a.q_stride;
+        return _mm512_loadu_si512(q + int64_t(task.kv_head * group) * dim + query_at[row] + step * 32);
     }
 
     // Interleaving two keys puts numbers 8k..8k+3 of each four-lane part k into one vector and the rest in another.
     void turn_values(int key) {
         const C* row[kTilePanel];
-        for (int j = 0; j < kTilePanel;) {
-            const int run = std::min(a.block_size - (key + j) % a.block_size, kTilePanel - j);
-            const bool any = key + j < limit && key + j + run > from;
-            const C* there = any ? values.at(key + j) : nullptr;
-            for (int i = 0; i < run; ++i, ++j) row[j] = values.has(key + j) ? there + i * dim : nullptr;
-        }
+        values.rows(key, row);
         const auto load_row = [&](int j, int at) {
             return row[j] ? load32(row[j] + at) : _mm512_setzero_si512();
         };
@@ -287,18 +317,17 @@ class PrefillTile {
             return __mmask16(_mm512_cmple_epi32_mask(at, position) & _mm512_cmpge_epi32_mask(at, oldest));
         };
         const vf old = load(tops + t * 16);
+        const float unit = score_unit(a);
         vf top = old;
         for (int j = 0; j < count; ++j) {
-            vf x = load(scores + j * 16);
-            if (kBytes) x *= splat(key_scale[j]);
-            x = finished(x, a);
+            vf x = finished(load(scores + j * 16) * splat(kBytes ? key_scale[j] : unit), a);
             if (MASKED) x = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(kUnseen), seen(j), (__m512)x);
             store(scores + j * 16, x);
             top = vmax(top, x);
         }
         vf mass = splat(0);
         for (int j = 0; j < count; j += 2) {
-            vf p = exp_below(load(scores + j * 16), top), q = exp_below(load(scores + j * 16 + 16), top);
+            vf p = power_below(load(scores + j * 16), top), q = power_below(load(scores + j * 16 + 16), top);
             if (MASKED) {
                 p = (vf)_mm512_maskz_mov_ps(seen(j), (__m512)p);
                 q = (vf)_mm512_maskz_mov_ps(seen(j + 1), (__m512)q);
@@ -311,7 +340,7 @@ class PrefillTile {
             store_pairs(weights + j / 2 * 64, (__m512)p, (__m512)q);
         }
         for (int j = count; j < kTilePanel; j += 2) _mm512_store_si512(weights + j / 2 * 64, _mm512_setzero_si512());
-        const vf keep = exp_below(old, top);
+        const vf keep = power_below(old, top);
         store(totals + t * 16, load(totals + t * 16) * keep + mass);
         store(tops + t * 16, top);
         if (_mm512_cmpneq_ps_mask((__m512)old, (__m512)top)) {
@@ -320,30 +349,28 @@ class PrefillTile {
         }
     }
 
-    void add_values(float* sum) {
+    // The first `steps` times 32 keys.
+    void add_values(float* sum, int steps) {
         for (int d = 0; d < dim; d += 64) {
             const int count = std::min(4, (dim - d) / 16);
             const uint8_t* left[4] = {};
             for (int i = 0; i < count; ++i) left[i] = turned + (d + i * 16) * kTilePanel * 2;
             load_tiles(sum + d * 16, count);
-            add_tiles(left, count, kTilePanel * 2, weights, kTilePanel / 32);
+            add_tiles(left, count, kTilePanel * 2, weights, steps);
             store_tiles(sum + d * 16, count, 256, 16);
         }
     }
 
     void finish() {
-        bf16* const out = static_cast<bf16*>(a.out);
+        bf16* const out = static_cast<bf16*>(a.out) +
+                          ((first_token + task.begin) * a.heads + int64_t(task.kv_head) * group) * dim;
         for (int t = 0; t < tiles; ++t) {
             const vf factor = splat(1.0f) / load(totals + t * 16);
             for (int d = 0; d < dim; d += 16) {
                 __m512i x[16];
                 for (int i = 0; i < 16; ++i) x[i] = (__m512i)(load(sums + (t * dim + d + i) * 16) * factor);
                 transpose16(x);
-                for (int i = 0; i < std::min(16, rows - t * 16); ++i) {
-                    const int row = t * 16 + i;
-                    const int64_t token = first_token + task.begin + row / group;
-                    store(out + (token * a.heads + task.kv_head * group + row % group) * dim + d, (vf)x[i]);
-                }
+                for (int i = 0; i < std::min(16, rows - t * 16); ++i) store(out + out_at[t * 16 + i] + d, (vf)x[i]);
             }
         }
     }
@@ -357,6 +384,7 @@ class PrefillTile {
     float *sums, *queries, *tops, *totals, *scores, *key_scale, *value_scale;
     int32_t* positions;
     uint8_t *weights, *turned, *copies;
+    int64_t query_at[kTileRows], out_at[kTileRows];  // of every row, from the task's first
 };
 
 }  // namespace pk
