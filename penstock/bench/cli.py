@@ -78,7 +78,7 @@ def engine(
     ] = 0,
     adapter_rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of those adapters.")] = 16,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where decode steps go: busy, idle, time per kernel.")
+        bool, typer.Option("--profile", help="Also show where steps go, of prompts and decoding: busy, idle, kernels.")
     ] = False,
     json_file: Json = None,
     show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,

@@ -216,8 +216,8 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
     )
     if settings.profile:
         for workload in chosen:
-            if workload.output_len[0] > 3 * profiler.STEPS:  # shorter ones end before there is anything to record
-                profiler.show(profiler.record(loaded.engine, workload), workload, console)
+            for profile in profiler.record(loaded.engine, workload):
+                profiler.show(profile, workload, console)
     if json_file is not None:
         facts = dataclasses.asdict(settings) | {"engine": dataclasses.asdict(info)}
         report.write_json(json_file, "engine", facts | {"bounds": dataclasses.asdict(limits)}, results)

@@ -1,14 +1,16 @@
 """Where a step goes: device busy or idle, and which kernels take the time.
 
-A workload is brought to the point where every running sequence decodes, then a few steps are recorded. On CUDA the
-recording is the device's own timeline; on CPU it is Python's profiler, in which the native kernels are calls, and where
-the forward pass is a tape, the tape's own times of its kernels. Python's share of a step is measured before that and
-without a profiler: what the engine's thread computes outside of native calls, so that other processes do not count.
+All requests of a workload that run together are submitted at once. The steps until every one of them decodes are one
+recording, a few of those behind it another. On CUDA a recording is the device's own timeline; on CPU it is Python's
+profiler, in which the native kernels are calls, and where the forward pass is a tape, the tape's own times of its
+kernels. Python's share of a decoding step is measured before that and without a profiler: what the engine's thread
+computes outside of native calls, so that other processes do not count.
 """
 
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import pstats
 import statistics
 import time
@@ -43,6 +45,8 @@ class Share:
 class Profile:
     """Recorded steps: wall time, time the device (or the profiled thread) was busy, and who took it."""
 
+    kind: str
+    """`prompts`: steps that compute prompts, and a token of those that are done. `decoding`: a token of each."""
     steps: int
     rows: int
     wall_s: float
@@ -54,21 +58,39 @@ class Profile:
     """On CPU with native kernels: what a step takes outside of them, in the middle of the steps."""
 
 
-def record(engine: Engine, workload: Workload) -> Profile:
-    """Profile decode steps of `workload`, then drain the engine."""
+def record(engine: Engine, workload: Workload) -> list[Profile]:
+    """Profile the prompts of `workload` and, where its outputs are long enough, decode steps; then drain the engine."""
     together = min(workload.concurrency or workload.requests, engine.info.max_running)
     for request in workload.build(engine.info.vocab_size, salt="profile")[:together]:
         engine.submit(request)
-    while engine.has_work and not _decoding(engine):
-        engine.step()
-    rows = len(engine.scheduler.running)
+
+    def prompts() -> int:
+        steps = 0
+        while engine.has_work and not _decoding(engine):
+            engine.step()
+            steps += 1
+        return steps
+
+    def decoding() -> int:
+        for _ in range(STEPS):
+            engine.step()
+        return STEPS
+
     device = torch.device(engine.info.device)
-    profile = _on_cuda(engine, rows, device) if device.type == "cuda" else _on_cpu(engine, rows)
+    profiles = [_recorded(engine, device, "prompts", together, prompts)]
+    if workload.output_len[0] > 3 * STEPS:  # shorter ones end before there is anything to record
+        rows, python = len(engine.scheduler.running), _python_seconds(engine)
+        profiles.append(dataclasses.replace(_recorded(engine, device, "decoding", rows, decoding), python_s=python))
     for seq in list(engine.scheduler.running):
         engine.abort(seq.id)
     while engine.has_work:
         engine.step()
-    return profile
+    return profiles
+
+
+def _recorded(engine: Engine, device: torch.device, kind: str, rows: int, run: Callable[[], int]) -> Profile:
+    """What `run` does, which returns its number of steps."""
+    return _on_cuda(device, kind, rows, run) if device.type == "cuda" else _on_cpu(engine, kind, rows, run)
 
 
 def _decoding(engine: Engine) -> bool:
@@ -76,12 +98,11 @@ def _decoding(engine: Engine) -> bool:
     return engine.scheduler.waiting == 0 and all(seq.length > seq.prompt_len for seq in running)
 
 
-def _on_cuda(engine: Engine, rows: int, device: torch.device) -> Profile:
+def _on_cuda(device: torch.device, kind: str, rows: int, run: Callable[[], int]) -> Profile:
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
         begin = time.perf_counter()
-        for _ in range(STEPS):
-            engine.step()
+        steps = run()
         torch.cuda.synchronize(device)
         wall = time.perf_counter() - begin
     spans: list[tuple[float, float]] = []
@@ -91,7 +112,7 @@ def _on_cuda(engine: Engine, rows: int, device: torch.device) -> Profile:
             spans.append((event.time_range.start, event.time_range.end))
             totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
     shares = [Share(name, len(times), sum(times)) for name, times in totals.items()]
-    return Profile(STEPS, rows, wall, _covered(spans) / 1e6, sorted(shares, key=lambda s: -s.seconds))
+    return Profile(kind, steps, rows, wall, _covered(spans) / 1e6, sorted(shares, key=lambda s: -s.seconds))
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -139,8 +160,7 @@ def _python_seconds(engine: Engine) -> float | None:
     return statistics.median(taken)
 
 
-def _on_cpu(engine: Engine, rows: int) -> Profile:
-    python = _python_seconds(engine)
+def _on_cpu(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Profile:
     profiler = cProfile.Profile()
     tape = engine.runner.tape
     native: float | None = None
@@ -149,8 +169,7 @@ def _on_cpu(engine: Engine, rows: int) -> Profile:
         tape.seconds()
     begin = time.perf_counter()
     profiler.enable()
-    for _ in range(STEPS):
-        engine.step()
+    steps = run()
     profiler.disable()
     wall = time.perf_counter() - begin
     rows_of_stats: dict[tuple[str, int, str], tuple[int, int, float, float, object]]
@@ -163,17 +182,17 @@ def _on_cpu(engine: Engine, rows: int) -> Profile:
         tape.timed = False
         kernels = tape.seconds()
         native = sum(seconds for _, seconds in kernels.values())
-        shares = _with_kernels(shares, kernels)
+        shares = _with_kernels(shares, kernels, steps)
     shares.sort(key=lambda share: -share.seconds)
-    return Profile(STEPS, rows, wall, sum(share.seconds for share in shares), shares, native, python)
+    return Profile(kind, steps, rows, wall, sum(share.seconds for share in shares), shares, native)
 
 
-def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]]) -> list[Share]:
+def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]], steps: int) -> list[Share]:
     """Python's profiler sees a tape as part of the function that runs it: take the kernels out of that one."""
     inside = sum(seconds for _, seconds in kernels.values())
     runs = "kernels/cpu/tape.py:_run"
     outer = [Share(s.name, s.calls, s.seconds - inside) if s.name.endswith(runs) else s for s in shares]
-    return outer + [Share(name, calls * STEPS, seconds) for name, (calls, seconds) in kernels.items()]
+    return outer + [Share(name, calls * steps, seconds) for name, (calls, seconds) in kernels.items()]
 
 
 def _short(file: str) -> str:
@@ -184,7 +203,7 @@ def show(profile: Profile, workload: Workload, console: Console) -> None:
     """The profile as a table."""
     step = profile.wall_s / profile.steps
     title = (
-        f"{workload.name}: {profile.rows} rows, {profile.steps} steps of {step * 1e3:.2f} ms, "
+        f"{workload.name}, {profile.kind}: {profile.rows} sequences, {profile.steps} steps of {step * 1e3:.2f} ms, "
         f"busy {profile.busy_s / profile.wall_s:.0%}, idle {max(0.0, 1 - profile.busy_s / profile.wall_s):.0%}"
     )
     if profile.native_s is not None:

@@ -14,24 +14,34 @@ from tests.engine.harness import assert_idle, make_engine
 from tests.engine.tiny import write_checkpoint
 
 
-def test_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None:
-    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4)
-    workload = workloads.closed_loop(4, 20, 60)
-    profile = profiler.record(engine, workload)
-    assert profile.steps == profiler.STEPS and profile.rows == 4
-    assert 0.5 < profile.busy_s / profile.wall_s <= 1.01
-    assert any("attention" in share.name for share in profile.shares)
+def test_prompts_and_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None:
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4, token_budget=32)
+    workload = workloads.closed_loop(4, 20, 80)
+    prompts, decoding = profiler.record(engine, workload)
+    assert prompts.steps == 3 and decoding.steps == profiler.STEPS  # 80 tokens, at most 32 a step
+    for profile, kind in ((prompts, "prompts"), (decoding, "decoding")):
+        assert profile.kind == kind and profile.rows == 4
+        assert 0.5 < profile.busy_s / profile.wall_s <= 1.01
+        assert any("attention" in share.name for share in profile.shares)
+        screen = io.StringIO()
+        profiler.show(profile, workload, Console(file=screen, width=140))
+        assert f"{kind}: 4 sequences" in screen.getvalue() and "us/step" in screen.getvalue()
     assert_idle(engine)
-    screen = io.StringIO()
-    profiler.show(profile, workload, Console(file=screen, width=140))
-    assert "4 rows" in screen.getvalue() and "us/step" in screen.getvalue()
+
+
+def test_outputs_too_short_for_decode_steps_leave_the_prompts(tmp_path: Path) -> None:
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4)
+    (profile,) = profiler.record(engine, workloads.closed_loop(2, 20, 1))
+    assert profile.kind == "prompts" and profile.steps >= 1
+    assert_idle(engine)
 
 
 @pytest.mark.skipif(not cpu.status().available, reason="no native kernels here")
 def test_a_recorded_forward_pass_shows_its_kernels(tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4, weights="int8")
     workload = workloads.closed_loop(4, 20, 80)
-    profile = profiler.record(engine, workload)
+    prompts, profile = profiler.record(engine, workload)
+    assert any(share.name == "pk_linear" and share.calls == 13 * prompts.steps for share in prompts.shares)
     linears = next(share for share in profile.shares if share.name == "pk_linear")
     assert linears.calls == 13 * profiler.STEPS and linears.seconds > 0
     assert profile.native_s is not None and linears.seconds < profile.native_s < profile.wall_s

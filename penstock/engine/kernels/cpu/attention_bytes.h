@@ -9,7 +9,7 @@
 
 #include "attention_groups.h"
 
-#if defined(PK_AMX) && defined(__AVX512VBMI__)
+#if defined(PK_AMX) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define PK_BYTE_TILES 1
 
 namespace pk {
@@ -40,7 +40,7 @@ class DecodeBytes : private DecodeTask<LANES> {
         this->open(args, task_, own, following);
         sums = reinterpret_cast<int32_t*>(scratch);                      // [key][digit][lane]
         scores = scratch;                                                // [key][lane], written behind what is read
-        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [group][64 / LANES keys][digit][4 keys][lane][4]
+        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [64 / LANES keys][digit][keys / 4][lane][4]
         queries = weights + kPart * LANES * 2;                           // [dim / 4][digit][lane][4]
         split_queries();
     }
@@ -87,7 +87,7 @@ class DecodeBytes : private DecodeTask<LANES> {
 
     void add_values(float* partial) {
         for (int d = 0; d < dim; d += kByteDepth)
-            for (int head = 0; head < group; head += 4)
+            for (int head = 0; head < group; head += kMaxGroup)
                 by_group(group - head, [&](auto heads) {
                     float* const out = partial + head * (padded(dim) + VL) + d;
                     add_heads<decltype(heads)::value, false>(head, d, out);
