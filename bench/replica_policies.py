@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from charts import bars
 from rich.console import Console
 
 from penstock.bench import report
+from penstock.bench.charts import bars
 from penstock.bench.stats import percentiles
 from penstock.bench.timed_engine import TimedEngine
 from penstock.engine.request import Load, Request, SamplingParams
@@ -229,7 +229,8 @@ def main() -> None:
     results = compare(work)
     show(console, work, results)
     if chart is not None:
-        bars(chart, f"Replica policies, {work.replicas} replicas, {work.rate:g} new conversations/s", panels(results))
+        title = f"Replica policies, {work.replicas} replicas, {work.rate:g} new conversations/s"
+        report.write_text(chart, bars(title, panels(results)))
     if file is not None:
         file.write_text(json.dumps({"workload": vars(work), "results": results}, indent=1))
     ours = results["predicted"]

@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from charts import lines
 from gateway_harness import free_port
 from rich.console import Console
 
 from penstock.backends.inprocess import InProcessBackend
 from penstock.bench import report
+from penstock.bench.charts import lines
 from penstock.bench.stats import percentile
 from penstock.bench.synthetic import write_tokenizer
 from penstock.bench.timed_engine import Speed, TimedEngine
@@ -299,7 +299,8 @@ def chart(path: Path, spike: Spike, records: Sequence[Record]) -> None:
         },
         "requests per second": {"served": per_second((200,)), "refused": per_second((429, 503))},
     }
-    lines(path, f"{spike.factor:g} times the traffic for {spike.burst:g} s", panels, shaded=(spike.before, spike.end))
+    title = f"{spike.factor:g} times the traffic for {spike.burst:g} s"
+    report.write_text(path, lines(title, panels, shaded=(spike.before, spike.end)))
 
 
 def main() -> None:

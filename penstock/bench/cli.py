@@ -24,6 +24,7 @@ from penstock.bench.options import (
     console,
     reported,
 )
+from penstock.bench.serve_command import SERVE_HELP, serve
 
 app = typer.Typer(
     name="bench",
@@ -205,55 +206,7 @@ def offload(
     returning.main(settings, tokens, json_file, console())
 
 
-SERVE_HELP = """
-Closed-loop load on a running OpenAI-compatible server: TTFT, ITL, end-to-end percentiles, throughput, errors.
-
-Examples:
-
-    penstock bench serve --url http://127.0.0.1:8000 --concurrency 16
-
-    penstock bench serve -c 64 --requests 256 --input-len 512 --output-len 64 --json results.json
-
-    penstock bench serve --url https://api.example.com --model my-model --api-key $KEY --vocab-size 100000
-"""
-
-
-@app.command(help=SERVE_HELP)
-@reported
-def serve(
-    url: Annotated[str, typer.Option(help="Server's address.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Requests in flight.")] = 16,
-    requests: Annotated[int | None, typer.Option("--requests", "-n", min=1, help="Default: 4 per slot.")] = None,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the prompts; another seed avoids the server's prefix cache.")] = 0,
-    warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 per slot.")] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one request.")] = 300.0,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    json_file: Json = None,
-) -> None:
-    from penstock.bench import serve as load
-
-    settings = load.Settings(
-        url=url,
-        model=model,
-        concurrency=concurrency,
-        requests=requests,
-        input_len=input_len,
-        output_len=output_len,
-        temperature=temperature,
-        seed=seed,
-        warm_up=warm_up,
-        timeout_s=timeout,
-        vocab_size=vocab_size,
-    )
-    if not load.main(settings, api_key, json_file, console()):
-        raise typer.Exit(1)
+app.command(help=SERVE_HELP)(reported(serve))
 
 
 HTTP_HELP = """

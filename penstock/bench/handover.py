@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench import report, serve, stats, transfer
+from penstock.bench import report, stats, transfer
+from penstock.bench.arrivals import Planned, closed
 from penstock.bench.engine import BenchError
+from penstock.bench.load import DEFAULT_VOCAB, Load, Tally, discover
 from penstock.bench.wire import Connection, Target, WireError
 from penstock.engine.config import KVDType
 
@@ -143,17 +145,16 @@ async def _ready(target: Target) -> bool:
 async def measure(url: str, settings: Settings, seed: int, figures: Figures) -> None:
     """One round."""
     target = Target.parse(url)
-    vocab_size = (await serve.discover(target)).data[0].vocab_size or serve.DEFAULT_VOCAB
-    load = serve.Load(serve.Settings(url, concurrency=settings.streams), target, "measured", vocab_size)
-    await _finished(load, list(load.bodies(2, 16, 4, seed + 1)), 4)  # warm-up
+    vocab_size = (await discover(target)).data[0].vocab_size or DEFAULT_VOCAB
+    load = Load(target, "measured", vocab_size)
+    await _finished(load, closed(2, 16, 4), seed + 1)  # warm-up
     begin = time.perf_counter()
-    bodies = list(load.bodies(settings.streams, 16, settings.output_len, seed))
-    streams = asyncio.create_task(_finished(load, bodies, settings.output_len))
-    arrivals: list[asyncio.Task[serve.Tally]] = []
+    streams = asyncio.create_task(_finished(load, closed(settings.streams, 16, settings.output_len), seed))
+    arrivals: list[asyncio.Task[Tally]] = []
     await asyncio.wait([streams], timeout=settings.every_s / 2)
     while not streams.done() and len(arrivals) < settings.prompts:
-        long = list(load.bodies(1, settings.tokens, LONG_OUTPUT, seed + 1000 + len(arrivals)))
-        arrivals.append(asyncio.create_task(_finished(load, long, LONG_OUTPUT)))
+        long = closed(1, settings.tokens, LONG_OUTPUT)
+        arrivals.append(asyncio.create_task(_finished(load, long, seed + 1000 + len(arrivals))))
         await asyncio.wait([streams], timeout=settings.every_s)
     tally = await streams
     figures.seconds += time.perf_counter() - begin
@@ -166,8 +167,9 @@ async def measure(url: str, settings: Settings, seed: int, figures: Figures) -> 
     figures.received_bytes = metrics.get("penstock_handover_bytes_received_total", 0.0)
 
 
-async def _finished(load: serve.Load, bodies: list[bytes], output_len: int) -> serve.Tally:
-    tally = await load.run(bodies, output_len, lambda: None)
+async def _finished(load: Load, plan: list[Planned], seed: int) -> Tally:
+    """All of them at once."""
+    tally = await load.closed(load.ready(plan, seed), len(plan), lambda: None)
     if tally.errors:
         raise BenchError(f"a request failed: {next(iter(tally.errors))}")
     return tally

@@ -25,6 +25,12 @@ class DType(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Arrivals(StrEnum):
+    poisson = "poisson"
+    constant = "constant"
+    burst = "burst"
+
+
 class Weights(StrEnum):
     auto = "auto"
     dense = "dense"

@@ -94,6 +94,12 @@ def machine_line() -> str:
     return f"{facts['cpu']} ({facts['arch']}), {facts['cores']} cores; Python {facts['python']}, {packages}"
 
 
+def write_text(path: Path, text: str) -> None:
+    """A chart or a page; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def write_json(path: Path, kind: str, settings: dict[str, Any], results: Any) -> None:
     """One self-describing file per benchmark run."""
     document = {
@@ -103,5 +109,4 @@ def write_json(path: Path, kind: str, settings: dict[str, Any], results: Any) ->
         "settings": settings,
         "results": results,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_text(path, json.dumps(document, indent=2) + "\n")

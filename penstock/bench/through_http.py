@@ -26,6 +26,7 @@ from rich.console import Console
 
 from penstock.bench import report, serve, stats, workloads
 from penstock.bench.engine import BenchError
+from penstock.bench.load import run_loop
 from penstock.bench.wire import Connection, Target, WireError
 from penstock.bench.workloads import Workload
 
@@ -134,7 +135,7 @@ def _through_http(
         timeout_s=3600.0,
     )
     before = _cpu_seconds(server) | {"client": time.process_time()}
-    _, tally = serve.run_loop(serve.measure(load, None, quiet))
+    _, tally = run_loop(serve.measure(load, None, quiet))
     after = _cpu_seconds(server) | {"client": time.process_time()}
     if tally.errors:
         raise BenchError(f"requests of workload {workload.name} failed: {next(iter(tally.errors))}")

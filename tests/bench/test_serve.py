@@ -125,6 +125,58 @@ async def test_the_command_prints_a_table_and_writes_json(engine: Engine, text: 
     assert document["machine"]["cores"] >= 1
 
 
+async def test_an_open_loop_sends_when_due_and_counts_from_then(engine: Engine, text: TextModel) -> None:
+    settings = replace(SMALL, vocab_size=text.vocab_size, rate=20.0, pattern="constant", requests=12, seed=21)
+    async with server(engine, text) as url:
+        _, tally = await bench.measure(replace(settings, url=url), None, QUIET)
+        alone = replace(settings, url=url, rate=2000.0, most_in_flight=1, seed=22)
+        _, crowded = await bench.measure(alone, None, QUIET)
+    assert not tally.errors and len(tally.served) == 12
+    assert sorted(request.due for request in tally.served) == pytest.approx([n / 20 for n in range(12)])
+    assert tally.seconds > 11 / 20
+    # One at a time, though all were due at once: the last waited for all others, and its time says so.
+    assert crowded.late == 11 and not crowded.errors
+    longest = max(crowded.served, key=lambda request: request.end)
+    assert longest.latency > 0.9 * crowded.seconds
+    assert "11 requests were due" in bench.warnings(alone, crowded)[0]
+
+
+async def test_a_trace_is_played_with_its_own_lengths(engine: Engine, text: TextModel, tmp_path: Path) -> None:
+    trace, page, file = tmp_path / "trace.csv", tmp_path / "out" / "report.html", tmp_path / "result.json"
+    trace.write_text("at,input_len,output_len\n0,20,3\n0.1,30,1\n0.2,10,5\n0.3,250,90\n")
+    async with server(engine, text) as url:
+        command = ["serve", "--url", url, "--trace", str(trace), "--speed", "2", "--seed", "31", "--slo-ttft", "60000"]
+        command += ["--vocab-size", str(text.vocab_size), "--html", str(page), "--json", str(file)]
+        result = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert result.exit_code == 1, result.output  # the last one is too long for the model
+    assert "4 requests of trace.csv" in result.output and "3 succeeded, 1 failed" in result.output
+    assert "75% of all within TTFT 60,000 ms" in result.output
+    results = json.loads(file.read_text())["results"]
+    assert results["goodput"]["share"] == 0.75 and results["succeeded"] == 3
+    html = page.read_text()
+    for word in ("<svg", "in flight", "TTFT", "context_length_exceeded", "trace.csv"):
+        assert word in html
+    assert "http://www.w3.org" in html and html.count("http") == html.count("http://www.w3.org") + html.count(url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--rate", "1", "--trace", "x"], "exclude each other"),
+        (["--rate", "1", "-c", "4"], "for a closed loop"),
+        (["--most-in-flight", "4"], "for an open loop"),
+        (["--arrivals", "constant"], "needs --rate"),
+        (["--rate", "1", "--burst", "3"], "needs --arrivals burst"),
+        (["--speed", "2"], "needs --trace"),
+        (["--trace", "x", "--output-len", "3"], "its own lengths"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.replace("│", " ").split())
+
+
 def test_nobody_there_is_one_readable_line() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

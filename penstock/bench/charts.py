@@ -1,17 +1,16 @@
-"""Small charts as SVG, without a plotting library: grouped bars, and lines over time. Readable on light and on dark."""
+"""Small charts as SVG, without a plotting library: grouped bars, and lines. Readable on light and on dark."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 COLOURS = ("#2f6fde", "#e08a1e", "#7a7f87", "#b14aa0", "#2a9d6f", "#c2413b")
 INK, GRID = "#6b7280", "#9ca3af55"
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
-def bars(path: Path, title: str, panels: Mapping[str, Mapping[str, float]], *, digits: int = 2) -> None:
+def bars(title: str, panels: Mapping[str, Mapping[str, float]], *, digits: int = 2) -> str:
     """One panel per figure, one bar per name; a panel's title says what it shows and in which unit."""
     width, height, bar = 190, 190, 120
     body: list[str] = []
@@ -29,17 +28,17 @@ def bars(path: Path, title: str, panels: Mapping[str, Mapping[str, float]], *, d
             body.append(_text(x + (step - 6) / 2, y - 4, f"{value:.{digits}f}", anchor="middle", size=10))
     names = list(next(iter(panels.values())))
     legend = _legend(names, height + 24)
-    _write(path, title, 20 + width * len(panels), height + 40, body + legend)
+    return _drawing(title, 20 + width * len(panels), height + 40, body + legend)
 
 
 def lines(
-    path: Path,
     title: str,
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
     *,
     shaded: tuple[float, float] | None = None,
-) -> None:
-    """One panel per figure under each other, lines over a common time axis in seconds; `shaded` marks a span of it."""
+    unit: str = "s",
+) -> str:
+    """One panel per figure under each other, lines over a common axis in `unit`; `shaded` marks a span of it."""
     wide, tall, left, top = 640, 110, 56, 54
     every = [x for series in panels.values() for points in series.values() for x, _ in points]
     first, last = min(every), max(every)
@@ -71,8 +70,8 @@ def lines(
             body.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
     bottom = top + len(panels) * (tall + 44)
     for tick in range(int(first), int(last) + 1, max(int((last - first) / 8), 1)):
-        body.append(_text(at(tick), bottom - 28, f"{tick} s", anchor="middle", size=10))
-    _write(path, title, left + wide + 20, bottom + 14, body + _legend(names, bottom))
+        body.append(_text(at(tick), bottom - 28, f"{tick} {unit}", anchor="middle", size=10))
+    return _drawing(title, left + wide + 20, bottom + 14, body + _legend(names, bottom))
 
 
 def _legend(names: Sequence[str], y: float) -> list[str]:
@@ -95,8 +94,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
     )
 
 
-def _write(path: Path, title: str, width: float, height: float, body: Sequence[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _drawing(title: str, width: float, height: float, body: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">'
     name = f"<title>{escape(title)}</title>" + _text(10, 20, title, weight="700", size=14)
-    path.write_text("\n".join([head, name, *body, "</svg>"]) + "\n")
+    return "\n".join([head, name, *body, "</svg>"]) + "\n"
