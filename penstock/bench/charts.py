@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -61,7 +62,7 @@ def lines(
         for share in (0.0, 0.5, 1.0):
             level = y + tall * (1 - share)
             body.append(f'<line x1="{left}" x2="{left + wide}" y1="{level}" y2="{level}" stroke="{GRID}"/>')
-            body.append(_text(left - 6, level + 4, f"{most * share:.3g}", anchor="end", size=10))
+            body.append(_text(left - 6, level + 4, _figure(most * share), anchor="end", size=10))
         for name, points in series.items():
             if name not in names:
                 names.append(name)
@@ -69,9 +70,21 @@ def lines(
             drawn = " ".join(f"{at(x):.1f},{y + tall * (1 - value / most):.1f}" for x, value in points)
             body.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
     bottom = top + len(panels) * (tall + 44)
-    for tick in range(int(first), int(last) + 1, max(int((last - first) / 8), 1)):
-        body.append(_text(at(tick), bottom - 28, f"{tick} {unit}", anchor="middle", size=10))
-    return _drawing(title, left + wide + 20, bottom + 14, body + _legend(names, bottom))
+    for tick in _ticks(first, last):
+        body.append(_text(at(tick), bottom - 28, f"{_figure(tick)} {unit}", anchor="middle", size=10))
+    return _drawing(title, left + wide + 40, bottom + 14, body + _legend(names, bottom))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ticks(first: float, last: float) -> list[float]:
+    """At most nine, at round numbers."""
+    least = (last - first) / 8 or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return [step * n for n in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
 def _legend(names: Sequence[str], y: float) -> list[str]:

@@ -292,11 +292,11 @@ class Service:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def identities_changed(self) -> None:
-        """Tenants or keys were changed here: the gateways of this machine see it at once."""
+    async def identities_changed(self) -> None:
+        """Tenants or keys were changed here: when this returns, every gateway of this machine goes by it."""
         self._identities_changed_elsewhere()
         if self.desk is not None:
-            self.desk.tell_changed()
+            await self.desk.tell_changed()
 
     def _identities_changed_elsewhere(self) -> None:
         if self._keyring is not None:

@@ -56,6 +56,7 @@ class KeyRing:
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
         self._lookups: dict[str, asyncio.Future[StoredKey | None]] = {}
+        self._changes = 0
         self._closed = False
         self._asked_at = float("-inf")
         self.store_up = True
@@ -94,7 +95,10 @@ class KeyRing:
         return entry.caller
 
     def refresh(self) -> None:
-        """Ask the store again about everything: something was changed through this process."""
+        """Ask the store again about everything: something was changed. Answers that are on their way are not waited
+        for by whoever asks from now on, nor remembered."""
+        self._changes += 1
+        self._lookups.clear()
         self._asked_at = min(self._asked_at, self._clock() - self._fresh_s)
         for entry in (*self._known.values(), *self._unknown.values()):
             entry.at = min(entry.at, self._clock() - self._fresh_s)
@@ -105,9 +109,12 @@ class KeyRing:
             return False
         now = self._clock()
         if now - self._asked_at >= self._fresh_s:
+            changes = self._changes
             try:
-                self._closed = await self._store.has_keys()
-                self._asked_at = now
+                if await self._store.has_keys():
+                    self._closed = True
+                if changes == self._changes:
+                    self._asked_at = now
                 self._seen(True)
             except DatabaseError as error:
                 self._seen(False, error)
@@ -123,6 +130,7 @@ class KeyRing:
         unknown = self._unknown.get(id)
         if unknown is not None and now - unknown.at < self._fresh_s:
             return unknown
+        changes = self._changes
         try:
             stored = await self._look_up(id)
         except DatabaseError as error:
@@ -131,6 +139,8 @@ class KeyRing:
                 return known
             raise KeyStoreUnavailable from error
         self._seen(True)
+        if changes != self._changes:
+            return _Entry(stored, now)
         memory, limit = (self._unknown, UNKNOWN) if stored is None else (self._known, KNOWN)
         entry = memory[id] = _Entry(stored, now)
         memory.move_to_end(id)
@@ -144,8 +154,12 @@ class KeyRing:
         waiting = self._lookups.get(id)
         if waiting is None:
             waiting = self._lookups[id] = asyncio.ensure_future(self._store.find(id))
-            waiting.add_done_callback(lambda _: self._lookups.pop(id, None))
+            waiting.add_done_callback(lambda done: self._looked_up(id, done))
         return await asyncio.shield(waiting)
+
+    def _looked_up(self, id: str, done: asyncio.Future[StoredKey | None]) -> None:
+        if self._lookups.get(id) is done:
+            del self._lookups[id]
 
     def _seen(self, up: bool, error: Exception | None = None) -> None:
         if up != self.store_up:

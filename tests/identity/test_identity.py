@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -107,6 +108,42 @@ async def test_the_right_beginning_with_the_wrong_secret_is_refused(store: Ident
     assert key_id(wrong) == key.id and wrong != minted.text
     with pytest.raises(AuthenticationError):
         await ring(store, clock).caller(f"Bearer {wrong}")
+
+
+async def test_an_answer_from_before_a_change_is_neither_shared_nor_remembered(
+    store: IdentityStore, clock: Clock
+) -> None:
+    await store.create_tenant("acme")
+    key, minted = await store.create_key("acme")
+    looked, let_go, asked = asyncio.Event(), asyncio.Event(), 0
+
+    class Slow:
+        """Its first answer takes as long as the test likes."""
+
+        async def find(self, id: str) -> object:
+            nonlocal asked
+            found = await store.find(id)
+            asked += 1
+            looked.set()
+            if asked == 1:
+                await let_go.wait()
+            return found
+
+        async def has_keys(self) -> bool:
+            return True
+
+    keys = ring(Slow(), clock, fresh_s=60)
+    early = asyncio.create_task(keys.caller(f"Bearer {minted.text}"))
+    await looked.wait()
+    await store.revoke_key(key.id)
+    keys.refresh()
+    with pytest.raises(AuthenticationError, match="is revoked"):
+        await asyncio.wait_for(keys.caller(f"Bearer {minted.text}"), 5)
+    let_go.set()
+    assert (await early).key == key.id, "it was asked before"
+    with pytest.raises(AuthenticationError, match="is revoked"):
+        await keys.caller(f"Bearer {minted.text}")
+    assert asked == 2
 
 
 async def test_revoked_expired_and_disabled_keys_stop_within_the_fresh_time(store: IdentityStore, clock: Clock) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,25 @@ async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> Async
         yield clients
         for client in clients:
             await client.close()
+
+
+async def test_a_change_is_known_to_every_worker_when_it_was_told(tmp_path: Path) -> None:
+    noted: list[int] = []
+    async with Desk(tmp_path / "desk"):
+        clients = [
+            DeskClient(
+                tmp_path / "desk", number, readings=list, changed=partial(noted.append, number), traces=lambda query: []
+            )
+            for number in range(4)
+        ]
+        for client in clients:
+            await client.start()
+        await clients[3].close()  # one that left is not waited for
+        await asyncio.wait_for(clients[1].tell_changed(), 0.9)
+        assert sorted(noted) == [0, 2]
+        for client in clients[:3]:
+            await client.close()
+        await clients[0].tell_changed()  # nobody is there any more: nothing to wait for
 
 
 @pytest.fixture(params=["memory", "desk", "redis"])

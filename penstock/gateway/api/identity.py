@@ -67,7 +67,7 @@ async def create_tenant(service: Service, exchange: Exchange) -> None:
     made = await _guard(
         _store(service).create_tenant(request.id, name=request.name, tier=request.tier, limits=request.limits)
     )
-    service.identities_changed()
+    await service.identities_changed()
     await exchange.reply_json(_tenant(service, made))
 
 
@@ -79,7 +79,7 @@ async def change_tenant(service: Service, exchange: Exchange) -> None:
         known.id, name=request.name, tier=request.tier, disabled=request.disabled, limits=request.limits
     )
     changed = await _guard(work)
-    service.identities_changed()
+    await service.identities_changed()
     await exchange.reply_json(_tenant(service, changed))
 
 
@@ -124,7 +124,7 @@ async def create_key(service: Service, exchange: Exchange) -> None:
             limits=request.limits,
         )
     )
-    service.identities_changed()
+    await service.identities_changed()
     await exchange.reply_json({**_key(key), "key": minted.text})
 
 
@@ -135,7 +135,7 @@ async def change_key(service: Service, exchange: Exchange) -> None:
     if found is None or found.key.revoked_at is not None:
         raise NotFound(f"There is no key `{id[:128]}` that still works.")
     changed = await _guard(store.update_key(id, name=request.name, limits=request.limits))
-    service.identities_changed()
+    await service.identities_changed()
     await exchange.reply_json(_key(changed))
 
 
@@ -143,7 +143,7 @@ async def revoke_key(service: Service, exchange: Exchange) -> None:
     id = exchange.path.rpartition("/")[2]
     if not await _guard(_store(service).revoke_key(id)):
         raise NotFound(f"There is no key `{id[:128]}` that still works.")
-    service.identities_changed()
+    await service.identities_changed()
     await exchange.reply_json({"id": id, "object": "key", "revoked": True})
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from penstock.errors import PenstockError
 from penstock.gateway.workers.messages import (
     Ask,
+    Change,
     Changed,
     Collect,
     Collected,
@@ -20,6 +23,8 @@ from penstock.gateway.workers.messages import (
     Frames,
     FromDesk,
     Join,
+    Known,
+    Noted,
     Report,
     Reserve,
     Seek,
@@ -36,6 +41,8 @@ from penstock.telemetry.exposition import Readings
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 log = logging.getLogger("penstock.gateway")
+
+Answer: TypeAlias = Decided | Collected | Found | Known
 
 REPORT_S = 1.0
 """How old the count of a worker that dies may be."""
@@ -58,7 +65,7 @@ class DeskClient:
         self._readings = readings
         self._changed = changed
         self._traces = traces
-        self._calls: dict[int, asyncio.Future[Decided | Collected | Found]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -98,8 +105,10 @@ class DeskClient:
     def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
         self._send(Settle(id, list(limits), reserved, used))
 
-    def tell_changed(self) -> None:
-        self._send(Changed())
+    async def tell_changed(self) -> None:
+        """Tenants or keys were changed here; returns when the other workers know."""
+        with contextlib.suppress(Overloaded):  # the supervisor is gone, and with it every worker
+            await self._call(Change)
 
     async def collect(self) -> list[Readings]:
         """What all workers read together."""
@@ -113,9 +122,9 @@ class DeskClient:
         assert isinstance(answer, Found)
         return answer.traces
 
-    async def _call(self, message: Callable[[int], ToDesk]) -> Decided | Collected | Found:
+    async def _call(self, message: Callable[[int], ToDesk]) -> Answer:
         call = next(self._numbers)
-        future: asyncio.Future[Decided | Collected | Found] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
             raise _gone()
         self._calls[call] = future
@@ -133,7 +142,7 @@ class DeskClient:
         try:
             while (message := await frames.next()) is not None:
                 match message:
-                    case Decided(call) | Collected(call) | Found(call):
+                    case Decided(call) | Collected(call) | Found(call) | Known(call):
                         waiting = self._calls.get(call)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(message)
@@ -141,8 +150,9 @@ class DeskClient:
                         self._send(Report(self._readings(), number))
                     case Sought(number, query):
                         self._send(Told(number, self._traces(query)))
-                    case Changed():
+                    case Changed(number):
                         self._changed()
+                        self._send(Noted(number))
         except DeskError as error:
             log.error("the supervisor's desk sent %s", error)
         finally:

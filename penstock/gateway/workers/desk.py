@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from penstock.gateway.workers.messages import (
     Ask,
+    Change,
     Changed,
     Collect,
     Collected,
@@ -26,6 +27,8 @@ from penstock.gateway.workers.messages import (
     Frames,
     FromDesk,
     Join,
+    Known,
+    Noted,
     Report,
     Reserve,
     Seek,
@@ -43,7 +46,7 @@ from penstock.telemetry.gathering import lasting, merged
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 ANSWER_S = 1.0
-"""How long a scrape waits for a worker that is busy; then what it said last is shown."""
+"""How long a worker that is busy is waited for; a scrape then shows what it said last."""
 MOST_UNREAD = 2**20
 """Bytes a worker may leave unread before it is not asked any more."""
 
@@ -67,8 +70,8 @@ class _Worker:
             self.writer.write(frame(message))
 
 
-class _Search:
-    """What is sought among workers, and from whom an answer is still to come."""
+class _Round:
+    """Something that workers are asked or told, and from whom an answer is still to come."""
 
     def __init__(self, waiting: set[_Worker]) -> None:
         self.waiting = waiting
@@ -92,7 +95,7 @@ class Desk:
         self._workers: set[_Worker] = set()
         self._departed: list[Readings] = []
         self._asked = 0
-        self._searches: dict[int, _Search] = {}
+        self._rounds: dict[int, _Round] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -139,8 +142,8 @@ class Desk:
         finally:
             self._workers.discard(worker)
             worker.heard.set()
-            for search in self._searches.values():
-                search.without(worker)
+            for round in self._rounds.values():
+                round.without(worker)
             writer.close()
             self._departed = merged([self._departed, lasting(worker.readings)])
             for id, (limits, reserved) in worker.held.items():
@@ -166,13 +169,14 @@ class Desk:
             case Seek(call, query):
                 self._spawn(self._seek(worker, call, query), "seek traces")
             case Told(number, traces):
-                search = self._searches.get(number)
-                if search is not None and worker in search.waiting:
-                    search.traces += traces
-                    search.without(worker)
-            case Changed():
-                for other in self._workers - {worker}:
-                    other.tell(message)
+                if (round := self._rounds.get(number)) is not None and worker in round.waiting:
+                    round.traces += traces
+                    round.without(worker)
+            case Change(call):
+                self._spawn(self._pass_on(worker, call), "pass on a change")
+            case Noted(number):
+                if (round := self._rounds.get(number)) is not None:
+                    round.without(worker)
             case Join(number):
                 worker.name, worker.joined = str(number), True
 
@@ -194,16 +198,25 @@ class Desk:
         asker.tell(Collected(call, merged([*known, self._departed])))
 
     async def _seek(self, asker: _Worker, call: int, query: TraceQuery) -> None:
+        round = await self._round(asker, lambda number: Sought(number, query), "which requests it remembers")
+        asker.tell(Found(call, round.traces))
+
+    async def _pass_on(self, asker: _Worker, call: int) -> None:
+        await self._round(asker, Changed, "that it has noted a change of tenants or keys")
+        asker.tell(Known(call))
+
+    async def _round(self, asker: _Worker, message: Callable[[int], FromDesk], what: str) -> _Round:
+        """Tell all workers but the one that asks, and wait for their answers, though not forever."""
         self._asked += 1
         number = self._asked
-        search = self._searches[number] = _Search(self._workers - {asker})
-        for other in tuple(search.waiting):
-            other.tell(Sought(number, query))
+        round = self._rounds[number] = _Round(self._workers - {asker})
+        for other in tuple(round.waiting):
+            other.tell(message(number))
         try:
             async with asyncio.timeout(ANSWER_S):
-                await search.done.wait()
+                await round.done.wait()
         except TimeoutError:
-            log.warning("a gateway worker did not say in time which requests it remembers")
+            log.warning("a gateway worker did not say in time %s", what)
         finally:
-            del self._searches[number]
-        asker.tell(Found(call, search.traces))
+            del self._rounds[number]
+        return round

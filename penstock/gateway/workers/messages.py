@@ -4,7 +4,11 @@
     Join              ──────────────────►            first
     Reserve           ──────────────────►
                       ◄──────────────────  Decided   one per reservation, in order of arrival
-    Settle, Changed   ──────────────────►            no answer; `Changed` is passed on to the others
+    Settle            ──────────────────►            no answer
+    Change            ──────────────────►            tenants or keys were changed
+                      ◄──────────────────  Changed   passed on to the others
+    Noted             ──────────────────►            what one of them remembers of them counts no more
+                      ◄──────────────────  Known     all have noted it
     Report            ──────────────────►            now and then, and when asked
                       ◄──────────────────  Ask       what do you read now?
     Collect           ──────────────────►
@@ -52,8 +56,23 @@ class Settle(msgspec.Struct, frozen=True, tag="settle"):
     used: Amounts
 
 
-class Changed(msgspec.Struct, frozen=True, tag="changed"):
+class Change(msgspec.Struct, frozen=True, tag="change"):
     """Tenants or keys were changed."""
+
+    call: int
+
+
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    number: int
+
+
+class Noted(msgspec.Struct, frozen=True, tag="noted"):
+    number: int
+    """Which `Changed` this answers."""
+
+
+class Known(msgspec.Struct, frozen=True, tag="known"):
+    call: int
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -103,8 +122,8 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     traces: list[Shown]
 
 
-ToDesk: TypeAlias = Join | Reserve | Settle | Changed | Report | Collect | Seek | Told
-FromDesk: TypeAlias = Decided | Changed | Ask | Collected | Sought | Found
+ToDesk: TypeAlias = Join | Reserve | Settle | Change | Noted | Report | Collect | Seek | Told
+FromDesk: TypeAlias = Decided | Changed | Known | Ask | Collected | Sought | Found
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
