@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STEPS = 20
 _SHOWN = 14
+_FIGURES = 50
+"""Columns of a terminal that the figures of a kernel take; its name has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +213,10 @@ def show(profile: Profile, workload: Workload, console: Console) -> None:
     if profile.python_s is not None:
         title += f"; Python {profile.python_s * 1e6:,.0f} us a step (without the profiler)"
     rows = report.table(title, "kernel", "calls/step", "us/call", "us/step", "of step")
+    widest = max(20, min(70, console.width - _FIGURES))
     for share in profile.shares[:_SHOWN]:
         rows.add_row(
-            share.name[:70],
+            share.name[:widest],
             report.number(share.calls / profile.steps),
             report.number(share.seconds / share.calls * 1e6),
             report.number(share.seconds / profile.steps * 1e6),

@@ -29,6 +29,14 @@ def test_prompts_and_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None
     assert_idle(engine)
 
 
+def test_figures_are_readable_on_a_narrow_terminal_whatever_kernels_are_called() -> None:
+    share = profiler.Share("void at::native::" + "elementwise_" * 20, 4200, 1.5)
+    profile = profiler.Profile("decoding", 10, 4, 3.0, 2.0, [share])
+    screen = io.StringIO()
+    profiler.show(profile, workloads.closed_loop(4, 20, 80), Console(file=screen, width=80))
+    assert all(figure in screen.getvalue() for figure in ("420.0", "357.1", "150,000.0", "50%"))
+
+
 def test_outputs_too_short_for_decode_steps_leave_the_prompts(tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4)
     (profile,) = profiler.record(engine, workloads.closed_loop(2, 20, 1))
