@@ -15,7 +15,6 @@ class Served:
     end: float
     per_token: float | None
     """First to last piece of text, over the tokens after the first; None for a single token."""
-    output_tokens: int
 
     @property
     def ttft(self) -> float:

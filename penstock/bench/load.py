@@ -226,7 +226,7 @@ class Load:
             return
         per_token = (last - first) / (asked - 1) if asked > 1 else None
         began = tally.began
-        tally.served.append(Served(due - began, first - began, end - began, per_token, asked))
+        tally.served.append(Served(due - began, first - began, end - began, per_token))
         tally.gaps.extend(gaps)
         tally.prompt_tokens += usage.prompt_tokens
         tally.output_tokens += usage.completion_tokens

@@ -46,7 +46,7 @@ class Settings:
     temperature: float = 0.0
     seed: int = 0
     warm_up: int | None = None
-    """Short requests before the clock starts; one per slot when not set."""
+    """Short requests before the clock starts; as many as `concurrency` when not set."""
     timeout_s: float = 300.0
     vocab_size: int | None = None
 
@@ -74,8 +74,11 @@ class Settings:
         return f"{self.rate:g} requests/s ({how}), {count}, {lengths}"
 
 
-async def measure(settings: Settings, api_key: str | None, console: Console) -> tuple[str, Tally]:
-    plan = settings.plan()
+async def measure(
+    settings: Settings, api_key: str | None, console: Console, plan: list[Planned] | None = None
+) -> tuple[str, Tally]:
+    """Send what is planned, `settings.plan()` when not given: the model's name, and what became of it."""
+    plan = plan or settings.plan()
     target = Target.parse(settings.url, api_key)
     models = (await discover(target)).data
     known = {model.id: model for model in models}
@@ -136,9 +139,10 @@ def main(
     settings: Settings, api_key: str | None, json_file: Path | None, html_file: Path | None, console: Console
 ) -> bool:
     """Runs, prints, and says whether every request succeeded."""
-    name, tally = run_loop(measure(settings, api_key, console))
-    results = figures(settings, tally)
-    title = f"{name} at {settings.url}: {settings.describe(settings.plan())}"
+    plan = settings.plan()
+    name, tally = run_loop(measure(settings, api_key, console, plan))
+    results, notes = figures(settings, tally), warnings(settings, tally)
+    title = f"{name} at {settings.url}: {settings.describe(plan)}"
     console.print(title, style="bold", highlight=False)
     console.print(_latencies(results))
     console.print(
@@ -154,13 +158,13 @@ def main(
     console.print(f"{results['succeeded']} succeeded, {results['failed']} failed in {tally.seconds:.1f} s")
     for what, count in tally.errors.most_common(5):
         console.print(f"{count} x {what}", style="red", markup=False)
-    for warning in warnings(settings, tally):
-        console.print(warning, style="yellow")
+    for note in notes:
+        console.print(note, style="yellow")
     facts = dataclasses.asdict(settings) | {"model": name, "trace": str(settings.trace) if settings.trace else None}
     if json_file is not None:
         report.write_json(json_file, "serve", facts, results)
     if html_file is not None:
-        report.write_text(html_file, page.render(title, results, tally, warnings(settings, tally)))
+        report.write_text(html_file, page.render(title, results, tally, notes))
         console.print(f"Report: {html_file}", highlight=False)
     return not tally.errors
 

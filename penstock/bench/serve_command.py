@@ -60,7 +60,7 @@ def serve(
     slo_e2e: Annotated[float | None, typer.Option(min=0.0, help="Goodput: last token within so many ms.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals; another avoids the server's prefix cache.")] = 0,
-    warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 per slot.")] = None,
+    warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a slot, or 16.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one request.")] = 300.0,
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")

@@ -55,7 +55,7 @@ class KeyRing:
         self._wall_clock = wall_clock
         self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._unknown: OrderedDict[str, _Entry] = OrderedDict()
-        self._lookups: dict[str, asyncio.Future[StoredKey | None]] = {}
+        self._lookups: dict[tuple[int, str], asyncio.Future[StoredKey | None]] = {}
         self._changes = 0
         self._closed = False
         self._asked_at = float("-inf")
@@ -98,7 +98,6 @@ class KeyRing:
         """Ask the store again about everything: something was changed. Answers that are on their way are not waited
         for by whoever asks from now on, nor remembered."""
         self._changes += 1
-        self._lookups.clear()
         self._asked_at = min(self._asked_at, self._clock() - self._fresh_s)
         for entry in (*self._known.values(), *self._unknown.values()):
             entry.at = min(entry.at, self._clock() - self._fresh_s)
@@ -150,16 +149,13 @@ class KeyRing:
         return entry
 
     async def _look_up(self, id: str) -> StoredKey | None:
-        """One question to the store however many requests with the same key arrive together."""
-        waiting = self._lookups.get(id)
+        """One question to the store however many requests with the same key arrive together, between two changes."""
+        question = self._changes, id
+        waiting = self._lookups.get(question)
         if waiting is None:
-            waiting = self._lookups[id] = asyncio.ensure_future(self._store.find(id))
-            waiting.add_done_callback(lambda done: self._looked_up(id, done))
+            waiting = self._lookups[question] = asyncio.ensure_future(self._store.find(id))
+            waiting.add_done_callback(lambda _: self._lookups.pop(question, None))
         return await asyncio.shield(waiting)
-
-    def _looked_up(self, id: str, done: asyncio.Future[StoredKey | None]) -> None:
-        if self._lookups.get(id) is done:
-            del self._lookups[id]
 
     def _seen(self, up: bool, error: Exception | None = None) -> None:
         if up != self.store_up:

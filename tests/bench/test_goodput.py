@@ -6,9 +6,9 @@ import pytest
 
 from penstock.bench.goodput import Objectives, Served
 
-QUICK = Served(due=1.0, first=1.2, end=2.0, per_token=0.02, output_tokens=41)
-SLOW = Served(due=1.0, first=1.9, end=5.0, per_token=0.1, output_tokens=32)
-SINGLE = Served(due=0.0, first=0.1, end=0.1, per_token=None, output_tokens=1)
+QUICK = Served(due=1.0, first=1.2, end=2.0, per_token=0.02)
+SLOW = Served(due=1.0, first=1.9, end=5.0, per_token=0.1)
+SINGLE = Served(due=0.0, first=0.1, end=0.1, per_token=None)
 
 
 def test_times_count_from_when_a_request_was_due() -> None:

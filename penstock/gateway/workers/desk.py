@@ -142,8 +142,8 @@ class Desk:
         finally:
             self._workers.discard(worker)
             worker.heard.set()
-            for round in self._rounds.values():
-                round.without(worker)
+            for answers in self._rounds.values():
+                answers.without(worker)
             writer.close()
             self._departed = merged([self._departed, lasting(worker.readings)])
             for id, (limits, reserved) in worker.held.items():
@@ -169,14 +169,14 @@ class Desk:
             case Seek(call, query):
                 self._spawn(self._seek(worker, call, query), "seek traces")
             case Told(number, traces):
-                if (round := self._rounds.get(number)) is not None and worker in round.waiting:
-                    round.traces += traces
-                    round.without(worker)
+                if (answers := self._rounds.get(number)) is not None and worker in answers.waiting:
+                    answers.traces += traces
+                    answers.without(worker)
             case Change(call):
                 self._spawn(self._pass_on(worker, call), "pass on a change")
             case Noted(number):
-                if (round := self._rounds.get(number)) is not None:
-                    round.without(worker)
+                if (answers := self._rounds.get(number)) is not None:
+                    answers.without(worker)
             case Join(number):
                 worker.name, worker.joined = str(number), True
 
@@ -198,8 +198,8 @@ class Desk:
         asker.tell(Collected(call, merged([*known, self._departed])))
 
     async def _seek(self, asker: _Worker, call: int, query: TraceQuery) -> None:
-        round = await self._round(asker, lambda number: Sought(number, query), "which requests it remembers")
-        asker.tell(Found(call, round.traces))
+        answers = await self._round(asker, lambda number: Sought(number, query), "which requests it remembers")
+        asker.tell(Found(call, answers.traces))
 
     async def _pass_on(self, asker: _Worker, call: int) -> None:
         await self._round(asker, Changed, "that it has noted a change of tenants or keys")
@@ -209,14 +209,14 @@ class Desk:
         """Tell all workers but the one that asks, and wait for their answers, though not forever."""
         self._asked += 1
         number = self._asked
-        round = self._rounds[number] = _Round(self._workers - {asker})
-        for other in tuple(round.waiting):
+        answers = self._rounds[number] = _Round(self._workers - {asker})
+        for other in tuple(answers.waiting):
             other.tell(message(number))
         try:
             async with asyncio.timeout(ANSWER_S):
-                await round.done.wait()
+                await answers.done.wait()
         except TimeoutError:
             log.warning("a gateway worker did not say in time %s", what)
         finally:
             del self._rounds[number]
-        return round
+        return answers
