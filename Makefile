@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
 # Compiled once per machine and version into the user's cache, so that the first start does not have to.
-KERNELS := $(BIN)/python -W ignore -m penstock.engine.kernels.cpu.build
+KERNELS := $(BIN)/python -W ignore -m penstock.engine.backends.cpu.build
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt

@@ -32,7 +32,7 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.engine.loading.checkpoint import open_checkpoint
-from penstock.engine.loading.sources import resolve
+from penstock.sources.resolve import resolve
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 MODULES = {"llama.cpp": "xllamacpp", "vllm": "vllm", "openvino": "openvino_genai"}

@@ -77,7 +77,7 @@ class Gateway:
 def gateway(folder: Path, *, interval_s: float, workers: int, settings: dict[str, Any]) -> Iterator[Gateway]:
     """`penstock gateway` with its defaults (store, ledger, request log), in front of a synthetic engine."""
     endpoint, model, log = f"ipc://{folder}/engine", folder / "model", folder / "log"
-    engine = [sys.executable, "-m", "penstock.bench.synthetic", endpoint, str(model), "--with-parent"]
+    engine = [sys.executable, "-m", "penstock.testing.synthetic_engine", endpoint, str(model), "--with-parent"]
     port = free_port()
     config = {
         "server": {"port": port, "workers": workers},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.gateway.knowledge import EncoderEmbedder
+from penstock.gateway.rag.library import EncoderEmbedder
 
 
 class MeasuredEmbedder(EncoderEmbedder):

@@ -5,7 +5,8 @@ with most of the traffic, four replicas.
     python bench/replica_policies.py --rate 14 --seconds 240 --chart docs/images/replica-policies.svg
 
 Simulated time: the engines are the real scheduler and the real KV blocks with modelled step times
-(`penstock.bench.timed_engine`), the policies and what they see of replicas (`penstock.routing`) are the gateway's own.
+(`penstock.testing.timed_engine`), the policies and what they see of replicas (`penstock.routing`) are those of the
+gateway.
 Views are as old as in the gateway: a replica is seen as of its last finished step, corrected by what was sent since.
 Every policy gets the same conversations. Hit rate: prompt tokens found in a prefix cache. Throughput: output tokens per
 second of the run; conversations go on when their last answer has come, so slower answers make less of it. It shows what
@@ -30,11 +31,11 @@ from rich.console import Console
 from penstock.bench import report
 from penstock.bench.charts import bars
 from penstock.bench.stats import percentiles
-from penstock.bench.timed_engine import TimedEngine
 from penstock.engine.request import Load, Request, SamplingParams
 from penstock.routing.meter import ReplicaMeter
 from penstock.routing.policies import make_policy
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
+from penstock.testing.timed_engine import TimedEngine
 
 POLICIES = ("predicted", "power_of_two", "round_robin", "random")
 WORST = ("round_robin", "random")

@@ -3,7 +3,7 @@
     python bench/spike.py
     python bench/spike.py --burst 60 --chart docs/images/spike.svg
 
-The engines are the real scheduler with steps that take modelled time (`penstock.bench.timed_engine`); gateway, keys,
+The engines are the real scheduler with steps that take modelled time (`penstock.testing.timed_engine`); gateway, keys,
 queue and HTTP are the real ones, in this process. Requests come at random times at the given rate whether answers come
 or not, and nobody tries again. Four tenants: one premium, two standard of which one sends most, one free.
 
@@ -36,16 +36,16 @@ from penstock.backends.inprocess import InProcessBackend
 from penstock.bench import report
 from penstock.bench.charts import lines
 from penstock.bench.stats import percentile
-from penstock.bench.synthetic import write_tokenizer
-from penstock.bench.timed_engine import Speed, TimedEngine
 from penstock.bench.wire import Connection, StatusError, Target, WireError
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
-from penstock.gateway.main import serve
-from penstock.gateway.service import Service
-from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.gateway.process.main import serve
+from penstock.gateway.process.service import Service
+from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.synthetic_engine import write_tokenizer
+from penstock.testing.timed_engine import Speed, TimedEngine
 from penstock.text import load_text
 
 TENANTS = {"bank": ("premium", 0.15), "shop": ("standard", 0.55), "blog": ("standard", 0.2), "anon": ("free", 0.1)}

@@ -32,8 +32,8 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.stats import percentiles
-from penstock.bench.synthetic import text_of
-from penstock.gateway.capacity import raise_file_limit
+from penstock.gateway.process.limits import raise_file_limit
+from penstock.testing.synthetic_engine import text_of
 
 CONTENT = re.compile(rb'"content":"(\w*)"')
 SLOW_PER_STEP = 5000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.loading.sources import resolve
+from penstock.sources.resolve import resolve
 from tests.encoders import encoder_endpoint, encoder_model
 from tests.services import postgres_url, valkey
 

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.engine.encoder.config import EncoderEngineConfig
 from penstock.engine.encoder.core import EncoderEngine
-from penstock.engine.loading.sources import resolve
-from tests.protocol.client import serving
+from penstock.sources.resolve import resolve
+from tests.engine_host.client import serving
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.bench.synthetic import write_tokenizer
 from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput, TokenLogprob
+from penstock.testing.synthetic_engine import write_tokenizer
 from penstock.text import TextModel, load_text
 
 

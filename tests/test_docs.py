@@ -11,10 +11,10 @@ from msgspec.structs import fields
 
 from penstock.bench.workloads import WORKLOADS
 from penstock.config.describe import keys
-from penstock.gateway.anthropic.schemas import MessagesRequest
-from penstock.gateway.endpoints import ENDPOINTS
-from penstock.gateway.responses.schemas import ResponsesRequest
-from penstock.gateway.schemas import ChatRequest, CompletionRequest
+from penstock.gateway.api.anthropic.schemas import MessagesRequest
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest
 from penstock.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parent.parent

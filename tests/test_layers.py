@@ -14,7 +14,7 @@ def imported_by(module: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["penstock.gateway.main", "penstock.supervisor.supervisor", "penstock.cli.app", "penstock.bench.serve"],
+    ["penstock.gateway.process.main", "penstock.supervisor.supervisor", "penstock.cli.app", "penstock.bench.serve"],
 )
 def test_only_engines_import_torch(module: str) -> None:
     loaded = imported_by(module)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.encoder import EncoderBackend
 from penstock.engine.encoder.request import EncodeRequest, Wanted
-from penstock.engine.loading.sources import resolve
 from penstock.engine.request import EngineInfo
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, RequestTimeout
+from penstock.sources.resolve import resolve
 from penstock.text.encoder import EncoderText, load_encoder_text
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
 from penstock.engine.request import Request, StepOutput
-from penstock.protocol.adapters import operate
+from penstock.engine_host.adapters import operate
+from penstock.engine_host.interfaces import EngineLike
 from penstock.protocol.errors import EngineLost, InvalidRequest
-from penstock.protocol.hosting import EngineLike
 from penstock.protocol.messages import AdapterOperation, Sleep, Wake
 from penstock.text.vocabulary import grammars_of
 

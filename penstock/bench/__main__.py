@@ -1,5 +1,5 @@
 """`python -m penstock.bench`: the bench commands without the rest of the command line."""
 
-from penstock.bench.cli import app
+from penstock.bench.commands.app import app
 
 app(prog_name="penstock bench")

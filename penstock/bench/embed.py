@@ -25,7 +25,7 @@ from penstock.bench.engine import BenchError
 from penstock.engine.encoder.config import EncoderEngineConfig
 from penstock.engine.encoder.core import EncoderEngine
 from penstock.engine.encoder.request import EncodeRequest
-from penstock.engine.loading.sources import resolve
+from penstock.sources.resolve import resolve
 
 AGREEMENT = 1e-4
 

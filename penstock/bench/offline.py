@@ -20,8 +20,8 @@ from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
-from penstock.engine.device import pick_device, pick_dtype
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.startup.device import pick_device, pick_dtype
 
 if TYPE_CHECKING:
     from penstock.engine.loading.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Lo
 def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tuple[str, Checkpoint]:
     # Imported here: random weights need no checkpoint reader, and a sealed GPU machine may lack safetensors.
     from penstock.engine.loading.checkpoint import open_checkpoint
-    from penstock.engine.loading.sources import resolve
+    from penstock.sources.resolve import resolve
 
     path = resolve(source, progress)
     return str(path), open_checkpoint(path)

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.workloads import Workload
-from penstock.engine.kernels.cpu.ops import CpuOps
+from penstock.engine.backends.cpu.ops import CpuOps
 
 if TYPE_CHECKING:
     from penstock.engine.core import Engine
@@ -192,7 +192,7 @@ def _on_cpu(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Pro
 def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]], steps: int) -> list[Share]:
     """Python's profiler sees a tape as part of the function that runs it: take the kernels out of that one."""
     inside = sum(seconds for _, seconds in kernels.values())
-    runs = "kernels/cpu/tape.py:_run"
+    runs = "backends/cpu/recorded_step.py:_run"
     outer = [Share(s.name, s.calls, s.seconds - inside) if s.name.endswith(runs) else s for s in shares]
     return outer + [Share(name, calls * steps, seconds) for name, (calls, seconds) in kernels.items()]
 

@@ -22,12 +22,12 @@ import zmq
 
 from penstock.bench.engine import BenchError
 from penstock.engine.config import EngineConfig, KVDType
-from penstock.engine.loading.sources import resolve
 from penstock.engine.request import Handover, Request, SamplingParams
+from penstock.engine_host.server import EngineServer
 from penstock.protocol.codec import decode_from_engine, encode
 from penstock.protocol.messages import Hello, Ready, Step, Submit, ToEngine
-from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import Listener
+from penstock.sources.resolve import resolve
 
 if TYPE_CHECKING:
     from penstock.engine.core import Engine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from penstock.caching.reading import Reading, read
+from penstock.caching.question import Reading, read
 from penstock.caching.store import AnswerStore, Key
 from penstock.caching.verifier import Leftover, Refusal, compare, settle
 

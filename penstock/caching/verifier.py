@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.caching.lexicon import OPPOSITE
-from penstock.caching.reading import Reading, Word, stem
+from penstock.caching.question import Reading, Word, stem
 
 Refusal = Literal["number", "negation", "question", "person", "literal", "name", "opposite", "wording", "order"]
 

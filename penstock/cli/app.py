@@ -6,7 +6,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.cli import app as bench
+from penstock.bench.commands.app import app as bench
+from penstock.bench.commands.handover import handover
+from penstock.bench.commands.perplexity import perplexity
+from penstock.bench.commands.soak import soak
+from penstock.bench.commands.speculation import speculation
+from penstock.bench.commands.structure import structure
 from penstock.cli.adapters import app as adapters
 from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
@@ -15,20 +20,15 @@ from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
-from penstock.cli.handover import handover
 from penstock.cli.ingest import ingest
 from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
-from penstock.cli.perplexity import perplexity
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
 from penstock.cli.replicas import drain, replicas, restart, scale
 from penstock.cli.requests import requests
 from penstock.cli.route import route
 from penstock.cli.serve import serve
-from penstock.cli.soak import soak
-from penstock.cli.speculation import speculation
-from penstock.cli.structure import structure
 from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage

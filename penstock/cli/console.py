@@ -93,7 +93,7 @@ def _plain_progress(console: Console, name: str) -> Progress:
 
 def resolve_models(config: Config, console: Console) -> dict[str, Path]:
     """The local path of every model, fetching what is not here, with progress."""
-    from penstock.engine.loading.sources import resolve
+    from penstock.sources.resolve import resolve
 
     paths = {}
     for model in config.models:
@@ -104,7 +104,7 @@ def resolve_models(config: Config, console: Console) -> dict[str, Path]:
 
 def resolve_drafts(config: Config, console: Console) -> Config:
     """`config` with every draft model's source replaced by its local path."""
-    from penstock.engine.loading.sources import resolve
+    from penstock.sources.resolve import resolve
 
     models = []
     for model in config.models:

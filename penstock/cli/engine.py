@@ -23,9 +23,9 @@ from penstock.cli.options import (
 
 if TYPE_CHECKING:
     from penstock.config import Config, ModelConfig
-    from penstock.config.encoding import EncoderConfig
+    from penstock.config.encoders import EncoderConfig
     from penstock.engine.config import Role
-    from penstock.protocol.server import EngineServer
+    from penstock.engine_host.server import EngineServer
     from penstock.protocol.transport import CurveServer
     from penstock.supervisor.lifeline import StatusPipe
 
@@ -142,10 +142,10 @@ def _run(
     import time
     from dataclasses import replace
 
-    from penstock.protocol.pacing import Pacing, pick_interval
-    from penstock.protocol.server import EngineServer
+    from penstock.engine_host.pacer import Pacing, pick_interval
+    from penstock.engine_host.server import EngineServer
+    from penstock.engine_host.watchdog import Watchdog
     from penstock.protocol.transport import Listener
-    from penstock.protocol.watchdog import Watchdog
     from penstock.supervisor.lifeline import Progress, Started
 
     log = logging.getLogger("penstock.engine")
@@ -155,8 +155,8 @@ def _run(
         begin = time.perf_counter()
         from penstock.engine.config import EngineConfig
         from penstock.engine.core import Engine
-        from penstock.engine.meter import open_meter
-        from penstock.engine.slumber import Slumber
+        from penstock.engine.sleep.sleep import Slumber
+        from penstock.engine_host.gpu_meter import open_meter
         from penstock.text.vocabulary import grammars_of
 
         imported = round(time.perf_counter() - begin, 3)
@@ -200,10 +200,10 @@ def _run_encoder(
     """Fetches the model too, if it is not here: nobody waits for an encoder before somebody asks for it."""
     import logging
 
-    from penstock.engine.loading.sources import resolve
-    from penstock.protocol.server import EngineServer
+    from penstock.engine_host.server import EngineServer
+    from penstock.engine_host.watchdog import Watchdog
     from penstock.protocol.transport import Listener
-    from penstock.protocol.watchdog import Watchdog
+    from penstock.sources.resolve import resolve
     from penstock.supervisor.lifeline import Progress, Started
 
     with Listener(endpoint, curve=curve) as listener:

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.telemetry.reading import Interval
+from penstock.telemetry.scrapes import Interval
 
 HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"

@@ -85,8 +85,8 @@ def gateway(
             _supervise(config, endpoints, curve_key, curve_engines)
             return
         from penstock.console import Console
-        from penstock.gateway.main import run
-        from penstock.gateway.settings import Worker
+        from penstock.gateway.process.main import run
+        from penstock.gateway.process.settings import Worker
 
         run(
             config,
@@ -108,7 +108,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     import asyncio
 
     from penstock.cli.console import stderr
-    from penstock.cli.reporting import ConsoleReporter
+    from penstock.cli.console_reporter import ConsoleReporter
     from penstock.supervisor.health import check_port
     from penstock.supervisor.launch import desk, gateways
     from penstock.supervisor.runtime import RuntimeFolder

@@ -58,7 +58,7 @@ def ingest(
 
 def _files(paths: list[Path]) -> Iterator[tuple[str, Path]]:
     """Names of documents, and where they are. Hidden files and folders stay out."""
-    from penstock.knowledge.reading.media import SUFFIXES
+    from penstock.knowledge.readers.media import SUFFIXES
 
     for root in paths:
         if root.is_file():
@@ -208,6 +208,6 @@ class _Run:
 
 
 def _content_type(name: str) -> str:
-    from penstock.knowledge.reading.media import SUFFIXES
+    from penstock.knowledge.readers.media import SUFFIXES
 
     return SUFFIXES[Path(name).suffix.lower()]

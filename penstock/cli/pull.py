@@ -30,7 +30,7 @@ def pull(
         penstock pull --list
     """
     from penstock.cli.console import download_bar, stderr
-    from penstock.engine.loading.sources import resolve
+    from penstock.sources.resolve import resolve
 
     if show:
         _list()
@@ -44,7 +44,7 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.engine.loading.sources import ALIASES, cached
+    from penstock.sources.resolve import ALIASES, cached
 
     table = Table("name", "what", "in the cache", box=None, pad_edge=False)
     for name, alias in sorted(ALIASES.items()):

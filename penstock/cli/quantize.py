@@ -61,9 +61,9 @@ def quantize(
         penstock serve ./smollm2-135m-gptq-int4
     """
     from penstock.cli.console import download_bar, stderr
-    from penstock.engine.loading.sources import resolve
     from penstock.engine.quantization.quantize import Recipe
     from penstock.errors import ConfigError
+    from penstock.sources.resolve import resolve
 
     if (symmetric or act_order) and to != _Target.gptq:
         raise ConfigError("--symmetric and --act-order are for --to gptq-int4")
@@ -103,11 +103,11 @@ def _run(
 
     import torch
 
-    from penstock.engine.device import pick_device
     from penstock.engine.loading.checkpoint import open_checkpoint
     from penstock.engine.quantization.quantize import quantize as make
+    from penstock.engine.startup.device import pick_device
     from penstock.text.export import write_text_files
-    from penstock.text.loading import load_text
+    from penstock.text.loader import load_text
 
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
@@ -161,7 +161,7 @@ def _report(path: Path, folder: Path, recipe: Recipe, text: str | None, device: 
     from penstock.engine.core import Engine
     from penstock.engine.loading.checkpoint import open_checkpoint
     from penstock.engine.quantization.quantize import RoundedCheckpoint, pick_group
-    from penstock.text.loading import load_text
+    from penstock.text.loader import load_text
 
     pieces = perplexity.windows(load_text(path).encode(text if text is not None else perplexity.sample_text()))
     source = open_checkpoint(path)

@@ -37,7 +37,7 @@ def requests(
     from penstock.cli.console import flags
     from penstock.config import load
     from penstock.errors import ConfigError
-    from penstock.metering.reporting import moment
+    from penstock.metering.reports import moment
     from penstock.metering.request_store import RequestStore
     from penstock.storage import open_database
 

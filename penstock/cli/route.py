@@ -45,7 +45,7 @@ def explain(
     from rich.console import Console
 
     from penstock.routing.selection.features import read
-    from penstock.routing.selection.scoring import score
+    from penstock.routing.selection.score import score
     from penstock.routing.selection.selector import select
 
     rules = _rules(threshold)

@@ -46,9 +46,9 @@ def serve(
     from pathlib import Path
 
     from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
-    from penstock.cli.reporting import ConsoleReporter
+    from penstock.cli.console_reporter import ConsoleReporter
     from penstock.config import load
-    from penstock.identity.doors import check_doors
+    from penstock.identity.exposure import check_doors
     from penstock.supervisor.catalogue import Catalogue
     from penstock.supervisor.control import Control
     from penstock.supervisor.health import check_port

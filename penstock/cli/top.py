@@ -9,7 +9,7 @@ import typer
 from penstock.cli.admin import DEFAULT_URL, Url
 
 if TYPE_CHECKING:
-    from penstock.telemetry.reading import Scrape
+    from penstock.telemetry.scrapes import Scrape
 
 Key = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def top(
 
     from penstock.cli.frame import Screen
     from penstock.errors import PenstockError
-    from penstock.telemetry.reading import Interval
+    from penstock.telemetry.scrapes import Interval
 
     console = Console()
     before = _scrape(url, key)
@@ -71,7 +71,7 @@ def _scrape(url: str, key: str | None) -> Scrape:
     import httpx
 
     from penstock.cli.admin import fetch
-    from penstock.telemetry.reading import Scrape
+    from penstock.telemetry.scrapes import Scrape
 
     answer: httpx.Response = fetch("GET", url, key, "/metrics", under="", timeout=httpx.Timeout(10.0))
     return Scrape(answer.text, time.monotonic())

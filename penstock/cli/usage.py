@@ -55,7 +55,7 @@ def _rows(
     from penstock.cli.console import flags
     from penstock.config import load
     from penstock.metering.ledger import Ledger
-    from penstock.metering.reporting import dimensions, moment, rows
+    from penstock.metering.reports import dimensions, moment, rows
     from penstock.storage import open_database
 
     config = load(config_file, flags=flags(settings))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.batches import BatchesConfig
-from penstock.config.caching import CacheConfig
+from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
-from penstock.config.encoding import DEFAULT_ENCODER, EncoderConfig
+from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.console.assets import Asset, Assets
-from penstock.gateway.exchange import Receive, Send
+from penstock.gateway.app.exchange import Receive, Send
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.request import Scope
 

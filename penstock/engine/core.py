@@ -30,7 +30,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.kv.exchange import BlockExchange
-from penstock.engine.meter import DeviceMeter
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
     QUEUE_FULL,
@@ -45,6 +44,7 @@ from penstock.engine.runner.runner import PendingStep, Runner
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
+from penstock.engine_host.gpu_meter import DeviceMeter
 from penstock.errors import ConfigError, ReplicaLost
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Engine:
     ) -> Engine:
         """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is; `grammars`
         makes the compiler for requests with a grammar, when the first of them comes."""
-        from penstock.engine.startup import load_engine
+        from penstock.engine.startup.engine import load_engine
 
         return load_engine(config, progress, checkpoint, grammars)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import TokenMatcher
-from penstock.engine.kv.hashing import root_name
+from penstock.engine.kv.block_hash import root_name
 from penstock.engine.request import FinishReason, Request, TokenLogprob
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.knowledge.framing import Source
+from penstock.knowledge.passage_prompt import Source
 from penstock.knowledge.terms import STOP_WORDS, words
 
 SUPPORT = 0.6

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.errors import PenstockError
-from penstock.knowledge.chunking import chunk
+from penstock.knowledge.chunker import chunk
 from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.late import pack
 from penstock.knowledge.model import Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, ReadingQueue
-from penstock.knowledge.reading.process import ReaderProcess
+from penstock.knowledge.readers.process import ReaderProcess
 from penstock.storage import DatabaseError
 
 log = logging.getLogger(__name__)

@@ -121,7 +121,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
 
 
 class Count(msgspec.Struct, frozen=True, tag="count"):
-    """How many tokens were produced for these charges (see `penstock.protocol.tally`)?"""
+    """How many tokens were produced for these charges (see `penstock.engine_host.tally`)?"""
 
     question: str
     charges: list[str]

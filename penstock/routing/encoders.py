@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from penstock.backends.embedder import Embedder
-from penstock.config.encoding import EncoderConfig
+from penstock.config.encoders import EncoderConfig
 from penstock.protocol.errors import ModelNotFound
 
 

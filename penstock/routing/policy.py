@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.engine.kv.hashing import block_names
+from penstock.engine.kv.block_hash import block_names
 from penstock.engine.request import Request
 
 MAX_BLOCKS = 512

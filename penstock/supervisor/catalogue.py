@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model, conflicts
-from penstock.engine.loading.sources import resolve
 from penstock.errors import PenstockError
+from penstock.sources.resolve import resolve
 from penstock.supervisor.launch import replica
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit

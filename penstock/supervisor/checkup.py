@@ -112,7 +112,7 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    from penstock.engine.kernels.cpu import status
+    from penstock.engine.backends.cpu import status
 
     found = status()
     if found.available:
@@ -136,8 +136,8 @@ def _memory() -> Iterator[Finding]:
 
 
 def _cache(config: Config) -> Iterator[Finding]:
-    from penstock.engine.loading.cache import cache_dir
-    from penstock.engine.loading.sources import cached
+    from penstock.sources.model_cache import cache_dir
+    from penstock.sources.resolve import cached
 
     root = cache_dir()
     existing = next(folder for folder in (root, *root.parents) if folder.exists())

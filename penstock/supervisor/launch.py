@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.config import Config, ModelConfig, dump
-from penstock.gateway.workers.desk import Desk
+from penstock.gateway.workers.coordinator import Desk
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit

@@ -2,7 +2,7 @@
 
 from penstock.text.chat_template import ChatTemplateError
 from penstock.text.detokenizer import IncrementalDetokenizer
-from penstock.text.loading import load_text
+from penstock.text.loader import load_text
 from penstock.text.model import TextModel
 from penstock.text.stop_strings import StopStrings
 

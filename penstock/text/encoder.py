@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from penstock.text.loading import read_tokenizer
+from penstock.text.loader import read_tokenizer
 
 
 class EncoderText:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.engine.loading.gguf import GGUFFile, gguf_in
 from penstock.text.gguf_tokenizer import tokenizer_from_gguf
-from penstock.text.loading import load_text
+from penstock.text.loader import load_text
 
 _COPIED = (
     "tokenizer.json",

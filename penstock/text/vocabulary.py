@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, Vocabulary
-from penstock.text.loading import load_text
+from penstock.text.loader import load_text
 from penstock.text.model import TextModel
 
 

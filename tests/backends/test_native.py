@@ -12,8 +12,8 @@ import pytest
 from penstock.backends.mailbox import Mailbox
 from penstock.backends.native import NativeBackend
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine_host.server import EngineServer
 from penstock.protocol.errors import EngineLost, EngineUnavailable, Overloaded
-from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import CurveClient, CurveServer, Listener, generate_keypair, public_key
 from penstock.text import TextModel
 from tests.gateway.conftest import eventually

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.bench import compare
-from penstock.bench.cli import app
+from penstock.bench.commands.app import app
 from penstock.engine.loading.checkpoint import open_checkpoint
 from tests.engine.tiny import write_checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from penstock.bench import profiler, workloads
-from penstock.engine.kernels import cpu
+from penstock.engine.backends import cpu
 from tests.engine.harness import assert_idle, make_engine
 from tests.engine.tiny import write_checkpoint
 

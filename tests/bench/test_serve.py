@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from penstock.backends.inprocess import InProcessBackend
 from penstock.bench import serve as bench
 from penstock.bench import shapes
-from penstock.bench.cli import app
+from penstock.bench.commands.app import app
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.errors import PenstockError
-from penstock.gateway.main import serve
-from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.gateway.process.main import serve
+from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
 from penstock.text import TextModel
 from tests.scripted import make_text

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from penstock.bench.commands.soak import forms
 from penstock.bench.engine import BenchError
 from penstock.bench.soak.run import Report, Settings, Soak
 from penstock.bench.soak.traffic import VOCABULARY
 from penstock.cli.app import app
-from penstock.cli.soak import forms
 from penstock.engine.adapters import pool as adapters
 from penstock.engine.core import Engine
 from penstock.engine.grammar.guidance import GuidanceCompiler
-from penstock.engine.kv.hashing import root_name
+from penstock.engine.kv.block_hash import root_name
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 

@@ -9,7 +9,7 @@ import pytest
 from bench.semantic_cache import Decider, Prepared, load_pairs
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.caching.reading import read
+from penstock.caching.question import read
 from penstock.caching.verifier import Leftover, compare, settle
 
 

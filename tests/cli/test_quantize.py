@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.text.loading import load_text
+from penstock.text.loader import load_text
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 

@@ -13,7 +13,7 @@ from penstock.cli.app import app
 from penstock.cli.frame import Screen, duration, sparkline
 from penstock.engine.request import DeviceLoad, Load
 from penstock.telemetry.metrics import EngineView, Metrics
-from penstock.telemetry.reading import Interval, Scrape
+from penstock.telemetry.scrapes import Interval, Scrape
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, serving, text
 from tests.scripted import ScriptedEngine

@@ -18,7 +18,7 @@ from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
 from penstock.engine.request import DeviceLoad, HandoverLoad, Load
-from penstock.gateway.settings import ModelSettings
+from penstock.gateway.process.settings import ModelSettings
 from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
 from tests.deploy.prometheus import ROOT, SCRAPE_S, need_prometheus, scraping

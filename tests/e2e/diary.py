@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.request import Request, StepOutput
-from penstock.protocol.server import EngineServer
+from penstock.engine_host.server import EngineServer
 from penstock.protocol.transport import Listener
 from penstock.text import TextModel, load_text
 from tests.scripted import ScriptedEngine

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
-from tests.tools.running.parts import WEATHER_API, weather
+from tests.tools.execution.parts import WEATHER_API, weather
 
 TOPICS = ("the sea", "bread", "mountains", "cats", "the colour blue", "bicycles", "planets", "tea", "trains", "music")
 

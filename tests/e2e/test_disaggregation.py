@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server, free_port
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 
 pytestmark = pytest.mark.slow
 

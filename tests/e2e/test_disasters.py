@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.test_failover import Traffic, counter, replicas, replicated, same_after, tiny_model
 from tests.e2e.test_supervisor import Server
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.test_supervisor import Server
 from tests.engine.tiny import write_checkpoint
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.scripted import make_text
 
 SCHEMA = {

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.test_supervisor import Server
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive
 
 START_S = 200.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import free_port
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.dense_linear import DenseLinear
 from penstock.engine.core import Engine
-from penstock.engine.kernels import cpu
-from penstock.engine.kernels.cpu.dense import DenseLinear
 from penstock.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, drain, make_engine

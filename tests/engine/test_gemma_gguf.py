@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from penstock.engine.loading.checkpoint import open_checkpoint
-from penstock.engine.loading.sources import resolve
 from penstock.errors import SourceError
+from penstock.sources.resolve import resolve
 from penstock.text import load_text
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.backends import cpu
 from penstock.engine.config import EngineConfig
-from penstock.engine.device import pick_kv_dtype
-from penstock.engine.kernels import cpu
 from penstock.engine.kv.cache import KVShape
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.startup.device import pick_kv_dtype
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 

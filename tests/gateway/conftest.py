@@ -14,10 +14,10 @@ import pytest
 
 from penstock.backends.base import Backend
 from penstock.backends.inprocess import InProcessBackend
-from penstock.gateway.app import App
-from penstock.gateway.main import Application, serve
-from penstock.gateway.service import Service
-from penstock.gateway.settings import GatewaySettings, ModelSettings
+from penstock.gateway.app.asgi import App
+from penstock.gateway.process.main import Application, serve
+from penstock.gateway.process.service import Service
+from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.remotes import RemoteModel

@@ -8,8 +8,8 @@ import torch
 from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, check, integers, poison_, poisoned_outputs, rand, rng
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HeadLayout
-from penstock.engine.kernels.triton.ops import TritonOps
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 
 ops = TritonOps(DEVICE)
 BLOCK = 16

@@ -20,8 +20,8 @@ from gpu_harness import (
     time_us,
 )
 
-from penstock.engine.kernels.interface import HeadLayout
-from penstock.engine.kernels.triton import decode, prefill
+from penstock.engine.backends.cuda.kernels import decode, prefill
+from penstock.engine.backends.interface import HeadLayout
 
 
 def test_decode_attention() -> None:

@@ -10,7 +10,7 @@ import torch
 from gpu_harness import MODE, QUICK, Row, bandwidth, check, poisoned_outputs, rand, time_us
 from test_triton_gemv import linear64
 
-from penstock.engine.kernels.triton.matmul import matmul
+from penstock.engine.backends.cuda.kernels.matmul import matmul
 
 BF16 = torch.bfloat16
 ON_DEVICE = MODE == "device"
@@ -57,7 +57,7 @@ def test_the_engine_gives_the_same_bits_in_any_company() -> None:
 
 def bench_fixed_linears() -> Iterator[Row]:
     """Against the usual path of the same shape."""
-    from penstock.engine.layers.cuda_linear import CudaLinear
+    from penstock.engine.backends.cuda.linear import CudaLinear
 
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
         weights = [rand(n, k, dtype=BF16, scale=k**-0.5) for _ in range(3)]

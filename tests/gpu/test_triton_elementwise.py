@@ -21,11 +21,11 @@ from gpu_harness import (
 )
 from torch import Tensor
 
-from penstock.engine.kernels.triton import norm
-from penstock.engine.kernels.triton.activation import quantize_fp8, silu_mul_fp8
-from penstock.engine.kernels.triton.common import building_kernels
-from penstock.engine.kernels.triton.norm import rms_norm_fp8
-from penstock.engine.kernels.triton.ops import TritonOps
+from penstock.engine.backends.cuda.kernels import norm
+from penstock.engine.backends.cuda.kernels.activation import quantize_fp8, silu_mul_fp8
+from penstock.engine.backends.cuda.kernels.common import building_kernels
+from penstock.engine.backends.cuda.kernels.norm import rms_norm_fp8
+from penstock.engine.backends.cuda.ops import TritonOps
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ops = TritonOps(DEVICE)

@@ -9,7 +9,7 @@ from gpu_harness import MODE, QUICK, Row, bandwidth, check, poisoned_outputs, ra
 from test_triton_elementwise import norm64
 from torch import Tensor
 
-from penstock.engine.kernels.triton.gemv import GemvConfig, linear
+from penstock.engine.backends.cuda.kernels.gemv import GemvConfig, linear
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = (

@@ -11,12 +11,12 @@ from test_triton_elementwise import norm64
 from test_triton_gemv import LLAMA, QWEN
 from torch import Tensor
 
-from penstock.engine.kernels.triton import int8
-from penstock.engine.kernels.triton.grouped import GroupedConfig, GroupedWeight, join_factors, linear, widen
-from penstock.engine.layers.cuda_grouped import Int8Linear
+from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
+from penstock.engine.backends.cuda.grouped_linear import Int8Linear
+from penstock.engine.backends.cuda.kernels import int8
+from penstock.engine.backends.cuda.kernels.grouped import GroupedConfig, GroupedWeight, join_factors, linear, widen
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.quantization.cuda_groups import GroupQuantizer
-from penstock.engine.quantization.rounding import round_int4, round_int8
+from penstock.engine.quantization.grids import round_int4, round_int8
 
 BF16, F16 = torch.bfloat16, torch.float16
 SHAPES = [(48, 128), (33, 64)] if QUICK else [(4096, 4096), (6144, 512), (1000, 576), (4096, 14336), (257, 1536)]

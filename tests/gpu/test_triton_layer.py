@@ -14,9 +14,9 @@ from test_triton_gemv import make_weight
 from test_triton_rope import rope64
 from torch import Tensor
 
-from penstock.engine.kernels.interface import HeadLayout
-from penstock.engine.kernels.triton.gemv import linear
-from penstock.engine.kernels.triton.ops import TritonOps
+from penstock.engine.backends.cuda.kernels.gemv import linear
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import HeadLayout
 
 BF16 = torch.bfloat16
 EPS = 1e-5

@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT))
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.checkpoint import SafetensorsCheckpoint  # noqa: E402
-from penstock.engine.loading.sources import resolve  # noqa: E402
 from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from penstock.errors import CheckpointError, PenstockError  # noqa: E402
+from penstock.sources.resolve import resolve  # noqa: E402
 from tests.engine.harness import collect, drain  # noqa: E402
 
 ON_DEVICE = MODE == "device"

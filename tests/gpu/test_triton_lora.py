@@ -37,13 +37,13 @@ sys.path.insert(0, str(ROOT))
 from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear, ReferenceLora  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
-from penstock.engine.kernels.triton import gemv  # noqa: E402
-from penstock.engine.kernels.triton.addends import Addends  # noqa: E402
-from penstock.engine.kernels.triton.lora import TritonLora  # noqa: E402
-from penstock.engine.kernels.triton.norm import rms_norm  # noqa: E402
-from penstock.engine.kernels.triton.norm_shrink import rms_norm_shrink  # noqa: E402
-from penstock.engine.kernels.triton.ops import TritonOps  # noqa: E402
-from penstock.engine.layers.cuda_linear import CudaLinear  # noqa: E402
+from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
+from penstock.engine.backends.cuda.kernels.addends import Addends  # noqa: E402
+from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
+from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink  # noqa: E402
+from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
+from penstock.engine.backends.cuda.lora import TritonLora  # noqa: E402
+from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 2e-2

@@ -9,11 +9,11 @@ import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check_equal, integers, rand, rng, time_us
 from torch import Tensor
 
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.reference.masks import mask_logits
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.interface import TokenMatcher
-from penstock.engine.kernels.masks import mask_logits
-from penstock.engine.kernels.triton.ops import TritonOps
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.request import Request, SamplingParams
 

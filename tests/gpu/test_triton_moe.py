@@ -24,14 +24,14 @@ from gpu_harness import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import FP8
-from penstock.engine.kernels.triton import moe
-from penstock.engine.kernels.triton.moe import GroupedConfig
-from penstock.engine.kernels.triton.ops import TritonOps
-from penstock.engine.layers.cuda_linear import CudaLinear
-from penstock.engine.layers.cuda_moe import group
-from penstock.engine.layers.mlp import GatedMlp
-from penstock.engine.layers.moe import ExpertMlp, Router
+from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.kernels import moe
+from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
+from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import FP8
+from penstock.engine.models.layers.mlp import GatedMlp
+from penstock.engine.models.layers.moe import ExpertMlp, Router
 
 BF16 = torch.bfloat16
 ops = TritonOps(DEVICE)

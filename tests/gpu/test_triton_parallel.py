@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
-from penstock.engine import lanes  # noqa: E402
+from penstock.engine.backends import copy_streams as lanes  # noqa: E402
+from penstock.engine.backends.cpu.large_pages import Slabs  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
-from penstock.engine.memory_pages import Slabs  # noqa: E402
 from penstock.engine.parallel import groups, launch  # noqa: E402
 from penstock.engine.parallel.member import Member  # noqa: E402
-from penstock.engine.parking import park  # noqa: E402
+from penstock.engine.sleep.offload import park  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
 from tests.engine.parallel.threads import _spawn  # noqa: E402
 from tests.gpu.gpu_harness import Row  # noqa: E402

@@ -20,9 +20,9 @@ from gpu_harness import (
 )
 from torch import Tensor
 
-from penstock.engine.kernels.noise import gumbel
-from penstock.engine.kernels.triton import filters
-from penstock.engine.kernels.triton.ops import TritonOps
+from penstock.engine.backends.cuda.kernels import filters
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.reference.noise import gumbel
 
 ops = TritonOps(DEVICE)
 BF16 = torch.bfloat16

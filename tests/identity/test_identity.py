@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.identity import OPEN_CALLER, IdentityStore, KeyRing
-from penstock.identity.doors import check_doors
+from penstock.identity.exposure import check_doors
 from penstock.identity.secrets import digest, key_id, mint
 from penstock.identity.store import IdentityError
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.knowledge.citations import Citation, Citer
-from penstock.knowledge.framing import Source
+from penstock.knowledge.passage_prompt import Source
 from tests.knowledge.nouns import passage
 
 SOURCES = [

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.gateway.workers.client import DeskClient, DeskLimits
-from penstock.gateway.workers.desk import Desk
+from penstock.gateway.workers.coordinator import Desk
 from penstock.limits import Amounts, Limit, LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.limits.redis import RedisLimits

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.protocol.transport import CurveClient, CurveServer, Listener, generate_keypair, public_key
-from tests.protocol.client import connected, serving
-from tests.protocol.scripted import ScriptedEngine
+from tests.engine_host.client import connected, serving
+from tests.engine_host.scripted import ScriptedEngine
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from penstock.routing.dispatch import Resilience
 from penstock.routing.handover import HandoverPolicy
 from penstock.routing.loads import total_load
 from penstock.routing.replicas import ReplicaSet
+from tests.engine_host.client import Running, serving
+from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually
-from tests.protocol.client import Running, serving
-from tests.protocol.scripted import ScriptedEngine
 
 LONG, SHORT = 600, 20
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.kv.hashing import block_names
+from penstock.engine.kv.block_hash import block_names
 from penstock.engine.request import Delta, Load, Request, SamplingParams
 from penstock.routing.meter import ReplicaMeter
 from penstock.routing.policies import PowerOfTwo, Predicted, Random, RoundRobin, make_policy

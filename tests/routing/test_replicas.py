@@ -14,13 +14,13 @@ import pytest
 from penstock.backends.mailbox import Mailbox
 from penstock.backends.native import NativeBackend
 from penstock.engine.request import Delta, Request, SamplingParams
-from penstock.metering.counting import merged, usage_of
+from penstock.metering.engine_counts import merged, usage_of
 from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, InvalidRequest, ServerError
 from penstock.routing.dispatch import Resilience
 from penstock.routing.replicas import ReplicaSet
+from tests.engine_host.client import Running, serving
+from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually
-from tests.protocol.client import Running, serving
-from tests.protocol.scripted import ScriptedEngine
 
 FAST = Resilience(stall_s=0.3, park_s=2.0)
 

@@ -15,10 +15,10 @@ from penstock.backends.native import NativeBackend
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, ModelAsleep
 from penstock.routing.registry import ServedModel
-from penstock.routing.slicing import Slices
+from penstock.routing.slices import Slices
+from tests.engine_host.client import serving
+from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually
-from tests.protocol.client import serving
-from tests.protocol.scripted import ScriptedEngine
 
 SLICE_S = 0.3
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.engine.process import die_with_parent
+from penstock.engine_host.server import EngineServer
 from penstock.errors import ConfigError
-from penstock.protocol.server import EngineServer
 from penstock.protocol.transport import Listener
 from penstock.supervisor.lifeline import Failed, Progress, Started, StatusPipe
-from tests.protocol.scripted import ScriptedEngine
+from tests.engine_host.scripted import ScriptedEngine
 
 
 def engine(endpoint: str, status_fd: str, mode: str) -> int:

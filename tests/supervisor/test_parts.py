@@ -15,7 +15,7 @@ from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
 from penstock.supervisor.health import check_port, is_ready, local_url
 from penstock.supervisor.pulse import Pulse
 from penstock.supervisor.runtime import RuntimeFolder, sweep
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive
 
 

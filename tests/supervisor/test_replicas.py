@@ -15,7 +15,7 @@ import pytest
 from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
-from penstock.gateway.control import ControlLine
+from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.protocol.control import Drain, Load, Restart, Scale, Stop, Topology, Unload
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.supervisor import replicas as module

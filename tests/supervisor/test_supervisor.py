@@ -22,7 +22,7 @@ from penstock.supervisor.lifeline import Asked
 from penstock.supervisor.reporter import Reporter
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
-from tests.protocol.client import connected, eventually
+from tests.engine_host.client import connected, eventually
 
 
 @pytest.fixture

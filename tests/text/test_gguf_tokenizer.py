@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from penstock.engine.loading.gguf import GGUFFile
-from penstock.engine.loading.sources import resolve
 from penstock.errors import CheckpointError
+from penstock.sources.resolve import resolve
 from penstock.text import TextModel, load_text
 from penstock.text.gguf_tokenizer import tokenizer_from_gguf
 from tests.engine.loading.gguf_files import write_gguf

@@ -18,9 +18,9 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.layers.linear import InlineLinear, Linear
-from penstock.engine.layers.mlp import GatedMlp
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import InlineLinear, Linear
+from penstock.engine.models.layers.mlp import GatedMlp
 
 _REFERENCE_BLOCK = 1 << 30
 

@@ -23,7 +23,7 @@ from penstock.engine.adapters.spec import (
     AdapterStatus,
     name_problem,
 )
-from penstock.engine.kv.hashing import root_name
+from penstock.engine.kv.block_hash import root_name
 from penstock.engine.sequence import Sequence
 from penstock.errors import ConfigError
 

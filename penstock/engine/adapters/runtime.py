@@ -9,13 +9,13 @@ from penstock.engine.adapters.apply import FusedLora, LoraKernel, ReferenceLora,
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
-from penstock.engine.adapters.sources import resolve_adapter
 from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
+from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.config import EngineConfig
-from penstock.engine.kernels.cpu.ops import CpuOps
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.scheduler import Batch
 from penstock.errors import ConfigError
+from penstock.sources.adapters import resolve_adapter
 
 
 class AdapterRuntime:
@@ -99,11 +99,11 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
 def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
     device = decoder.embedding.device
     if decoder.ops.name == "triton":
-        from penstock.engine.kernels.triton.lora import TritonLora
+        from penstock.engine.backends.cuda.lora import TritonLora
 
         return TritonLora(layout, slots, rank, dtype, device)
     if isinstance(decoder.ops, CpuOps):
-        from penstock.engine.kernels.cpu.lora import CpuLora
+        from penstock.engine.backends.cpu.lora import CpuLora
 
         return CpuLora(decoder.ops.handle, layout, slots, dtype)
     return ReferenceLora(layout, slots, device)

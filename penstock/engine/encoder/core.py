@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.device import pick_device
+from penstock.engine.backends import cpu
+from penstock.engine.backends.interface import torch_dtype
 from penstock.engine.encoder.config import EncoderEngineConfig, read_shape
 from penstock.engine.encoder.model import Encoder, MakeProduct, Packed, Product, build_encoder, dense
 from penstock.engine.encoder.queue import Item, Job, TextQueue
 from penstock.engine.encoder.request import EncodeOutput, EncodeRequest, Encoding
-from penstock.engine.kernels import cpu
-from penstock.engine.kernels.interface import torch_dtype
 from penstock.engine.loading.checkpoint import open_checkpoint
-from penstock.engine.part import Phases, Progress
 from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request
+from penstock.engine.startup.device import pick_device
+from penstock.engine.startup.part import Phases, Progress
 from penstock.errors import ConfigError
 
 NOT_AN_ENCODER_REQUEST = "this engine encodes texts; it does not generate"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.kv.hashing import block_name
+from penstock.engine.kv.block_hash import block_name
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import NULL_BLOCK, BlockPool
 from penstock.engine.sequence import Sequence

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import INT8, SCALE_DTYPE, KVScales
-from penstock.engine.memory_pages import in_large_pages
+from penstock.engine.backends.cpu.large_pages import in_large_pages
+from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
 
 
 @dataclass(frozen=True, slots=True)

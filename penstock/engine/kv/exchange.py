@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.block_hash import block_names
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.kv.hashing import block_names
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.request import HandoverLoad, Load, Request

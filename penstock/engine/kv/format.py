@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from penstock.engine.backends.interface import KeyFrame
 from penstock.engine.config import EngineConfig
-from penstock.engine.kernels.interface import KeyFrame
 from penstock.engine.kv.cache import KVShape
 
 _PIECES = 256

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.lanes import LANES, Lane
+from penstock.engine.backends.copy_streams import LANES, Lane
 from penstock.errors import CheckpointError
 
 _AHEAD = 2 << 30

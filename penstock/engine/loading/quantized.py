@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.groups import IntGroups, from_zero_points
-from penstock.engine.loading.packing import unpack, unpack_awq
+from penstock.engine.loading.packed_words import unpack, unpack_awq
 from penstock.errors import CheckpointError
 
 Fetch = Callable[[str], Tensor]

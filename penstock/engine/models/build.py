@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import ActivationOps, HeadLayout, KVScales, Ops
-from penstock.engine.layers.linear import Linear, SoftCapped, make_linear
-from penstock.engine.layers.mlp import GatedMlp, Mlp
-from penstock.engine.layers.moe import ExpertMlp, Router
-from penstock.engine.layers.rotary import cos_sin_table
+from penstock.engine.backends.interface import ActivationOps, HeadLayout, KVScales, Ops
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.linear import Linear, SoftCapped, make_linear
+from penstock.engine.models.layers.mlp import GatedMlp, Mlp
+from penstock.engine.models.layers.moe import ExpertMlp, Router
+from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.errors import CheckpointError
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -195,7 +195,7 @@ def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inne
 
     if ops.name != "triton":
         return experts(read)
-    from penstock.engine.layers.cuda_moe import group
+    from penstock.engine.backends.cuda.experts import group
 
     # The grouped kernels read dense and FP8 weights; those in fewer bits are widened here.
     return group(experts(read)) or group(experts(read.widened())) or experts(read)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.kernels.interface import Activation
+from penstock.engine.backends.interface import Activation
 from penstock.engine.models.families import MoeConfig, integer, text_part, variation
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.kernels.interface import ActivationOps, AttentionBatch, HeadLayout, KeyFrame, KVScales, Ops
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout, KeyFrame, KVScales, Ops
 from penstock.engine.kv.cache import KVCache, LayerCache
-from penstock.engine.layers.linear import FusedLinear, Linear
-from penstock.engine.layers.mlp import Mlp
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.linear import FusedLinear, Linear
+from penstock.engine.models.layers.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from penstock.engine.kernels.interface import Activation
+from penstock.engine.backends.interface import Activation
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from penstock.engine.kernels.interface import AttentionBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, Ints
 
 
 class Op(IntEnum):

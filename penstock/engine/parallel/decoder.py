@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.layers.linear import Linear
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.channel import Forward, Head
 from penstock.engine.parallel.groups import Groups
 from penstock.engine.parallel.launch import Ranks

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import ActivationOps
-from penstock.engine.layers.linear import Linear
-from penstock.engine.layers.mlp import Mlp
+from penstock.engine.backends.interface import ActivationOps
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.mlp import Mlp
 from penstock.engine.parallel.groups import Group
 
 

@@ -19,8 +19,8 @@ from penstock.engine.parallel.channel import Forward, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
-from penstock.engine.part import Part, Phases, load_part
 from penstock.engine.process import die_with_parent
+from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1

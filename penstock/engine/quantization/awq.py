@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.quantization.rounding import round_zero_point, searched_grid
+from penstock.engine.quantization.grids import round_zero_point, searched_grid
 
 _RATIOS = 20
 _JUDGED = 256

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.device import pick_ops
-from penstock.engine.kernels.interface import AttentionBatch
-from penstock.engine.kernels.reference import ReferenceOps
+from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.startup.device import pick_ops
 
 _BLOCK_SIZE = 16
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.quantization.rounding import searched_grid
+from penstock.engine.quantization.grids import searched_grid
 from penstock.errors import CheckpointError
 
 _BLOCK = 128

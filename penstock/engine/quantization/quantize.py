@@ -23,7 +23,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import WatchedLinear, calibrate
 from penstock.engine.quantization.gptq import gptq
-from penstock.engine.quantization.rounding import SIZES, round_int8, round_zero_point
+from penstock.engine.quantization.grids import SIZES, round_int8, round_zero_point
 from penstock.engine.quantization.writer import Method, ShardWriter
 from penstock.errors import ConfigError
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.engine.kernels.interface import FP8, FP8_MAX
+from penstock.engine.backends.interface import FP8, FP8_MAX
 from penstock.engine.loading.checkpoint import INDEX
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.loading.packing import pack, pack_awq
+from penstock.engine.loading.packed_words import pack, pack_awq
 
 Method = Literal["int8", "fp8", "gptq-int4", "awq-int4"]
 _SHARD = 2 << 30

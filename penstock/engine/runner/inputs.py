@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.interface import AttentionBatch, HostBatch, Ints
-from penstock.engine.kernels.noise import row_keys
+from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
-from penstock.engine.runner.staging import Staging
+from penstock.engine.runner.upload import Staging
 from penstock.engine.scheduler import Batch, Chunk
 
 

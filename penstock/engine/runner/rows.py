@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.tape import RowArrays
+from penstock.engine.backends.cpu.recorded_step import RowArrays
 from penstock.engine.request import SamplingParams
-from penstock.engine.runner.staging import Staging
+from penstock.engine.runner.upload import Staging
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
 

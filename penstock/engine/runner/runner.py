@@ -14,14 +14,14 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import GraphLora
 from penstock.engine.adapters.runtime import AdapterRuntime, is_narrow
-from penstock.engine.kernels.cpu.ops import CpuOps
-from penstock.engine.kernels.cpu.tape import Tape, record
-from penstock.engine.kernels.interface import Ints
+from penstock.engine.backends.cpu.ops import CpuOps
+from penstock.engine.backends.cpu.recorded_step import Tape, record
+from penstock.engine.backends.cuda.graphs import DecodeGraphs
+from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.request import TokenLogprob
-from penstock.engine.runner.graphs import DecodeGraphs
 from penstock.engine.runner.inputs import InputBuilder, Packed, chunk_targets, decode_entries, sampling_chunks
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.interface import Ops
 from penstock.engine.grammar.interface import PendingMasks
-from penstock.engine.kernels.interface import Ops
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
 from penstock.engine.scheduler import Chunk

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance
-from penstock.engine.speculative.matching import MatchFinder, continuation
+from penstock.engine.speculative.match_finder import MatchFinder, continuation
 
 _LENGTHS = (3, 7)
 """Matches up to 3, up to 7, and longer ones are recorded apart."""

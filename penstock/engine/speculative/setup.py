@@ -9,12 +9,12 @@ from pathlib import Path
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.part import Part, Phases, load_part
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
+from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import ConfigError
 
 

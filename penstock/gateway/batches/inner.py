@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 
-from penstock.gateway.exchange import BatchLine, Exchange
+from penstock.gateway.app.exchange import BatchLine, Exchange
 from penstock.gateway.http.request import DEPARTURE, Gone, Message
 from penstock.identity import Caller
 

@@ -16,11 +16,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+from penstock.gateway.app.exchange import BatchLine, Exchange, encode_json
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.inner import Inner, Reply
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
 from penstock.gateway.batches.store import Answer, Batch, BatchStore
-from penstock.gateway.exchange import BatchLine, Exchange, encode_json
 from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, AuthenticationError
 from penstock.storage import DatabaseError, Statement

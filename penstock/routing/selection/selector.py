@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.routing.selection.features import read
-from penstock.routing.selection.scoring import Score, score
+from penstock.routing.selection.score import Score, score
 
 Size = Literal["small", "large"]
 

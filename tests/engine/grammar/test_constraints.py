@@ -13,13 +13,13 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from penstock.engine.backends import cpu
+from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler, without
 from penstock.engine.grammar.guidance import GuidanceCompiler, GuidanceMatcher
 from penstock.engine.grammar.interface import TokenMatcher, words_for
-from penstock.engine.kernels import cpu
-from penstock.engine.kernels.reference import ReferenceOps
 from penstock.engine.request import GRAMMAR_REFUSED, Delta, Request, SamplingParams
 from tests.engine.grammar.tokens import END, VOCAB, VOCABULARY, compiler, encode, text_of
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy

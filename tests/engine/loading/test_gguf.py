@@ -88,7 +88,7 @@ def test_a_large_vocabulary_is_read_quickly(tmp_path: Path) -> None:
 def test_reading_metadata_needs_no_torch(small: Path) -> None:
     code = (
         "import sys; from penstock.engine.loading.gguf import GGUFFile; "
-        "import penstock.engine.loading.sources, penstock.text; "
+        "import penstock.sources.resolve, penstock.text; "
         f"GGUFFile({str(small)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

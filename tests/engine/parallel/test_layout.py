@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.kernels.interface import Ints
+from penstock.engine.backends.interface import Ints
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.groups import IntGroups

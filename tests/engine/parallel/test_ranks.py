@@ -16,7 +16,7 @@ from penstock.engine.core import Engine
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.protocol.client import eventually
+from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive
 
 PROMPT = [5, 3, 77, 12, 9, 41]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.native import Handle
+from penstock.engine.backends.cpu.group_blocks import linear_of_groups
+from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.loading.gguf import GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf, stack
-from penstock.engine.quantization.cpu_groups import linear_of_groups
-from penstock.engine.quantization.rounding import round_int4, round_int8
+from penstock.engine.quantization.grids import round_int4, round_int8
 from tests.engine.loading.test_dequantize import blocks_of
 
 EXACT = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_0", "Q5_1", "Q5_K")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.loading.checkpoint import open_checkpoint
-from penstock.engine.quantization.rounding import pick_group, round_int4, round_int8
+from penstock.engine.quantization.grids import pick_group, round_int4, round_int8
 from penstock.errors import CheckpointError
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.quantization.layouts import LAYOUTS, write

@@ -18,8 +18,8 @@ from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.engine.quantization.awq import round_clipped, search_scales
 from penstock.engine.quantization.calibration import calibrate
 from penstock.engine.quantization.gptq import gptq
+from penstock.engine.quantization.grids import round_zero_point
 from penstock.engine.quantization.quantize import Recipe, RoundedCheckpoint, pick_group, quantize
-from penstock.engine.quantization.rounding import round_zero_point
 from penstock.engine.quantization.writer import ShardWriter
 from penstock.errors import ConfigError
 from tests.engine.harness import generate, greedy, make_engine

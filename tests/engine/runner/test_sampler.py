@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.kernels import cpu, filters
-from penstock.engine.kernels.interface import Ops
-from penstock.engine.kernels.noise import gumbel, row_keys
-from penstock.engine.kernels.reference import ReferenceOps
+from penstock.engine.backends import cpu
+from penstock.engine.backends.interface import Ops
+from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference.noise import gumbel, row_keys
+from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest, sample

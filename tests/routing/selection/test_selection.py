@@ -14,7 +14,7 @@ from penstock.routing.selection.classifier import Classifier, fit, rows
 from penstock.routing.selection.evaluation import evaluate
 from penstock.routing.selection.features import read
 from penstock.routing.selection.prompts import own_prompts, parse
-from penstock.routing.selection.scoring import score
+from penstock.routing.selection.score import score
 from penstock.routing.selection.selector import Rules, select
 
 RULES = Rules("auto", "mini", "maxi", tiers={"free": "small", "enterprise": "large"})

@@ -1,0 +1,86 @@
+"""`penstock bench speculation`: here and not in `penstock.bench`, because it needs the model's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def speculation(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="Guess with this model instead of from the text itself.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights of a named shape instead of a model; needs --acceptance.")
+    ] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Guess what is known to come, right with this chance.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", "-w", help="code-edit, quote or random; all by default.")
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, max=32, help="Most guesses per sequence and step.")] = 6,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")
+    ] = None,
+) -> None:
+    """
+    Tokens per second with and without speculation, turn by turn, on texts that repeat and on random ones.
+
+    Examples:
+
+        penstock bench speculation
+
+        penstock bench speculation -w code-edit -w quote --rounds 5
+
+        penstock bench speculation -m hf:org/large --draft-model hf:org/small
+
+        penstock bench speculation --shape llama-8b --device cuda --acceptance 0.7
+    """
+    from rich.console import Console
+
+    from penstock.bench import speculation as measured
+    from penstock.engine.config import EngineConfig
+    from penstock.engine.startup.device import pick_device, pick_dtype
+    from penstock.errors import ConfigError
+    from penstock.sources.resolve import resolve
+    from penstock.text import load_text
+
+    if shape is not None and acceptance is None:
+        raise ConfigError("random weights write nothing that could be guessed: give --acceptance with --shape")
+    checkpoint, encode, path = None, None, shape or ""
+    if shape is not None:
+        where = pick_device(device)
+        checkpoint = measured.decisive(shape, where, pick_dtype("auto", where))
+    else:
+        path = str(resolve(model))
+        encode = load_text(Path(path)).encode
+    measured.main(
+        EngineConfig(
+            model=path,
+            name=shape or model,
+            device=device,
+            threads=threads,
+            max_running=64,
+            speculation="ngram" if draft_model is None else "draft",
+            speculation_depth=depth,
+            draft_model=None if draft_model is None else str(resolve(draft_model)),
+        ),
+        encode,
+        checkpoint=checkpoint,
+        rounds=rounds,
+        output_len=output_len,
+        temperature=temperature,
+        acceptance=acceptance,
+        only=workload or (),
+        json_file=json_file,
+        console=Console(),
+    )

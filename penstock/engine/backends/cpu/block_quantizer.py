@@ -1,0 +1,107 @@
+"""Linears for the CPU kernels: blocks of 32 taken over from GGUF as stored or rounded from floats, or matrix tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cpu.group_blocks import linear_of_groups
+from penstock.engine.backends.cpu.native import Handle
+from penstock.engine.backends.cpu.quant_linear import QuantLinear
+from penstock.engine.backends.cpu.tuner import Tuner
+from penstock.engine.config import ActivationForm, WeightForm
+from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.models.build import Weights
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.quantization.stored import stored_groups
+
+_BITS = {"int8": 8, "int4": 4}
+_COLUMN_BUDGET = 1 << 30
+"""Bytes for second forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
+_STORED = ("Q4_0", "Q4_1", "Q8_0")
+
+
+class BlockQuantizer:
+    """See `Quantizer`. `form` and `activations` are what the configuration asked for."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        form: WeightForm,
+        activations: ActivationForm = "auto",
+        matrix: bool = False,
+        fixed: bool = False,
+        steady_rows: int = 0,
+    ) -> None:
+        """`fixed`: one way of computing for any number of rows, which also holds where `activations` names one;
+        `steady_rows`: one way for fewer rows than that."""
+        self.handle = handle
+        self.matrix = matrix
+        """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
+        self._column_budget = _COLUMN_BUDGET
+        self.form = form
+        self.digits = 1 if activations == "int8" else 2
+        self.fixed = fixed or activations != "auto"
+        self.steady_rows = steady_rows
+        self._tuner = Tuner(handle) if not self.fixed else None
+        """`auto` is two digits for few rows and the fastest of equal quality for many: one digit is faster still, but
+        changes what small models say (`penstock bench perplexity` shows by how much)."""
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        shape = (sum(names.values()), inputs)
+        if not QuantLinear.supports(shape):
+            return None
+        if self.form != "dense":
+            linear = self._as_stored(weights, names, shape, bias)
+            if linear is not None:
+                return self._finish(linear)
+            parts = stored_groups(weights, names, inputs, self.form, "cpu")
+            grouped = None if parts is None else linear_of_groups(self.handle, parts, bias, self._finish)
+            if grouped is not None:
+                return grouped
+        bits = _BITS.get(self.form, 16 if self.matrix else None)
+        if bits is None:
+            return None
+        dense = torch.cat([weights.tensor(name).float() for name in names])
+        return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
+
+    def _finish(self, linear: QuantLinear) -> QuantLinear:
+        """What all linears made here have in common."""
+        linear.digits = self.digits
+        if self.fixed:
+            linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
+            return linear
+        size = linear.in_features * linear.out_features
+        if self.matrix and linear.bits < 16 and size <= self._column_budget:
+            self._column_budget -= size
+            linear.keep_columns()
+        if self._tuner is not None:
+            self._tuner.tune(linear)
+        if linear.column_rows > 1:
+            linear.column_rows = max(linear.column_rows, self.steady_rows)
+        if linear.block_rows > 1:
+            linear.block_rows = max(linear.block_rows, self.steady_rows)
+        if linear.half_rows:
+            linear.half_rows = max(linear.half_rows, self.steady_rows)
+        if linear.matrix_rows and linear.bits < 16:
+            linear.matrix_rows = max(linear.matrix_rows, self.steady_rows)
+        return linear
+
+    def _as_stored(
+        self, weights: Weights, names: dict[str, int], shape: tuple[int, int], bias: Tensor | None
+    ) -> QuantLinear | None:
+        """The file's own blocks, when all matrices have one type that the kernels read and the form asks for."""
+        if not isinstance(weights, GGUFCheckpoint):
+            return None
+        raws = [weights.raw(name) for name in names]
+        kinds = {raw.type.name for raw in raws}
+        if len(kinds) != 1 or any(
+            raw.shape != (size, shape[1]) for raw, size in zip(raws, names.values(), strict=True)
+        ):
+            return None
+        (kind,) = kinds
+        if kind not in _STORED or (self.form == "int8" and kind != "Q8_0") or (self.form == "int4" and kind == "Q8_0"):
+            return None
+        blocks = torch.from_numpy(np.concatenate([raw.data.reshape(-1) for raw in raws]))
+        return QuantLinear.from_gguf(self.handle, kind, blocks, shape, bias)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""FP8 on CPU: weights as the checkpoint has them, or rounded at load; nothing is widened in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cpu.float8_linear import Float8Linear
+from penstock.engine.backends.cpu.native import Handle
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.models.build import Quantizer, Weights
+from penstock.engine.models.layers.linear import Linear
+
+
+class Float8Quantizer:
+    """See `Quantizer`. What is not FP8 goes to `rest`, or stays dense; the head, too, whose rounding would go straight
+    into the logits."""
+
+    def __init__(self, handle: Handle, rest: Quantizer | None, *, rounding: bool, many: bool) -> None:
+        """`rounding`: round what the checkpoint has in more bits. `many`: see `Float8Linear.take_many`."""
+        self._handle = handle
+        self._rest = rest
+        self._rounding = rounding
+        self._many = many
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        linear = self._linear(weights, names, inputs, bias)
+        if linear is not None:
+            return linear.take_many() if self._many else linear
+        return None if self._rest is None else self._rest(weights, names, inputs, bias)
+
+    def _linear(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Float8Linear | None:
+        if not Float8Linear.supports((sum(names.values()), inputs)):
+            return None
+        if isinstance(weights, Fp8Checkpoint):
+            parts = [weights.grouped(name) for name in names]
+            found = [part for part in parts if part is not None]
+            if len(found) == len(parts) and len({scale.shape[1] for _, scale in found}) == 1:
+                weight, scale = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+                return Float8Linear(self._handle, weight, scale, bias)
+        if not self._rounding or any("embed_tokens" in name or "lm_head" in name for name in names):
+            return None
+        dense = torch.cat([weights.tensor(name).float() for name in names])
+        return Float8Linear.from_float(self._handle, dense, bias)

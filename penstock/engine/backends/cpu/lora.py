@@ -1,0 +1,68 @@
+"""LoRA on the native CPU library. A slot is a pointer to the adapter in host memory: nothing is copied."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
+from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
+
+_BLOCK = 32
+"""Tokens per tile: few enough that a prompt gives every core some, enough that a row of A is read from its cache."""
+
+
+class CpuLora:
+    """See `LoraKernel`. What differs between steps lies at one address, so the pass can be recorded on a tape."""
+
+    def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
+        self._handle = handle
+        self._adapters: list[LoadedAdapter | None] = [None] * slots
+        self._pointers = np.zeros(slots, np.uint64)
+        self._ranks = np.zeros((slots, len(layout.sites)), np.int32)
+        self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
+        self._dtype = dtype
+        self._step = LoraStep()
+        self._tiles: Tiles | None = None
+        self._common = {
+            "step": ctypes.addressof(self._step), "slots": self._pointers.ctypes.data,
+            "ranks": self._ranks.ctypes.data, "sites": len(layout.sites),
+            "matrix_dtype": DTYPE_CODES[dtype],
+        }  # fmt: skip
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._adapters[slot] = adapter  # keeps the memory alive
+        self._pointers[slot] = adapter.data.data_ptr()
+        self._ranks[slot] = adapter.ranks.numpy()
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._tiles = tiles = make_tiles(slots, _BLOCK)
+        step = self._step
+        step.order, step.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
+        step.tile_starts, step.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
+        step.entries, step.tiles = len(tiles.order), len(tiles.slots)
+        step.most_rank = int(self._ranks[tiles.slots].max())
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        site = placed.site
+        need_contiguous(x, "x")
+        need_contiguous(y, "y")
+        if self._dtype not in (x.dtype, torch.float16) or (x.dtype is torch.bfloat16 and self._dtype is not x.dtype):
+            raise LayoutError(f"adapters of {self._dtype} do not go with activations of {x.dtype}")
+        if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape != (x.shape[0], site.outputs):
+            raise LayoutError(f"x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} do not fit {site}")
+        args = LoraArgs(
+            x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], dtype=dtype_code(x, "x"),
+            inputs=site.inputs, outputs=site.outputs, parts=len(site.sizes), start=placed.start,
+            site=placed.index, sizes=self._sizes[placed.index].ctypes.data, **self._common,
+        )  # fmt: skip
+        if self._handle.lib.pk_lora(self._handle.pointer, byref(args)):
+            raise LayoutError("an adapter's token is not one of the step")

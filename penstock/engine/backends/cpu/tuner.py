@@ -1,0 +1,106 @@
+"""From how many rows on a linear is faster in its form for many: measured on this machine, not guessed.
+
+A few rows are bound by reading weights, many by arithmetic; where the two cross depends on the processor, the shape and
+the number of threads. A measurement takes a few milliseconds and is kept under the name of the compiled library, which
+stands for the processor and the kernels; a file that cannot be read or written only costs measuring again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cpu.build import cache_dir
+from penstock.engine.backends.cpu.native import Handle
+from penstock.engine.backends.cpu.quant_linear import QuantLinear
+
+log = logging.getLogger(__name__)
+
+_FEW: Final = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+_MANY: Final = (32, 64, 128, 256, 512)
+"""Where two forms are compared, in this order; the first at which the one for more rows wins is the answer."""
+_THRESHOLDS: Final = ("column_rows", "block_rows", "matrix_rows", "half_rows")
+_COLUMNS: Final = 768
+"""Outputs that take part: enough for every thread, little enough to be quick."""
+_REPEATS: Final = 5
+
+
+class Tuner:
+    """Sets the numbers of rows from which a linear takes another form. One per engine that is being built."""
+
+    def __init__(self, handle: Handle, path: Path | None = None) -> None:
+        self._handle = handle
+        self._path = path or cache_dir() / f"{handle.library_name}.tuning.json"
+        self._known = self._read()
+
+    def tune(self, linear: QuantLinear) -> None:
+        """Choose the numbers of rows for this linear."""
+        if linear.columns is not None:
+            linear.block_rows = linear.matrix_rows = linear.column_rows = 0
+            # A single row takes no arithmetic to speak of, and the fewest bytes: what is measured here lies in caches.
+            linear.column_rows = self._crossover(linear, "column_rows", torch.bfloat16, _FEW[1:])
+        elif linear.bits < 16 and self._handle.has_matrix:
+            linear.matrix_rows = 0
+            linear.block_rows = self._crossover(linear, "block_rows", torch.bfloat16, _FEW)
+            linear.matrix_rows = self._crossover(linear, "matrix_rows", torch.bfloat16, _MANY)
+        elif linear.has_half:
+            linear.half_rows = self._crossover(linear, "half_rows", torch.float32, _FEW[1:])
+
+    def _crossover(self, linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
+        columns = min(_COLUMNS, linear.out_features)
+        key = f"{name} {columns}x{linear.in_features} {linear.bits} bits {self._handle.threads} threads"
+        if key not in self._known:
+            part = linear.narrowed(columns)
+            for other in _THRESHOLDS:
+                setattr(part, other, getattr(linear, other))
+            self._known[key] = _measure(part, name, dtype, choices)
+            log.info("linear %s: %s", key, self._known[key] or "never")
+            self._write()
+        return self._known[key]
+
+    def _read(self) -> dict[str, int]:
+        try:
+            content = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("cannot read %s (%s); measuring again", self._path, error)
+            return {}
+        return {str(key): int(rows) for key, rows in content.items()} if isinstance(content, dict) else {}
+
+    def _write(self) -> None:
+        scratch = self._path.with_suffix(f".{time.monotonic_ns()}.tmp")
+        try:
+            scratch.write_text(json.dumps(self._known, indent=1) + "\n")
+            scratch.replace(self._path)
+        except OSError as error:
+            log.warning("cannot keep the measurements in %s: %s", self._path, error)
+
+
+def _measure(linear: QuantLinear, name: str, dtype: torch.dtype, choices: tuple[int, ...]) -> int:
+    generator = torch.Generator().manual_seed(0)
+    for rows in choices:
+        x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
+        times = []
+        for first_row in (0, 1):  # never, then from the first row on
+            setattr(linear, name, first_row)
+            times.append(_least_seconds(linear, x))
+        if times[1] < times[0]:
+            return rows
+    return 0
+
+
+def _least_seconds(linear: QuantLinear, x: Tensor) -> float:
+    """The least of several runs: what others do on the machine only ever adds."""
+    least = float("inf")
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        linear(x)
+        least = min(least, time.perf_counter() - begin)
+    return least

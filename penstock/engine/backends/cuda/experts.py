@@ -1,0 +1,78 @@
+"""Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
+
+Five launches whatever the number of experts and tokens, and none waits for the device: routing, sorting, the two
+products, the sum. FP8 weights are widened in the kernels; activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels import moe
+from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.interface import Activation, Ops
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.moe import ExpertMlp, Router
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix of every expert [experts, out, in], with scales [experts, out] when it is FP8."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExpertMlp:
+    """As `ExpertMlp`, all experts at once."""
+
+    ops: Ops
+    router: Router
+    activation: Activation
+    gate_up: Stack
+    down: Stack
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.router.linear,)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        top_k, gelu = self.router.top_k, self.activation == "gelu_tanh"
+        weights, chosen = moe.route(self.router.linear(x), top_k, self.router.normalize)
+        plan = moe.plan(chosen, self.gate_up.weight.shape[0])
+        inner = moe.grouped_linear(x, self.gate_up.weight, plan, top_k, weight_scale=self.gate_up.scale, gelu=gelu)
+        pairs = moe.grouped_linear(
+            inner, self.down.weight, plan, top_k, weight_scale=self.down.scale, route_weights=weights
+        )
+        return moe.combine(pairs, top_k)
+
+
+def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
+    """Stack the experts of `mlp`; None where their weights are in a form that the kernels do not read."""
+    gate_up = _stack([expert.gate_up for expert in mlp.experts])
+    down = _stack([expert.down for expert in mlp.experts])
+    if gate_up is None or down is None:
+        return None
+    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down)
+
+
+def _stack(linears: list[Linear]) -> Stack | None:
+    parts = [linear for linear in linears if isinstance(linear, CudaLinear) and linear.bias is None]
+    scales = [part.scale for part in parts if part.scale is not None]
+    if len(parts) != len(linears) or len(scales) not in (0, len(parts)):
+        return None
+    # Stacked as bytes: not every operation knows FP8.
+    weight = torch.stack([part.weight.view(torch.uint8) for part in parts]).view(parts[0].weight.dtype)
+    return Stack(weight, torch.stack(scales) if scales else None)

@@ -1,0 +1,49 @@
+"""FP8 on CUDA: weights rounded at load, activations rounded where they are made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels import activation, norm
+from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.models.build import Weights
+from penstock.engine.models.layers.linear import Linear
+
+
+class Fp8Quantizer:
+    """See `Quantizer`. The head stays dense: its rounding would go straight into the logits."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        if inputs % 16 or sum(names.values()) % 16 or any("embed_tokens" in n or "lm_head" in n for n in names):
+            return None
+        if isinstance(weights, Fp8Checkpoint):
+            stored = [weights.stored(name, self.device) for name in names]
+            if all(part is not None for part in stored):
+                parts = [part for part in stored if part is not None]
+                return CudaLinear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
+        dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
+        return CudaLinear.fp8(dense, bias)
+
+
+class Fp8Activations:
+    """Norms and gates that give FP8 with one scale per token, for the linears behind them: never a plain `dtype`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> ScaledTensor:
+        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> ScaledTensor:
+        return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual, x_weight))
+
+    def silu_mul(self, gate_up: Tensor) -> ScaledTensor:
+        return ScaledTensor(*activation.silu_mul_fp8(gate_up))
+
+    def gelu_mul(self, gate_up: Tensor) -> ScaledTensor:
+        return ScaledTensor(*activation.gelu_mul_fp8(gate_up))

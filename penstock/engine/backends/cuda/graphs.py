@@ -1,0 +1,213 @@
+"""Decode steps as CUDA graphs: one launch from the host instead of several hundred.
+
+A graph is captured per batch size of a small set (buckets); a batch runs in the next larger bucket, padded with a
+scratch row whose writes land in block 0. Everything a replay reads lies at fixed addresses: the device rows, and one
+packed buffer per bucket that is filled with a single copy. The graph ends with the sampled tokens already stored in
+the rows, so the next step can be launched before anybody has looked at them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.apply import TABLES, GraphLora
+from penstock.engine.adapters.runtime import slots_of
+from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.reference.noise import row_keys
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.inputs import chunk_tokens, entries
+from penstock.engine.runner.rows import FLOATS, Rows
+from penstock.engine.scheduler import Batch
+
+_PINNED_BUFFERS = 3
+_FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
+           ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
+_LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
+
+
+def buckets_up_to(limit: int) -> list[int]:
+    """Batch sizes worth a graph: fine steps where a step is short, steps of eight above."""
+    sizes = [1, 2, 3, 4, 6, 8, *range(16, limit, 8), limit]
+    return sorted({size for size in sizes if size <= limit})
+
+
+class _PackedInputs:
+    """The inputs of one bucket: host buffers that rotate, one device buffer that stays."""
+
+    def __init__(self, size: int, device: torch.device, fields: tuple[tuple[str, Any], ...]) -> None:
+        width = sum(np.dtype(kind).itemsize for _, kind in fields)
+        total = -(-size // 4) * 4 * width
+        self.device = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._pinned = [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_BUFFERS)]
+        self._turn = 0
+        self._spans: dict[str, tuple[int, int]] = {}
+        at = 0
+        for name, kind in fields:
+            length = size * np.dtype(kind).itemsize
+            self._spans[name] = (at, at + length)
+            at += -(-size // 4) * 4 * np.dtype(kind).itemsize
+        self._kinds = dict(fields)
+
+    def view(self, name: str, dtype: torch.dtype) -> Tensor:
+        begin, end = self._spans[name]
+        return self.device[begin:end].view(dtype)
+
+    def send(self, values: dict[str, np.ndarray], padding: dict[str, int]) -> None:
+        """Fill the next host buffer, padded to the bucket, and copy it over without waiting."""
+        self._turn = (self._turn + 1) % _PINNED_BUFFERS
+        pinned = self._pinned[self._turn]
+        host = pinned.numpy()
+        for name, array in values.items():
+            begin, end = self._spans[name]
+            field = host[begin:end].view(self._kinds[name])
+            field[: len(array)] = array
+            field[len(array) :] = padding.get(name, 0)
+        self.device.copy_(pinned, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: _PackedInputs
+    logits: Tensor
+    tokens: Tensor
+
+
+class DecodeGraphs:
+    """Graphs of pure decode steps, made at start or when a size first occurs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        rows: Rows,
+        *,
+        max_rows: int,
+        max_tokens: int = 0,
+        lora: GraphLora | None = None,
+    ) -> None:
+        """`max_tokens`: largest step, when it may hold more tokens than rows (guesses to verify)."""
+        self.decoder = decoder
+        self.lora = lora
+        self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
+        self.kv = kv
+        self.rows = rows
+        self.scratch_row = max_rows
+        self._padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1, "lora_tokens": -1}
+        self.buckets = buckets_up_to(max(max_rows, max_tokens))
+        self._captured: dict[int, _Captured] = {}
+        self._pool: Any = None
+        self._block_size = kv.block_size
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether every chunk decodes and a graph is large enough."""
+        if batch.num_tokens > self.buckets[-1]:
+            return False
+        return batch.plain or all(chunk.samples and chunk.decodes for chunk in batch.chunks)
+
+    def with_adapters(self, decoder: Decoder, lora: GraphLora) -> DecodeGraphs:
+        """Further graphs over the same rows and cache, in which sequences may use adapters."""
+        return DecodeGraphs(
+            decoder, self.kv, self.rows, max_rows=self.scratch_row, max_tokens=self.buckets[-1], lora=lora
+        )
+
+    def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
+
+        Of several tokens of one row (guesses being verified) the last one's sample stays in the row.
+        The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
+        """
+        count = batch.num_tokens
+        bucket = next(size for size in self.buckets if size >= count)
+        captured = self._captured.get(bucket) or self.capture(bucket)
+        self.rows.update(batch)
+        positions, _, rows, _ = entries(batch)
+        # A token the host does not know yet (-1) is the one the row sampled last.
+        ids = np.array([token for chunk in batch.chunks for token in chunk_tokens(chunk) or (-1,)], np.int64)
+        size = self._block_size
+        slots = self.rows.host_tables[rows, positions // size].astype(np.int64) * size + positions % size
+        values = {
+            "ids": ids,
+            "positions": positions,
+            "slots": slots,
+            "keys": row_keys(self.rows.seeds[rows], positions + 1),
+            "rows64": rows,
+            "stores": self._stores(batch, rows),
+            "rows": rows,
+            "contexts": positions + 1,
+        }
+        if self.lora is not None:
+            values |= self.lora.tables(slots_of(batch), bucket)
+        captured.inputs.send(values, self._padding)
+        captured.graph.replay()
+        return captured.logits[:count], captured.tokens[:count]
+
+    def _stores(self, batch: Batch, rows: np.ndarray) -> np.ndarray:
+        """The row that keeps each sample."""
+        if not batch.speculative:
+            return rows
+        last = np.cumsum([chunk.length for chunk in batch.chunks]) - 1
+        stores = np.full_like(rows, self.scratch_row)
+        stores[last] = rows[last]
+        return stores
+
+    def forget(self) -> list[int]:
+        """Drop every graph, because what they read is about to move; their sizes, largest first."""
+        sizes = sorted(self._captured, reverse=True)
+        self._captured.clear()
+        self._pool = None
+        return sizes
+
+    def capture_all(self) -> None:
+        """Capture every bucket, largest first, so that the smaller ones fit into its memory."""
+        for bucket in reversed(self.buckets):
+            if bucket not in self._captured:
+                self.capture(bucket)
+
+    def capture(self, bucket: int) -> _Captured:
+        """Record the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
+        inputs = _PackedInputs(bucket, self.kv.device, self._fields)
+        inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
+        stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.kv.device))
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            self._step(inputs, bucket)
+        torch.cuda.current_stream(self.kv.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            logits, tokens = self._step(inputs, bucket)
+        self._pool = self._pool or graph.pool()
+        captured = _Captured(graph, inputs, logits, tokens)
+        self._captured[bucket] = captured
+        return captured
+
+    def _step(self, inputs: _PackedInputs, bucket: int) -> tuple[Tensor, Tensor]:
+        """The work of a decode step, on fixed addresses."""
+        rows = inputs.view("rows64", torch.int64)
+        host_ids = inputs.view("ids", torch.int64)
+        ids = torch.where(host_ids >= 0, host_ids, self.rows.last_tokens[rows])
+        batch = AttentionBatch(
+            positions=inputs.view("positions", torch.int64),
+            slots=inputs.view("slots", torch.int64),
+            query_starts=torch.arange(bucket + 1, dtype=torch.int32, device=rows.device),
+            context_lens=inputs.view("contexts", torch.int32),
+            rows=inputs.view("rows", torch.int32),
+            block_tables=self.rows.block_tables,
+            num_decodes=bucket,
+            max_query=1,
+            max_context=self.rows.max_context,
+        )
+        if self.lora is not None:
+            self.lora.use({name: inputs.view(name, torch.int32) for name in TABLES}, bucket)
+        hidden = self.decoder.forward(ids, batch, self.kv)
+        logits = self.decoder.head(hidden)
+        temperatures = self.rows.floats[rows, FLOATS.index("temperature")]
+        tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
+        self.rows.last_tokens[inputs.view("stores", torch.int64)] = tokens
+        return logits, tokens

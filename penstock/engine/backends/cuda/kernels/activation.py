@@ -1,0 +1,191 @@
+"""Gating of the feed-forward (SiLU, or GELU in its tanh form), and the fp8 row quantization of what follows.
+
+The plain gate cuts a row into chunks (no row-wide value is needed); the quantized one holds a whole row of the
+result in one program, because the row's largest value sets its scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
+from penstock.engine.backends.cuda.kernels.common import (
+    FP8_MAX,
+    ceil_div,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def gate(x: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """silu(x), or gelu(x) in its tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u))."""
+    if GELU:
+        return x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate_mul_kernel(
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
+    stride: tl.tensor,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < FFN
+    launch_successor(PDL)
+    if DELTA:
+        rank = tl.load(delta_ranks_ptr + row)
+    wait_for_inputs(PDL)
+    x = tl.load(gate_up_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + FFN + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        x += second(delta_ptr + row * 2 * FFN + cols, mask, rank)
+        up += second(delta_ptr + row * 2 * FFN + FFN + cols, mask, rank)
+    tl.store(out_ptr + row * FFN + cols, (gate(x, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    y = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * stride + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        y = gate(y, GELU) * up
+    scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
+    y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
+    tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _half_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, tl.clamp(x, -65504.0, 65504.0).to(tl.float16), mask=mask)
+
+
+def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
+    """`x` [T, width] in float16; what float16 cannot hold becomes its largest value."""
+    tokens, width = x.shape
+    out = torch.empty((tokens, width), dtype=torch.float16, device=x.device)
+    if tokens:
+        launch(
+            _half_kernel,
+            (tokens, ceil_div(width, 1024)),
+            x,
+            out,
+            x.stride(0),
+            WIDTH=width,
+            BLOCK=1024,
+            num_warps=4,
+            pdl=pdl,
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
+    """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+    return _gate_mul(gate_up, False, pdl)
+
+
+def gelu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
+    """As `silu_mul`, with gelu in its tanh form."""
+    return _gate_mul(gate_up, True, pdl)
+
+
+def _gate_mul(x: Tensor | Addends, gelu: bool, pdl: bool) -> Tensor:
+    gate_up, delta, options = parts(x)
+    tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
+    if tokens == 0:
+        return out
+    # Few rows: more, smaller programs, so that a single token still spreads over the chip.
+    block = 512 if tokens <= 32 else 2048
+    launch(
+        _gate_mul_kernel,
+        (tokens, ceil_div(ffn, block)),
+        gate_up,
+        out,
+        *delta,
+        gate_up.stride(0),
+        FFN=ffn,
+        BLOCK=block,
+        GELU=gelu,
+        **options,
+        num_warps=block // 256,
+        pdl=pdl,
+    )
+    return out
+
+
+def _quantize(x: Tensor, width: int, gated: bool, gelu: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+    tokens = x.shape[0]
+    out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return out, scale
+    block = next_power_of_2(width)
+    launch(
+        _quantize_kernel,
+        (tokens,),
+        x,
+        out,
+        scale,
+        x.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        GATED=gated,
+        GELU=gelu,
+        num_warps=min(32, max(1, block // 1024)),
+        pdl=pdl,
+    )
+    return out, scale
+
+
+def quantize_fp8(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`x` [T, width] in e4m3, and its scales [T, 1]: row t of `x` is about `out[t] * scale[t]`."""
+    return _quantize(x, x.shape[1], False, False, pdl)
+
+
+def silu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`silu_mul` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, True, False, pdl)
+
+
+def gelu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`gelu_mul` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, True, True, pdl)

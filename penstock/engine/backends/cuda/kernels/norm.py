@@ -1,0 +1,150 @@
+"""RMS normalization of rows, optionally after adding the residual, optionally into fp8 with one scale per row.
+
+One program owns one row and holds it in registers, so the row is read once and written once whatever is fused.
+The sum is rounded to the residual's dtype before it is normalized: the next layer reads the rounded value too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
+from penstock.engine.backends.cuda.kernels.common import (
+    FP8_MAX,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    x_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    X_NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    launch_successor(PDL)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        rank = tl.load(delta_ranks_ptr + row)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
+    if X_NORM:
+        x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
+    if ADD:
+        residual = residual_ptr + row * HIDDEN + cols
+        x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual, total, mask=mask)
+        x = total.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
+    y = x * inverse * weight
+    out = out_ptr + row * HIDDEN + cols
+    if QUANTIZE:
+        scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
+        y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
+        tl.store(scale_ptr + row, scale)
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    x: Tensor | Addends,
+    residual: Tensor | None,
+    weight: Tensor,
+    x_weight: Tensor | None,
+    eps: float,
+    out: Tensor,
+    scale: Tensor | None,
+    pdl: bool,
+) -> None:
+    x, delta, options = parts(x)
+    tokens, hidden = x.shape
+    if tokens == 0:
+        return
+    block = next_power_of_2(hidden)
+    launch(
+        _norm_kernel,
+        (tokens,),
+        x,
+        x if residual is None else residual,
+        weight,
+        weight if x_weight is None else x_weight,
+        out,
+        x if scale is None else scale,
+        *delta,
+        x.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADD=residual is not None,
+        X_NORM=x_weight is not None,
+        QUANTIZE=scale is not None,
+        **options,
+        num_warps=min(16, max(1, block // 512)),
+        pdl=pdl,
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False) -> Tensor:
+    """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`."""
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    _launch(x, None, weight, None, eps, out, None, pdl)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor | Addends,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    x_weight: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """`residual += x` (with `x_weight`: x normalized) in place, then `rms_norm(residual)`; a new tensor."""
+    out = torch.empty_like(residual)
+    _launch(x, residual, weight, x_weight, eps, out, None, pdl)
+    return out
+
+
+def rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    x_weight: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `rms_norm` (`add_rms_norm` with `residual`), into e4m3 with one float32 scale per row.
+
+    The scales are [T, 1], as `torch._scaled_mm` wants them for row-wise scaling.
+    """
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    _launch(x, residual, weight, x_weight, eps, out, scale, pdl)
+    return out, scale

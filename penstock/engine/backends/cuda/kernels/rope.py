@@ -1,0 +1,222 @@
+"""Rotary embedding of queries and keys, their optional per-head norm, and the write into the KV cache: one launch.
+
+A program owns a few heads of one token. Queries, keys and values share the packed row, so a program may hold heads
+of several kinds: what differs per kind is selected by lane, never by branching.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
+from penstock.engine.backends.cuda.kernels.common import (
+    FP8_MAX,
+    INT8_MAX,
+    ceil_div,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeyFrame
+
+
+@triton.jit
+def _rope_kernel(
+    qkv_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    centre_ptr: tl.tensor,
+    stretch_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    INT8: tl.constexpr,
+    FRAMED: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    HALF: tl.constexpr = DIM // 2
+    TURNING: tl.constexpr = ROTARY // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    cols = tl.arange(0, HALF_BLOCK)
+    in_half = cols < HALF
+    # Lane i holds dimension i and its partner; dimensions that are not rotated fill the lanes behind.
+    low_at = cols
+    high_at = HALF + cols
+    if ROTARY < DIM:
+        low_at = tl.where(cols < TURNING, cols, TURNING + cols)
+        high_at = tl.where(cols < TURNING, TURNING + cols, HALF + cols)
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+
+    launch_successor(PDL)
+    if DELTA:
+        rank = tl.load(delta_ranks_ptr + token)
+    wait_for_inputs(PDL)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
+    low = tl.load(source + low_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        more = delta_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+        low += second(more + low_at[None, :], mask, rank)
+        high += second(more + high_at[None, :], mask, rank)
+
+    if Q_NORM or K_NORM:
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        inverse = tl.rsqrt(square / DIM + eps)
+        if Q_NORM:
+            gain_low = tl.load(q_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(q_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
+            lane = is_q[:, None]
+            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
+            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+        if K_NORM:
+            gain_low = tl.load(k_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_high = tl.load(k_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
+            lane = is_k[:, None]
+            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
+            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+
+    table = cos_sin_ptr + position * ROTARY + cols
+    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
+    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
+    new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
+    new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
+    if FRAMED:
+        frame = tl.where(is_q, head // (HEADS // KV_HEADS), head - HEADS)[:, None] * DIM
+        framed = (is_q | is_k)[:, None] & in_half[None, :]
+        moved = is_k[:, None] & in_half[None, :]
+        stretch_low = tl.load(stretch_ptr + frame + low_at[None, :], mask=framed, other=1.0)
+        stretch_high = tl.load(stretch_ptr + frame + high_at[None, :], mask=framed, other=1.0)
+        centre_low = tl.load(centre_ptr + frame + low_at[None, :], mask=moved, other=0.0)
+        centre_high = tl.load(centre_ptr + frame + high_at[None, :], mask=moved, other=0.0)
+        new_low = tl.where(is_q[:, None], new_low * stretch_low, (new_low - centre_low) / stretch_low)
+        new_high = tl.where(is_q[:, None], new_high * stretch_high, (new_high - centre_high) / stretch_high)
+
+    q_mask = is_q[:, None] & in_half[None, :]
+    q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM
+    tl.store(q_out + low_at[None, :], new_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(q_out + high_at[None, :], new_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    k_head = head - HEADS
+    v_head = k_head - KV_HEADS
+    k_at = (block * KV_HEADS + k_head) * BLOCK_SIZE + offset
+    v_at = (block * KV_HEADS + v_head) * BLOCK_SIZE + offset
+    # As the cache stores it: a lane is a key or a value, and takes the scale of its kind.
+    if INT8:
+        peak = tl.maximum(tl.max(tl.abs(new_low), axis=1), tl.max(tl.abs(new_high), axis=1))
+        scale = (peak / INT8_MAX).to(k_scale_ptr.dtype.element_ty)
+        tl.store(k_scale_ptr + k_at, scale, mask=is_k)
+        tl.store(v_scale_ptr + v_at, scale, mask=is_v)
+        divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)[:, None]
+        new_low = tl.clamp(tl.floor(new_low / divisor + 0.5), -INT8_MAX, INT8_MAX)
+        new_high = tl.clamp(tl.floor(new_high / divisor + 0.5), -INT8_MAX, INT8_MAX)
+    elif SCALED:
+        k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
+        v_scale = tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0)
+        new_low = tl.clamp(new_low / (k_scale * v_scale)[:, None], -FP8_MAX, FP8_MAX)
+        new_high = tl.clamp(new_high / (k_scale * v_scale)[:, None], -FP8_MAX, FP8_MAX)
+    low_stored = new_low.to(k_cache_ptr.dtype.element_ty)
+    high_stored = new_high.to(k_cache_ptr.dtype.element_ty)
+    k_mask = is_k[:, None] & in_half[None, :]
+    k_out = k_cache_ptr + k_at[:, None] * DIM
+    tl.store(k_out + low_at[None, :], low_stored, mask=k_mask)
+    tl.store(k_out + high_at[None, :], high_stored, mask=k_mask)
+    v_mask = is_v[:, None] & in_half[None, :]
+    v_out = v_cache_ptr + v_at[:, None] * DIM
+    tl.store(v_out + low_at[None, :], low_stored, mask=v_mask)
+    tl.store(v_out + high_at[None, :], high_stored, mask=v_mask)
+
+
+def rope_and_cache(
+    x: Tensor | Addends,
+    layout: HeadLayout,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
+    key_frame: KeyFrame | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
+    qkv, delta, options = parts(x)
+    tokens, dim = qkv.shape[0], layout.head_dim
+    q = torch.empty((tokens, layout.heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    half_block = next_power_of_2(dim // 2)
+    head_block = max(1, 512 // half_block)
+    all_heads = layout.heads + 2 * layout.kv_heads
+    k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
+    centre, stretch = key_frame if key_frame is not None else (cos_sin, cos_sin)
+    launch(
+        _rope_kernel,
+        (tokens, ceil_div(all_heads, head_block)),
+        qkv,
+        q,
+        k_cache,
+        v_cache,
+        cos_sin,
+        batch.positions,
+        batch.slots,
+        cos_sin if q_norm is None else q_norm,
+        cos_sin if k_norm is None else k_norm,
+        k_scale,
+        v_scale,
+        centre,
+        stretch,
+        *delta,
+        qkv.stride(0),
+        eps,
+        HEADS=layout.heads,
+        KV_HEADS=layout.kv_heads,
+        DIM=dim,
+        ROTARY=cos_sin.shape[1],
+        HALF_BLOCK=half_block,
+        HEAD_BLOCK=head_block,
+        BLOCK_SIZE=k_cache.shape[2],
+        Q_NORM=q_norm is not None,
+        K_NORM=k_norm is not None,
+        SCALED=kv_scales is not None,
+        INT8=k_cache.dtype == torch.int8,
+        FRAMED=key_frame is not None,
+        **options,
+        num_warps=2,
+        pdl=pdl,
+    )
+    return q

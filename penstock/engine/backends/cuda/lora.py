@@ -1,0 +1,260 @@
+"""LoRA on CUDA: y[t] += B(A x[t]), each token with the matrices of its own adapter slot.
+
+What it costs is launches more than bytes, so there are three ways. A few tokens: no launch at all, adapters are part of
+the linear's own (`inline_lora`). Other decode steps: two launches on a second stream of their graph, beside the linear;
+what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
+
+The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
+input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
+lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
+serves whatever adapters come and go. A tile of no tokens, or a site that its adapter does not touch, costs an early
+return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.apply import TABLES
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
+from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
+from penstock.engine.backends.cuda.kernels.tiled_lora import expand_kernel, shrink_kernel, tiles_kernel
+from penstock.engine.runner.upload import Staging
+
+_FEW, _MANY = 16, 64
+"""Tokens per tile: in decode steps, and in steps with prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's tiles on the device."""
+
+    order: Tensor
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    tokens: Tensor
+    """The slot of each token; -1: none."""
+    tiles: int
+    block: int
+    captured: bool = False
+    """The step becomes part of a graph."""
+
+
+class TritonLora:
+    """See `LoraKernel` and `GraphLora`."""
+
+    pdl = False
+    """As in `CudaLinear`."""
+
+    def __init__(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        assert layout.by_output
+        self._layout = layout
+        self._sites = len(layout.sites)
+        self._count = slots
+        self._rank = max(16, next_power_of_2(rank))
+        self._bank = torch.zeros(slots, layout.width(rank) * layout.unit, dtype=dtype, device=device)
+        self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
+        self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._staging = Staging(device)
+        self._step: _Step | None = None
+        self._tiles: tuple[Tensor, Tensor, Tensor] | None = None
+        """Of the pass that has begun: the tokens of its tiles, their ranks [sites, tiles], and, if it is captured, the
+        tokens' [sites, tokens]."""
+        self._pass: tuple[Tensor, Tensor] | None = None
+        """Of the pass that has begun, if its adapters are inside linears: room for the products with A [layers, all
+        sites], no part of which is used twice, and the ranks of its tokens [sites, tokens]."""
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
+        self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
+
+    def begin(self, slots: np.ndarray) -> None:
+        # Whatever the mixture, more tokens than sequences can decode means prompts: few kinds of steps to compile.
+        block = _MANY if len(slots) > 4 * _MANY else _FEW
+        tiles = make_tiles(slots, block)
+        tables = [tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32)]
+        order, of, starts, counts, tokens = self._staging.upload(tables)
+        self._begin(_Step(order, of, starts, counts, tokens, len(tiles.slots), block))
+
+    def tables(self, slots: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+        tiles = make_tiles(slots, _FEW)
+        assert len(tiles.slots) <= most_tiles(tokens, self._count, _FEW)
+        values = (tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32))
+        return dict(zip(TABLES, values, strict=True))
+
+    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
+        order, slots, starts, counts, of = (tables[name] for name in TABLES)
+        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
+
+    def _begin(self, step: _Step) -> None:
+        self._step = step
+        self._pass = None
+        self._tiles = None
+
+    def fits_inline(self, layout: AdapterLayout) -> bool:
+        return all(size % TILE_ROWS == 0 for site in layout.sites for size in site.sizes)
+
+    def inline(self, placed: PlacedSite) -> InlineLora:
+        step, site = self._step, placed.site
+        assert step is not None
+        tokens = step.tokens.shape[0]
+        copies = COPIES if tokens == 1 else tokens
+        sizes = [copies * len(each.sizes) * self._rank for each in self._layout.sites]
+        if self._pass is None:
+            sums = torch.empty((self._layout.layers, sum(sizes)), dtype=torch.int32, device=self._bank.device)
+            ranks = torch.empty((self._sites, tokens), dtype=torch.int32, device=self._bank.device)
+            open_pass(sums, ranks, step.tokens, self._ranks, pdl=self.pdl)
+            self._pass = sums, ranks
+        sums, ranks = self._pass
+        begin = sum(sizes[: placed.index])
+        return InlineLora(
+            bank=self._bank,
+            ranks=ranks[placed.index],
+            slots=step.tokens,
+            sums=sums[placed.layer, begin : begin + sizes[placed.index]],
+            start=placed.start,
+            rank=self._rank,
+            parts=len(site.sizes),
+            ends=_ends(site),
+            inputs=site.inputs,
+        )
+
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
+        step = self._step
+        assert step is not None
+        if not step.captured:  # nothing that the host has to say could be hidden
+            y = base(x)
+            self.add(x, y, placed)
+            return y
+        # Everything is allocated on the stream that joins both, and kept until then.
+        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
+        sums = self._partial(x, placed)
+        ranks = self._tiled(step)[2]
+        if self._side is None:
+            self._launch(x, sums, delta, placed, add=False)
+            y = base(x)
+        else:
+            stream = torch.cuda.current_stream(x.device)
+            self._side.wait_stream(stream)
+            with torch.cuda.stream(self._side):
+                self._launch(x, sums, delta, placed, add=False)
+            y = base(x)
+            stream.wait_stream(self._side)
+        return Addends(y, delta, ranks[placed.index])
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self._launch(x, self._partial(x, placed), y, placed, add=True)
+
+    def _partial(self, x: Tensor, placed: PlacedSite) -> Tensor:
+        """Room for the partial sums of `_launch`."""
+        step = self._step
+        assert step is not None
+        entries = step.tiles * step.block
+        shape = (_splits(placed.site.inputs, step.block), entries, len(placed.site.sizes) * self._rank)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def _tiled(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
+        if self._tiles is None:
+            count = step.tokens.shape[0] if step.captured else 0
+            tokens = torch.empty(step.tiles * step.block, dtype=torch.int32, device=self._bank.device)
+            ranks = torch.empty((self._sites, step.tiles), dtype=torch.int32, device=self._bank.device)
+            token_ranks = torch.empty((self._sites, count), dtype=torch.int32, device=self._bank.device)
+            launch(
+                tiles_kernel,
+                (step.tiles,),
+                step.order,
+                step.slots,
+                step.starts,
+                step.counts,
+                self._ranks,
+                step.tokens,
+                tokens,
+                ranks,
+                token_ranks,
+                step.tiles,
+                TOKENS=count,
+                MOST=next_power_of_2(count),
+                SITES=self._sites,
+                BLOCK=step.block,
+                num_warps=1,
+                pdl=self.pdl,
+            )
+            self._tiles = tokens, ranks, token_ranks
+        return self._tiles
+
+    def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
+        step, site = self._step, placed.site
+        assert step is not None
+        inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
+        splits, entries = sums.shape[:2]
+        tile_tokens, tile_ranks, _ = self._tiled(step)
+        where = (step.slots, tile_ranks[placed.index], tile_tokens)
+        common = {
+            "K": inputs,
+            "PARTS": parts,
+            "R": self._rank,
+            "BLOCK_M": step.block,
+            "SPLITS": splits,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        }
+        launch(
+            shrink_kernel,
+            (step.tiles, parts * splits),
+            x,
+            self._bank,
+            *where,
+            sums,
+            x.stride(0),
+            self._bank.stride(0),
+            placed.start,
+            entries,
+            BLOCK_K=min(128, max(16, next_power_of_2(inputs))),
+            num_warps=4,
+            num_stages=5 if step.block == _FEW else 3,
+            pdl=self.pdl,
+            **common,
+        )
+        block_n = 256 if outputs > 8192 else 128
+        end_0, end_1 = _ends(site)
+        launch(
+            expand_kernel,
+            (step.tiles, ceil_div(outputs, block_n)),
+            sums,
+            self._bank,
+            *where,
+            y,
+            y.stride(0),
+            self._bank.stride(0),
+            placed.start,
+            entries,
+            N=outputs,
+            END_0=end_0,
+            END_1=end_1,
+            ADD=add,
+            BLOCK_N=block_n,
+            num_warps=4,
+            num_stages=2,
+            pdl=self.pdl,
+            **common,
+        )
+
+
+def _ends(site: Site) -> tuple[int, int]:
+    """Where the first and the second part of the outputs end."""
+    ends = np.cumsum(site.sizes)
+    return int(ends[0]), int(ends[min(1, len(ends) - 1)])
+
+
+def _splits(inputs: int, block: int) -> int:
+    """Shares of the input: enough programs for few tokens, few partial sums for many."""
+    return max(1, min(16 if block == _FEW else 4, inputs // 512))

@@ -1,0 +1,148 @@
+"""`TritonOps`: the decoder's operations on one CUDA device.
+
+Every call launches kernels and returns; nothing waits for the device, and every grid depends on host values only, so
+any sequence of calls can be captured in a CUDA graph and replayed with new contents of the same tensors. One
+`TritonOps` belongs to one stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
+from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeyFrame
+
+_FIXED_ROWS = 256
+"""Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
+
+
+class TritonOps:
+    """See `Ops`."""
+
+    name = "triton"
+    wide_stream = False
+
+    def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
+        self.device = device
+        self.pdl = pdl
+        """Programmatic dependent launch: hides most of the gap between small kernels (Hopper and later)."""
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            self.processors = 132
+        self.fixed = False
+        """One launch shape for any number of sequences, so that none sees its company in its results."""
+        self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
+
+    def widen(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self.pdl)
+
+    def add_rms_norm(
+        self, x: Tensor | Addends, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor:
+        return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
+
+    def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
+        return activation.silu_mul(gate_up, pdl=self.pdl)
+
+    def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
+        return activation.gelu_mul(gate_up, pdl=self.pdl)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor | Addends,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scales: tuple[Tensor, Tensor] | None = None,
+        key_frame: KeyFrame | None = None,
+    ) -> Tensor:
+        return rope.rope_and_cache(
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_frame, pdl=self.pdl
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
+        group = layout.heads // layout.kv_heads
+        if self.fixed and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
+            self._attend_fixed(q, layout, batch, k_cache, v_cache, out, kv_scales)
+            return out
+        if batch.num_decodes:
+            shape = decode.choose(
+                batch.num_decodes, layout.kv_heads, layout.head_dim, k_cache.element_size(), self.processors
+            )
+            counters = self._counters_for(batch.num_decodes * layout.kv_heads)
+            decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
+        if batch.context_lens.shape[0] > batch.num_decodes:
+            tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
+            prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
+        return out
+
+    def _attend_fixed(
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        kv_scales: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Every token decodes; how its keys are shared out is decided by its own context."""
+        shape = decode.fixed(layout.head_dim, k_cache.element_size())
+        for begin in range(0, q.shape[0], _FIXED_ROWS):
+            part = slice(begin, begin + _FIXED_ROWS)
+            count = min(_FIXED_ROWS, q.shape[0] - begin)
+            few = dataclasses.replace(
+                batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
+            )
+            counters = self._counters_for(count * layout.kv_heads)
+            decode.decode_attention(
+                q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, pdl=self.pdl
+            )
+
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        masks.mask_logits(logits, at, bits, pdl=self.pdl)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return sampler.argmax(logits, pdl=self.pdl)
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
+    ) -> Tensor:
+        return sampler.gumbel_argmax(logits, temperatures, keys, thresholds, pdl=self.pdl)
+
+    def filter_thresholds(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        """What `gumbel_argmax` takes to leave out what top-k, top-p and min-p exclude; no sort, no sync."""
+        return filters.thresholds(logits, temperatures, top_k, top_p, min_p, pdl=self.pdl)
+
+    def _counters_for(self, programs: int) -> Tensor:
+        """Zeroed arrival counters. Kept for good once made: a captured graph holds their address."""
+        if programs > self._counters.numel():
+            raise ValueError(
+                f"{programs} sequences x kv heads decode in one step, more than the {self._counters.numel()} "
+                "arrival counters; lower max_running"
+            )
+        return self._counters

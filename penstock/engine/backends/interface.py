@@ -1,0 +1,244 @@
+"""The operations a backend must supply to run the decoder.
+
+Three backends implement `Ops`: `reference` (plain PyTorch, any device, the definition the others are tested
+against), `cpu` (a small native library) and `triton` (CUDA). Everything else in the engine is backend-free.
+
+Layout, the same everywhere:
+
+* Tokens of all sequences in a step are packed along one axis of length T, sequence after sequence.
+* Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
+* The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
+* Cached numbers may be scaled: `KVScales` says how.
+* The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+KVScales = tuple[Tensor, Tensor]
+"""What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
+`SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate in a feed-forward; gelu in its tanh form."""
+FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
+SCALE_DTYPE = torch.bfloat16
+"""Any magnitude in two bytes. Its eight bits cost nothing: numbers are divided by the scale as it was rounded."""
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+
+
+class KeyFrame(NamedTuple):
+    """In what coordinates a layer's keys are cached: (key - centre) / stretch, and queries are multiplied by `stretch`.
+
+    Scores of a query change by one constant, of which softmax knows nothing, while few bits hold more of the keys: some
+    of their numbers are nearly the same in every token, and some are far larger than others. Float32
+    [kv_heads, head_dim] each. With `softcap` scores must stay as they are: its centre has to be zero.
+    """
+
+    centre: Tensor
+    stretch: Tensor
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """A step's inputs before they went to the device: int64 arrays, for a tape, and for ranks that run the same step
+    elsewhere."""
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    query_starts: Ints
+    context_lens: Ints
+    rows: Ints
+    tables: npt.NDArray[np.int32]
+    """All block tables."""
+    block_size: int
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where each packed token stands and which cache blocks its sequence owns. Tensors are on the device."""
+
+    positions: Tensor
+    """int64 [T]: position of each token in its sequence."""
+    slots: Tensor
+    """int64 [T]: cache slot that receives each token's key and value."""
+    query_starts: Tensor
+    """int32 [S + 1]: packed index of each sequence's first new token."""
+    context_lens: Tensor
+    """int32 [S]: keys visible to each sequence's last new token, itself included."""
+    rows: Tensor
+    """int32 [S]: each sequence's row in `block_tables`."""
+    block_tables: Tensor
+    """int32 [max_rows, max_blocks]: the cache blocks of every row."""
+    num_decodes: int
+    """The first `num_decodes` sequences have exactly one new token."""
+    max_query: int
+    """Upper bound of new tokens in one sequence (host value, so that kernels can be launched without a sync)."""
+    max_context: int
+    """Upper bound of `context_lens` (host value)."""
+    host: HostBatch | None = None
+    """Only in an engine of several ranks."""
+
+    @classmethod
+    def of_one(cls, tokens: int, block_size: int, device: torch.device) -> AttentionBatch:
+        """One sequence from its start, in the blocks from 1 on."""
+        positions = torch.arange(tokens, device=device)
+        return cls(
+            positions=positions,
+            slots=positions + block_size,
+            query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            rows=torch.zeros(1, dtype=torch.int32, device=device),
+            block_tables=torch.arange(1, -(-tokens // block_size) + 1, dtype=torch.int32, device=device).unsqueeze(0),
+            num_decodes=0,
+            max_query=tokens,
+            max_context=tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a fused query-key-value row splits into heads, and what is done to each head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) before the softmax. None: they stay."""
+
+
+class ActivationOps(Protocol):
+    """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
+    activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Any:
+        """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor, of `dtype` (None:
+        that of `x`) where it is a plain one."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Any:
+        """`residual += x` in place, then `rms_norm(residual)` in the dtype of `x`; a new tensor (may reuse `x`).
+
+        With `x_weight`, what is added is `rms_norm(x, x_weight)`.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Any:
+        """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Any:
+        """As `silu_mul`, with gelu in its tanh form."""
+        ...
+
+
+class Ops(ActivationOps, Protocol):
+    """Device operations of a decoder. All may write into their inputs where the text says so."""
+
+    name: str
+    wide_stream: bool
+    """Whether the residual stream is kept in float32 whatever the activations are: it is added to twice a layer, and
+    every addition in 16 bits would round away a part of what the layers before it said."""
+
+    def widen(self, x: Tensor) -> Tensor:
+        """`x` [T, hidden] in float32; a new tensor."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+    ) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scales: KVScales | None = None,
+        key_frame: KeyFrame | None = None,
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
+
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
+        [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
+        dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
+        each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
+        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_frame` applies to what was
+        rotated, before it is stored or returned.
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        layout: HeadLayout,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_scales: KVScales | None = None,
+    ) -> Tensor:
+        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
+        ...
+
+    def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
+        """In row `at[i]` of `logits`, set to -inf every token whose bit in `bits[i]` is 0.
+
+        `at` is int64 [n], `bits` int32 [n, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t.
+        """
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """int64 [rows]: index of the largest entry of each row of float32 [rows, vocab]; the first of equals."""
+        ...
+
+    def filter_thresholds(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        """float32 [rows]: the smallest logit / temperature that top-k, top-p and min-p all keep; -inf where none
+        filters or the temperature is 0.
+
+        `top_k` is int64 (0: no limit), `top_p` and `min_p` float32, all [rows]. Top-p is taken over what top-k leaves.
+        """
+        ...
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, keys: Tensor, thresholds: Tensor | None = None
+    ) -> Tensor:
+        """int64 [rows]: a draw from softmax(logits / temperature); temperature 0 means argmax.
+
+        The noise of an entry is a function of the row's key (int64 [rows]) and its index alone; `reference.noise`
+        defines it. `temperatures` is float32 [rows]; what lies below `thresholds` cannot be drawn.
+        """
+        ...
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name` in configurations."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,133 @@
+"""Moving an engine's device memory to the host and back.
+
+Everything that the engine holds on the device is found by walking its objects, and moved storage by storage: tensors
+keep their identity, their views and their sharing, only the memory under them goes and comes back. On the host it lies
+in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes: see `lanes` for how it
+gets there fast all the same. The KV cache is not kept; CUDA graphs are recorded again, since they remember addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.copy_streams import to_device, to_host
+from penstock.engine.backends.cpu.large_pages import Slabs
+from penstock.engine.backends.cuda.graphs import DecodeGraphs
+from penstock.engine.core import Engine
+from penstock.engine.kv.cache import KVCache
+
+_PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device)
+
+
+Storages = dict[int, torch.UntypedStorage]
+"""By identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """An engine whose device memory is on the host."""
+
+    engine: Engine
+    kept: list[tuple[torch.UntypedStorage, Tensor]]
+    """Device memory, now empty, and what was in it."""
+    emptied: list[tuple[torch.UntypedStorage, int]]
+    """Device memory whose content is not kept, and its size."""
+    graphs: list[tuple[DecodeGraphs, list[int]]]
+
+    @torch.inference_mode()
+    def restore(self) -> Engine:
+        """Bring everything back; the engine can be used again, and the host's memory is free. Without room for all of
+        it nothing is taken."""
+        try:
+            for storage, host in self.kept:
+                storage.resize_(host.numel())
+            _synchronize()
+            to_device([(bytes_of(storage), host) for storage, host in self.kept], self.device)
+            for storage, size in self.emptied:
+                storage.resize_(size)
+                bytes_of(storage).zero_()
+            for graphs, sizes in self.graphs:
+                for size in sizes:
+                    graphs.capture(size)
+            _synchronize()
+        except BaseException:
+            self._empty()
+            raise
+        self.kept.clear()
+        return self.engine
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.runner.kv.device
+
+    def _empty(self) -> None:
+        for graphs, _ in self.graphs:
+            graphs.forget()
+        for storage in (*(storage for storage, _ in self.kept), *(storage for storage, _ in self.emptied)):
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def park(engine: Engine) -> Parked:
+    """Free the device memory of an idle engine."""
+    found = list(walk(engine))
+    graphs = [(item, item.forget()) for item in found if isinstance(item, DecodeGraphs)]
+    engine.scheduler.allocator.pool.forget_all()
+    device = engine.runner.kv.device
+    caches = storages_of([tensor for item in found if isinstance(item, KVCache) for tensor in item.tensors])
+    found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == device])
+    moving = [storage for key, storage in found_there.items() if key not in caches]
+    slabs = Slabs()
+    kept = [(storage, slabs.take(storage.nbytes())) for storage in moving]
+    _synchronize()
+    to_host([(bytes_of(storage), host) for storage, host in kept], device)
+    parked = Parked(engine, kept, [(storage, storage.nbytes()) for storage in caches.values()], graphs)
+    parked._empty()
+    return parked
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The memory of a storage as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storages_of(tensors: list[Tensor]) -> Storages:
+    """The memory under tensors that can be given back, once each however many of them share it."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+    return {storage._cdata: storage for storage in storages if storage.resizable()}
+
+
+def walk(root: object) -> Iterator[Any]:
+    """Every object reachable from `root` through attributes, fields and containers, each once."""
+    seen: set[int] = set()
+    todo: list[Any] = [root]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        if isinstance(item, Tensor):
+            continue
+        if isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        elif type(item).__module__.startswith("penstock.") or dataclasses.is_dataclass(item):
+            todo += vars(item).values() if hasattr(item, "__dict__") else ()
+            slots = (name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()))
+            todo += [getattr(item, name) for name in slots if hasattr(item, name)]

@@ -1,0 +1,167 @@
+"""Building an engine around what `part` has loaded: scheduler, runner, warm-up; and the other ranks, if any."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.grammar.constraints import MakeCompiler
+from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.kv.format import kv_format
+from penstock.engine.kv.host import HostTier
+from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.pool import BlockPool
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.request import EngineInfo, Request, SamplingParams
+from penstock.engine.runner.runner import Runner
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.engine.startup.memory import count_host_blocks, sliding_window
+from penstock.engine.startup.part import Part, Phases, Progress, load_part
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(
+    config: EngineConfig, progress: Progress | None, checkpoint: object | None, grammars: MakeCompiler | None = None
+) -> Engine:
+    """See `Engine.load`."""
+    if config.ranks == 1:
+        return _assemble(config, checkpoint, grammars, Phases(progress), None)
+    if config.host_memory:
+        raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
+    if config.role != "both":
+        raise ConfigError(f"role: {config.role} works on one device; leave out tensor_parallel and pipeline_parallel")
+    from penstock.engine.parallel.launch import Ranks
+
+    ranks = Ranks(config, checkpoint)
+    try:
+        return _assemble(config, checkpoint, grammars, Phases(progress), ranks)
+    except BaseException:
+        ranks.close(grace_s=0.0)
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    checkpoint: object | None,
+    grammars: MakeCompiler | None,
+    phases: Phases,
+    ranks: Ranks | None,
+) -> Engine:
+    draft = load_draft(config, phases)
+    part = load_part(
+        config,
+        checkpoint,
+        phases,
+        ranks,
+        ops=None if draft is None else draft.decoder.ops,
+        beside=0 if draft is None else draft.kv.shape.block_bytes,
+    )
+    host, mover = _host_tier(config, part.kv, phases)
+    pool = BlockPool(part.kv.num_blocks, host)
+    window = sliding_window(part.model, part.token_budget)
+    scheduler = Scheduler(
+        BlockAllocator(pool, config.block_size, config.prefix_cache, window),
+        max_running=part.max_running,
+        token_budget=part.token_budget,
+        max_model_len=part.max_model_len,
+        adapters=part.adapters.pool if part.adapters is not None else None,
+    )
+    runner = Runner(
+        part.decoder if ranks is None else _lead(part, ranks),
+        part.kv,
+        max_rows=part.max_running,
+        max_model_len=part.max_model_len,
+        block_size=config.block_size,
+        max_verified=config.max_verified(part.max_running),
+        adapters=part.adapters,
+        several_ranks=ranks is not None,
+        deterministic=config.deterministic,
+        mover=mover,
+    )
+    info = EngineInfo(
+        model=config.name or Path(config.model).name,
+        instance=secrets.token_hex(8),
+        max_model_len=part.max_model_len,
+        vocab_size=part.model.vocab_size,
+        block_size=config.block_size,
+        num_blocks=pool.capacity,
+        max_running=part.max_running,
+        device=str(part.kv.device),
+        dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
+        ranks=config.ranks,
+        startup=phases.seconds,
+        role=config.role,
+        kv_format=_kv_format(config, part, scheduler),
+    )
+    overlap = part.kv.device.type != "cpu"
+    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
+    engine = Engine(
+        config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
+    )
+    if info.kv_format:
+        engine.exchange = BlockExchange(
+            scheduler.allocator,
+            part.kv,
+            step_tokens=part.token_budget,
+            version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
+            flush=None if mover is None else mover.run,
+        )
+    if ranks is None:
+        runner.record(part.token_budget)
+    if runner.graphs is not None:
+        with phases("graphs"):
+            runner.capture_graphs()
+    with phases("warm up"):
+        _warm_up(engine)
+    if engine.adapters is not None:
+        engine.adapters.preload()
+    return engine
+
+
+def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
+    """Whose blocks this engine can use; nothing where none are handed over."""
+    if config.role == "both":
+        return ""
+    if not config.prefix_cache:
+        raise ConfigError(f"role: {config.role} hands over blocks by name, which prefix_cache: false forbids")
+    if scheduler.allocator.window is not None:
+        log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
+        return ""
+    frames = [layer.key_frame for layer in part.decoder.layers if layer.key_frame is not None]
+    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), frames)
+
+
+def _lead(part: Part, ranks: Ranks) -> Decoder:
+    from penstock.engine.parallel.decoder import lead
+
+    return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+
+
+def _host_tier(config: EngineConfig, kv: KVCache, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
+    """The second tier of the KV cache, when there shall be one."""
+    if config.host_memory == 0:
+        return None, None
+    slots = count_host_blocks(config, kv.shape)
+    with phases("host memory"):
+        return HostTier(slots, config.host_idle_s), BlockMover(kv, slots)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one tiny request through, so that the first user does not pay for lazy initialization."""
+    request = Request("warm-up", [0, 0, 0], SamplingParams(max_tokens=2, temperature=0.0))
+    engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    engine.reset_counters()

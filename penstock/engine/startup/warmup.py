@@ -1,0 +1,108 @@
+"""Having every kernel compiled before the first request.
+
+One layer of each kind is taken through every shape that steps can have: all decode batch sizes, prompts short and
+long, and both together. Nothing runs; the kernels asked for are compiled in parallel. Shapes and types decide which
+kernels those are, not contents, so this needs no real cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.cuda.graphs import buckets_up_to
+from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.grammar.interface import words_for
+from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest steps an engine takes."""
+
+    max_rows: int
+    budget: int
+    max_context: int
+    block_size: int
+
+
+@torch.inference_mode()
+def compile_kernels(
+    decoder: Decoder, dtype: torch.dtype, limits: Limits, adapters: AdapterRuntime | None = None
+) -> None:
+    """Compile whatever the decoder may launch, with a cache of `dtype`."""
+    from penstock.engine.backends.cuda.kernels.common import building_kernels
+
+    config, device = decoder.config, decoder.embedding.device
+    kv = KVCache(KVShape(1, config.num_kv_heads, config.head_dim, limits.block_size, dtype), 2, device)
+    width = -(-limits.max_context // limits.block_size)
+    tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
+    kinds = {(layer.heads, type(layer.mlp)): layer for layer in decoder.layers}
+    with building_kernels():
+        for layer in kinds.values():
+            _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
+        if adapters is not None:
+            _visit_adapted(adapters, kv, tables, limits)
+
+
+def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+    """The same steps with adapters: tokens in all slots, in short and long chunks."""
+    decoder = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
+    for decodes in buckets_up_to(limits.max_rows):
+        adapters.kernel.begin(np.zeros(decodes, np.int32))
+        _forward(decoder, kv, tables, limits, decodes, [])
+    for prompts in ([17], [limits.budget - 1], [20] * 4):
+        adapters.kernel.begin(np.zeros(1 + sum(prompts), np.int32))
+        _forward(decoder, kv, tables, limits, 1, prompts)
+
+
+def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+    device, ops, heads, cache = kv.device, decoder.ops, decoder.layers[0].heads, kv.layers[0]
+    for decodes in buckets_up_to(limits.max_rows):
+        logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
+        keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
+        ops.gumbel_argmax(logits, floats, keys)
+        words = words_for(logits.shape[1])
+        ops.mask_logits(logits.float(), keys, torch.zeros(decodes, words, dtype=torch.int32, device=device))
+        for scores in (logits, logits.float()):
+            ops.argmax(scores)
+            ops.gumbel_argmax(scores, floats, keys, ops.filter_thresholds(scores, floats, keys, floats, floats))
+    # Grouped experts are tiled by the number of tokens.
+    sizes = [[1 << n] for n in range(2, limits.budget.bit_length())]
+    for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
+        _forward(decoder, kv, tables, limits, 0, prompts)
+        _forward(decoder, kv, tables, limits, 1, prompts)
+    # Beside prompts there may be any number of decodes, not only those that have a graph.
+    q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
+    for decodes in range(1, limits.max_rows + 1):
+        batch = _batch(decodes, [], tables, limits)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or decoder.layers[0].kv_scales)
+
+
+def _forward(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:
+    batch = _batch(decodes, prompts, tables, limits)
+    return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
+
+
+def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: Limits) -> AttentionBatch:
+    lengths = torch.tensor([1] * decodes + prompts, dtype=torch.int32, device=tables.device)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tables.device)
+    starts[1:] = lengths.cumsum(0)
+    nowhere = torch.zeros(decodes + sum(prompts), dtype=torch.int64, device=tables.device)
+    return AttentionBatch(
+        positions=nowhere,
+        slots=nowhere,
+        query_starts=starts,
+        context_lens=lengths,
+        rows=torch.zeros_like(lengths),
+        block_tables=tables,
+        num_decodes=decodes,
+        max_query=max(prompts, default=1),
+        max_context=limits.max_context,
+    )

@@ -1,0 +1,96 @@
+"""What an engine's server needs of handing over: blocks given to others, and requests that wait for theirs.
+
+Which of the two an engine does is its role's affair; one that does neither pays for nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import zmq
+
+from penstock.engine.request import Delta, Request
+from penstock.engine_host.handover.inbound import Incoming
+from penstock.engine_host.handover.outbound import Outgoing
+from penstock.engine_host.interfaces import EngineLike
+from penstock.protocol.messages import Pull
+
+if TYPE_CHECKING:
+    from penstock.engine.kv.exchange import BlockExchange
+
+POLL_S = 0.001
+"""How often copies and sends are looked after that nobody reports the end of."""
+
+
+@runtime_checkable
+class BlockHost(Protocol):
+    """An engine that may hand blocks over."""
+
+    @property
+    def exchange(self) -> BlockExchange | None: ...
+
+
+class HandoverDesk:
+    """Both directions of one engine."""
+
+    def __init__(self, poller: zmq.Poller, socket: zmq.Socket[bytes], secret_key: str) -> None:
+        """`poller`: what the server sleeps on. `socket`: where others ask. `secret_key`: of this engine, for
+        encrypted connections to others; may be empty."""
+        self._poller = poller
+        self._outgoing = Outgoing(socket)
+        self._incoming: Incoming | None = None
+        self._secret_key = secret_key
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody has ever asked for anything: `advance` does nothing otherwise."""
+        return self._incoming is not None or self._outgoing.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait here, or blocks are on their way out, or more of them are about to be asked for."""
+        giving = self._outgoing.busy or self._outgoing.expecting
+        return giving or (self._incoming is not None and self._incoming.waiting > 0)
+
+    def patience(self, longest_s: float) -> float:
+        """How long the server may sleep, if nothing wakes it."""
+        pressing = self._incoming is not None and self._incoming.pressing
+        return min(POLL_S, longest_s) if pressing or self._outgoing.busy else longest_s
+
+    def begin(self, engine: EngineLike, request: Request) -> bool:
+        """Whether a request waits for blocks from elsewhere; otherwise the engine takes it now."""
+        if request.handover is None or engine.info.role != "decode" or not isinstance(engine, BlockHost):
+            return False
+        exchange = engine.exchange
+        if exchange is None:
+            return False
+        if self._incoming is None:
+            self._incoming = Incoming(exchange, engine.info, self._secret_key)
+            self._poller.register(self._incoming.fetcher.wake, zmq.POLLIN)
+        return self._incoming.begin(request)
+
+    def pull(self, identity: bytes, message: Pull) -> None:
+        self._outgoing.ask(identity, message)
+
+    def advance(self, engine: EngineLike, lives: Callable[[str], bool]) -> list[Request]:
+        """Between two steps; the requests that can go to the engine now. `lives`: whether a request still runs."""
+        if self._outgoing.busy:
+            exchange = engine.exchange if isinstance(engine, BlockHost) and engine.info.role == "prefill" else None
+            self._outgoing.advance(exchange, lives)
+        return self._incoming.advance() if self._incoming is not None else []
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request that waits here; whether there was one."""
+        return self._incoming is not None and self._incoming.cancel(request_id)
+
+    def settle(self, deltas: Iterable[Delta]) -> None:
+        if self._incoming is not None:
+            self._incoming.settle(deltas)
+
+    def close(self) -> None:
+        """The engine ends, or goes to sleep."""
+        if self._incoming is not None:
+            self._poller.unregister(self._incoming.fetcher.wake)
+            self._incoming.close()
+            self._incoming = None

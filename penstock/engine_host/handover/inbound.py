@@ -1,0 +1,234 @@
+"""Requests whose prompt another engine computes: they wait here for their blocks, then go to the engine.
+
+Invariant: a request that waits goes on in any case, with as many of its blocks as have come: when they are all there,
+when the other engine is lost, refuses or is silent for too long, when there is no room for more, when its own time is
+over. The engine computes what is missing, as for any prompt that it knows the beginning of. Blocks are copied in
+between steps, a bounded number at a time. Requests that lack the same block wait for one of them to bring it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from penstock.engine.request import Delta, EngineInfo, Request, SamplingParams
+from penstock.engine_host.handover.fetcher import Arrived, Fetch, Fetcher, silence
+
+if TYPE_CHECKING:
+    from penstock.engine.kv.exchange import BlockExchange
+
+MOST_WAITING = 256
+"""Requests beyond these compute their prompts themselves."""
+
+log = logging.getLogger("penstock.protocol")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: Request
+    since: float
+    known_tokens: int = 0
+    """What was here already."""
+    fetch: Fetch | None = None
+    """None: it waits for what another one fetches."""
+    held: list[int] = field(default_factory=list)
+    """Blocks at the beginning of its sequence, kept for it."""
+    taken: int = 0
+    """Blocks of the fetch that have been copied in."""
+    followers: list[_Waiting] = field(default_factory=list)
+    """Those that lack the same block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """What the first delta of a request says of its prompt, so that it is true of both engines together."""
+
+    cached_tokens: int | None
+    """At most; None: what the engine finds is right."""
+    waited_s: float
+
+
+class Incoming:
+    """Used by the thread that steps the engine."""
+
+    def __init__(self, exchange: BlockExchange, own: EngineInfo, secret_key: str) -> None:
+        self.exchange = exchange
+        self._own = own
+        slots = {slot: exchange.memory(slot) for slot in exchange.slots}
+        exchange.slots.clear()
+        self.fetcher = Fetcher(own, secret_key, slots)
+        self._waiting: dict[str, _Waiting] = {}
+        self._by_fetch: dict[Fetch, _Waiting] = {}
+        self._by_block: dict[bytes, _Waiting] = {}
+        """By the first block that is being fetched."""
+        self._accounts: dict[str, _Account] = {}
+        self._going: list[Request] = []
+        """What need not wait any more."""
+        self._emptying: list[int] = []
+        """Slots whose copy into the cache is under way."""
+        self._serial = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def pressing(self) -> bool:
+        """Whether there is something to do at once."""
+        return bool(self.fetcher.news or self._emptying or self._going)
+
+    def begin(self, request: Request) -> bool:
+        """Have a request's prompt computed elsewhere. False: it had better go to the engine now."""
+        if len(self._waiting) >= MOST_WAITING or not self.fetcher.alive:
+            return False
+        waiting = _Waiting(request, time.monotonic())
+        if not self._seek(waiting):
+            return False
+        self._waiting[request.request_id] = waiting
+        self.exchange.counts.waiting += 1
+        return True
+
+    def advance(self) -> list[Request]:
+        """Between two steps: take in what has come. The requests that need not wait any more."""
+        silence(self.fetcher.wake)
+        self._take_in()
+        now, alive = time.monotonic(), self.fetcher.alive
+        for waiting in list(self._waiting.values()):
+            limit = waiting.request.timeout_s
+            if limit is not None and now - waiting.since > limit:
+                self._stop(waiting, "its time is over")
+            elif not alive:
+                self._stop(waiting, "the thread that fetches has ended")
+        emptying, self._emptying = self._emptying, []
+        for slot in emptying:
+            if self.exchange.settled(slot):
+                self.fetcher.give_back(slot)
+            else:
+                self._emptying.append(slot)
+        going, self._going = self._going, []
+        return going
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request; whether it waited here."""
+        self._accounts.pop(request_id, None)
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        if waiting.fetch is not None:
+            self.fetcher.cancel(waiting.fetch, "the request was aborted")
+        self._leave(waiting)
+        return True
+
+    def settle(self, deltas: Iterable[Delta]) -> None:
+        """Correct what first deltas say: blocks that another engine computed for this request were not cached, and
+        waiting for them was its prefill."""
+        if not self._accounts:
+            return
+        for delta in deltas:
+            if delta.cached_tokens is None and delta.finish_reason is None:
+                continue
+            account = self._accounts.pop(delta.request_id, None)
+            if account is not None and delta.cached_tokens is not None:
+                if account.cached_tokens is not None:
+                    delta.cached_tokens = min(delta.cached_tokens, account.cached_tokens)
+                delta.prefill_s = (delta.prefill_s or 0.0) + account.waited_s
+
+    def close(self) -> None:
+        """Nothing waits any more, or never will go on."""
+        self.fetcher.close()
+        self.exchange.slots.extend(range(self.exchange.num_slots))
+
+    def _seek(self, waiting: _Waiting) -> bool:
+        """Fetch what a request lacks, or wait for another that lacks the same. False: it lacks too little."""
+        request = waiting.request
+        source, names = request.handover, self.exchange.names(request)
+        known, block_size = self.exchange.present(names), self._own.block_size
+        if source is None or (len(names) - known) * block_size < max(source.least_tokens, 1):
+            return False
+        leader = self._by_block.get(names[known])
+        if leader is not None:
+            leader.followers.append(waiting)
+            return True
+        elsewhere = replace(
+            request,
+            request_id=f"handover-{self._own.instance}-{next(self._serial)}",
+            prompt=(request.prompt + request.produced)[: len(names) * block_size + 1],
+            produced=[],
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+            handover=None,
+        )
+        waiting.known_tokens = known * block_size
+        waiting.held = self.exchange.hold(names[:known])
+        waiting.fetch = Fetch(elsewhere, names[known:], source, time.monotonic())
+        self._by_fetch[waiting.fetch] = self._by_block[names[known]] = waiting
+        self.fetcher.start(waiting.fetch)
+        return True
+
+    def _take_in(self) -> None:
+        news, arrived = self.fetcher.news, list[tuple[_Waiting, int]]()
+        for _ in range(self.exchange.at_once):
+            if not news:
+                break
+            item = news.popleft()
+            waiting = self._by_fetch.get(item.fetch)
+            if isinstance(item, Arrived):
+                self._emptying.append(item.slot)
+                if waiting is not None:
+                    arrived.append((waiting, item.slot))
+            elif waiting is not None:
+                self._place(arrived)
+                arrived.clear()
+                self._go(waiting, item.problem)
+        self._place(arrived)
+
+    def _place(self, arrived: list[tuple[_Waiting, int]]) -> None:
+        """Blocks that have come into the cache; who finds no room there waits for no more."""
+        pairs = []
+        for waiting, slot in arrived:
+            assert waiting.fetch is not None
+            pairs.append((waiting.fetch.names[waiting.taken], slot))
+            waiting.taken += 1
+        blocks = self.exchange.take_in(pairs) if pairs else []
+        for (waiting, _), block in zip(arrived, blocks, strict=False):
+            waiting.held.append(block)
+        for waiting, _ in arrived[len(blocks) :]:
+            self._stop(waiting, "there is no room for its blocks")
+
+    def _stop(self, waiting: _Waiting, why: str) -> None:
+        if waiting.request.request_id in self._waiting:
+            if waiting.fetch is not None:
+                self.fetcher.cancel(waiting.fetch, why)
+            self._go(waiting, why)
+
+    def _go(self, waiting: _Waiting, problem: str = "") -> None:
+        """Let a request go to the engine, which finds its blocks by their names."""
+        request, counts, fetch = waiting.request, self.exchange.counts, waiting.fetch
+        waited = time.monotonic() - waiting.since
+        if problem:
+            counts.fallbacks += 1
+            log.info("prompt of %s is computed here: %s", request.request_id, problem)
+        elif fetch is not None:
+            counts.handovers += 1
+            counts.seconds += time.monotonic() - fetch.began
+        cached = None if fetch is None else max(waiting.known_tokens, fetch.cached_tokens)
+        self._accounts[request.request_id] = _Account(cached, waited)
+        if request.timeout_s is not None:
+            request = replace(request, timeout_s=max(request.timeout_s - waited, 0.001))
+        self._going.append(replace(request, handover=None))
+        self._leave(waiting)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """It waits no more. Who waited for what it fetches sees what is still missing."""
+        del self._waiting[waiting.request.request_id]
+        self.exchange.counts.waiting -= 1
+        self.exchange.release(waiting.held)
+        if waiting.fetch is not None:
+            del self._by_fetch[waiting.fetch]
+            del self._by_block[waiting.fetch.names[0]]
+        for follower in waiting.followers:
+            if follower.request.request_id in self._waiting and not self._seek(follower):
+                self._go(follower)

@@ -1,0 +1,105 @@
+"""A connection from one engine to another that computes prompts for it. Belongs to the fetching thread.
+
+The other engine sees an ordinary client: `Hello`, `Submit`, `Abort`, and `Pull` for the blocks. Invariant: nothing is
+sent before the other side has introduced itself (`Ready`) and its blocks have been found usable here; whatever ends the
+connection fails what was being fetched over it, at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from penstock.engine.request import EngineInfo, Handover
+from penstock.errors import ConfigError
+from penstock.protocol.codec import encode
+from penstock.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Ready, ToEngine
+from penstock.protocol.transport import CurveClient
+
+if TYPE_CHECKING:
+    from penstock.engine_host.handover.fetcher import Fetch
+
+log = logging.getLogger("penstock.protocol")
+
+
+class Link:
+    """One other engine, and what is being fetched from it."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], to: Handover, *, own: EngineInfo, secret_key: str
+    ) -> None:
+        """`secret_key`: this engine's own, which the other one must admit where its endpoint is encrypted. Raises
+        `ConfigError` when it cannot be reached like this."""
+        if to.public_key and not secret_key:
+            raise ConfigError(f"{to.endpoint} is encrypted, and this engine has no key (--curve-key)")
+        self.fetches: dict[str, Fetch] = {}
+        self.up = False
+        """Whether it has introduced itself, and can be used."""
+        self.problem = ""
+        """Why it cannot be, if that is known."""
+        self.used = 0.0
+        """When something was last fetched over it."""
+        self.steps = 0
+        """Its steps so far, as it last told."""
+        self._endpoint = to.endpoint
+        self._own = own
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, f"engine-{own.instance}".encode())
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # no more comes than was asked for
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            if to.public_key:
+                CurveClient(to.public_key, secret_key).apply(self.socket)
+            self.socket.connect(to.endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            self._drop()
+            raise ConfigError(f"cannot connect to {to.endpoint}: {error}") from error
+
+    def send(self, message: ToEngine) -> bool:
+        try:
+            self.socket.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def watch(self) -> str:
+        """Follow the connection; what has become of it, if it was lost."""
+        lost = ""
+        while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                lost, self.up = "its connection closed", False
+            else:
+                self.send(Hello(f"engine {self._own.instance}"))
+        return lost
+
+    def introduced(self, ready: Ready) -> None:
+        """The other engine says what it is. Engines that differ must not read each other's blocks."""
+        theirs, ours = ready.info.kv_format, self._own.kv_format
+        if ready.version != PROTOCOL_VERSION:
+            self.problem = f"it speaks protocol {ready.version}, this engine {PROTOCOL_VERSION}"
+        elif theirs != ours:
+            self.problem = f"its blocks cannot be used here: it has {theirs or 'none to give'}; this engine has {ours}"
+        else:
+            self.problem = ""
+        self.up = not self.problem
+        if self.problem:
+            log.error("no prompts are taken from the engine at %s: %s", self._endpoint, self.problem)
+        else:
+            log.info("prompts are taken from the engine at %s", self._endpoint)
+
+    def close(self) -> None:
+        self.send(Goodbye())
+        self._drop()
+
+    def _drop(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()

@@ -1,0 +1,406 @@
+"""An engine behind a socket: one thread that receives, steps and sends, and nothing else.
+
+Invariants: the loop never blocks while the engine has work, whatever gateways do; it blocks on the socket when
+there is none; no message, however malformed, ends it. A step that raises fails the requests that were running;
+if the engine cannot go on after that, `run` returns non-zero and the supervisor starts a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from penstock.engine.adapters.spec import AdapterStatus
+from penstock.engine.encoder.request import EncodeOutput
+from penstock.engine.request import Delta, EngineState, Load, Request, StepOutput
+from penstock.engine_host.adapters import operate
+from penstock.engine_host.handover.endpoint import HandoverDesk
+from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
+from penstock.engine_host.pacer import Pacing
+from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
+from penstock.engine_host.tally import Tally
+from penstock.engine_host.watchdog import Watchdog
+from penstock.errors import ReplicaLost
+from penstock.protocol.codec import ProtocolError, decode_to_engine
+from penstock.protocol.messages import (
+    ASLEEP,
+    DRAINING,
+    HEARTBEAT_S,
+    NOT_REGISTERED,
+    PROTOCOL_VERSION,
+    Abort,
+    AdapterResult,
+    Adapters,
+    Count,
+    Counted,
+    Drain,
+    Encode,
+    Goodbye,
+    Hello,
+    Leaving,
+    LoadAdapter,
+    PinAdapter,
+    Pull,
+    Ready,
+    Shutdown,
+    Sleep,
+    State,
+    Step,
+    Stopped,
+    Submit,
+    ToEngine,
+    UnloadAdapter,
+    Wake,
+)
+from penstock.protocol.transport import Listener
+
+EXIT_FAILED = 1
+_ARRIVED = int(zmq.POLLIN)
+"""A plain number: the flags of an enumeration are slow to combine."""
+RECEIVE_LIMIT = 1024
+"""Messages taken between two steps, so that a flood of them cannot hold up those who run."""
+FAILURE_LIMIT = 3
+"""Steps that may fail in a row before the engine is given up."""
+STARVED_S = 0.001
+"""Pause after two steps that could do nothing, so that waiting for memory does not burn a core. (The first step
+of a device that runs asynchronously has nothing to show yet.)"""
+
+log = logging.getLogger("penstock.engine")
+
+
+class EngineServer:
+    """Serves `engine` on `listener` until told to stop. `run` is the whole life of an engine process."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        listener: Listener,
+        *,
+        sleeper: Sleeper | None = None,
+        state: EngineState = "awake",
+        watchdog: Watchdog | None = None,
+        pacing: Pacing | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        backlog_limit: int = BACKLOG_LIMIT,
+    ) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._socket = listener.socket
+        self._poller = zmq.Poller()
+        self._poller.register(listener.socket, zmq.POLLIN)
+        self._peers = Peers(listener.socket, backlog_limit=backlog_limit, pacing=pacing)
+        self._handovers = HandoverDesk(self._poller, listener.socket, listener.secret_key)
+        self._tally = Tally()
+        self._sleeper = sleeper
+        self._state: EngineState = state
+        self._watchdog = watchdog
+        self._heartbeat_s = heartbeat_s
+        self._stop_reason: str | None = None
+        self._drain_until: float | None = None
+        self._said_leaving = False
+        self._failures = 0
+        self._fruitless = 0
+        self._steps = 0
+        self._adapters_told: tuple[int, float, list[AdapterStatus]] = (-1, float("-inf"), [])
+        self._complained_at = float("-inf")
+
+    def stop(self, reason: str = "shut down") -> None:
+        """Leave the loop soon; safe from a signal handler or another thread."""
+        self._stop_reason = self._stop_reason or reason
+
+    def fail(self, reason: str) -> None:
+        """Leave the loop soon, as one that must be started again; safe like `stop`."""
+        self._failures = FAILURE_LIMIT
+        self.stop(reason)
+
+    def drain(self, limit_s: float = float("inf")) -> None:
+        """Take nothing new, finish what runs (for at most `limit_s`), then leave; safe like `stop`."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + limit_s
+
+    def run(self) -> int:
+        """The loop; returns the process's exit code."""
+        if self._watchdog is not None:
+            self._watchdog.start()
+        try:
+            while self._stop_reason is None:
+                if self._engine.has_work:
+                    self._receive(STARVED_S if self._fruitless > 1 else 0.0)
+                    self._step()
+                else:
+                    self._alive()
+                    self._peers.release(self._engine.load_snapshot, time.monotonic())
+                    # Waking up takes tens of microseconds; polling for what may come would take a core from others.
+                    self._receive(self._handovers.patience(self._heartbeat_s))
+                self._after_step()
+        finally:
+            self._handovers.close()
+            if self._watchdog is not None:
+                self._watchdog.stop()
+        log.info("engine stops: %s", self._stop_reason)
+        self._peers.release(self._engine.load_snapshot, time.monotonic())
+        self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
+        return EXIT_FAILED if self._failures else 0
+
+    def _receive(self, wait_s: float) -> None:
+        if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):
+            return
+        for _ in range(RECEIVE_LIMIT):
+            # Asked first: the exception of a receive that finds nothing costs more than a message.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
+                return
+            identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames where one was expected")
+                self._handle(identity, decode_to_engine(frames[0]))
+            except ProtocolError as error:
+                self._complain(identity, error)
+
+    def _handle(self, identity: bytes, message: ToEngine) -> None:
+        peer = self._peers.get(identity)
+        match message:
+            case Submit(request):
+                self._submit(identity, request.request_id, partial(self._begin, request))
+            case Encode(texts):
+                if isinstance(self._engine, EncoderLike):
+                    self._submit(identity, texts.request_id, partial(self._engine.encode, texts))
+                else:
+                    self._refuse(identity, texts.request_id, "this engine generates; it does not encode texts")
+            case Abort(request_id):
+                if peer is not None and request_id in peer.requests:
+                    self._abort(request_id)
+            case Pull():
+                if peer is not None:
+                    self._handovers.pull(identity, message)
+            case Count(question, charges):
+                self._answer(identity, Counted(question, self._tally.of(charges)))
+            case LoadAdapter() | UnloadAdapter() | PinAdapter():
+                operate(self._engine, message, lambda result: self._answer(identity, result))
+            case Hello(gateway, version):
+                if peer is None:
+                    self._register(identity, gateway, version)
+            case Goodbye():
+                if peer is not None:
+                    self._peers.give_up(peer, "says goodbye")
+            case Sleep():
+                self._doze()
+            case Wake():
+                self._wake()
+            case Drain():
+                self.drain()
+            case Shutdown():
+                self.stop("told to shut down")
+
+    def _register(self, identity: bytes, gateway: str, version: int) -> None:
+        ready = Ready(self._engine.info, state=self._state)
+        if version != PROTOCOL_VERSION:
+            # The answer carries our version, so the other side can say what is wrong; it is not served.
+            log.error("gateway %s speaks protocol %d, this engine %d", gateway, version, PROTOCOL_VERSION)
+            self._peers.reply(identity, ready)
+            return
+        log.info("gateway %s connected", gateway)
+        peer = self._peers.register(identity, gateway)
+        self._peers.send(peer, ready, time.monotonic())
+        if self._engine.adapters is not None:
+            self._peers.send(peer, Adapters(self._engine.adapters.statuses()), time.monotonic())
+
+    def _submit(self, identity: bytes, request_id: str, run: Callable[[], None]) -> None:
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._refuse(identity, request_id, f"{NOT_REGISTERED}: this engine has restarted; say hello first")
+        elif self._drain_until is not None:
+            self._refuse(identity, request_id, f"{DRAINING}: the engine is shutting down")
+        elif self._state != "awake":
+            self._refuse(identity, request_id, f"{ASLEEP}: this model is not awake")
+        elif (owner := self._peers.owner(request_id)) is not None:
+            log.error("request id %s is already running for gateway %s", request_id, owner.name)
+            if owner is not peer:
+                self._refuse(identity, request_id, "this request id is already running")
+        else:
+            self._peers.own(peer, request_id)
+            self._accept(request_id, run)
+
+    def _accept(self, request_id: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            log.exception("request %s was not accepted", request_id)
+            self._fail([request_id], f"the engine did not accept the request: {error}")
+
+    def _begin(self, request: Request) -> None:
+        self._peers.release(self._engine.load_snapshot, time.monotonic())
+        self._tally.begin(request.request_id, already=len(request.produced))
+        if not self._handovers.begin(self._engine, request):
+            self._engine.submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        if self._handovers.cancel(request_id):
+            self._deliver([Delta(request_id, finish_reason="abort")], self._engine.load_snapshot())
+        else:
+            self._engine.abort(request_id)
+
+    def _step(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.busy()
+        try:
+            output = self._engine.step()
+        except ReplicaLost as error:
+            log.critical("the engine is lost: %s", error)
+            self.fail(str(error))
+            return
+        except Exception as error:
+            self._recover(error)
+            return
+        self._failures = 0
+        if output is not None:
+            self._deliver(output.deltas, output.load)
+            if isinstance(output, EncodeOutput):
+                self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
+        # A step without deltas may still have advanced a long prefill; its counter tells.
+        load = output.load if output is not None else self._engine.load_snapshot()
+        # Nothing runs because adapters are still being read, which may take minutes: that is not being stuck.
+        reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
+        if output is not None or load.steps != self._steps or reading:
+            self._steps = load.steps
+            self._fruitless = 0
+            self._alive()
+        else:
+            self._fruitless += 1
+
+    def _alive(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.idle()
+
+    def _recover(self, error: Exception) -> None:
+        """Fail what was running and see whether the engine can go on without it."""
+        self._failures += 1
+        running = self._peers.requests
+        log.exception("a step failed; failing the %d requests it may have touched", len(running))
+        self._fail(running, f"the engine failed while running this request: {error}")
+        try:
+            for request_id in running:
+                self._abort(request_id)
+        except Exception:
+            log.exception("the engine cannot let go of its requests")
+            self._failures = FAILURE_LIMIT
+        if self._failures >= FAILURE_LIMIT:
+            self.stop("its steps keep failing")
+
+    def _after_step(self) -> None:
+        now = time.monotonic()
+        self._peers.heartbeat(self._engine.load_snapshot, now, self._heartbeat_s)
+        self._tell_adapters(now)
+        if self._peers.lost:
+            for request_id in self._peers.lost:
+                self._abort(request_id)
+            self._peers.lost.clear()
+        if self._handovers.open:
+            for request in self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None):
+                self._accept(request.request_id, partial(self._engine.submit, request))
+        if self._state == "drowsy" and not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
+            self._fall_asleep()
+        if self._drain_until is not None:
+            if not self._said_leaving:
+                self._said_leaving = True
+                self._peers.tell_all(Leaving(), now)
+            if not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
+                self.stop("drained")
+            elif now > self._drain_until:
+                self.stop("the time to drain is over")
+
+    def _doze(self) -> None:
+        """Told to sleep: at once when idle, otherwise when what runs has finished."""
+        if self._sleeper is None:
+            self._tell_state("this engine cannot sleep")
+        elif self._state == "awake":
+            self._become("drowsy")
+        else:
+            self._tell_state()
+
+    def _fall_asleep(self) -> None:
+        assert self._sleeper is not None
+        begin = time.monotonic()
+        self._handovers.close()
+        try:
+            self._engine = self._sleeper.sleep(self._engine)
+            self._sleeper.collect()
+        except Exception:
+            log.exception("the engine could not be put to sleep")
+            self.fail("it could not be put to sleep")
+            return
+        log.info("asleep after %.1f s", time.monotonic() - begin)
+        self._become("sleeping")
+
+    def _wake(self) -> None:
+        if self._state == "drowsy":
+            self._become("awake")
+        elif self._state == "awake" or self._sleeper is None:
+            self._tell_state()
+        else:
+            self._become("waking")
+            if self._watchdog is not None:
+                self._watchdog.pause()
+            begin = time.monotonic()
+            try:
+                self._engine = self._sleeper.wake(self._engine)
+            except Exception as error:
+                log.exception("the engine could not be woken")
+                self._become("sleeping", f"it could not be woken: {error}")
+                return
+            log.info("awake after %.1f s", time.monotonic() - begin)
+            self._become("awake")
+
+    def _become(self, state: EngineState, problem: str = "") -> None:
+        self._state = state
+        self._tell_state(problem)
+
+    def _tell_state(self, problem: str = "") -> None:
+        self._peers.tell_all(State(self._state, self._engine.info, problem), time.monotonic())
+
+    def _tell_adapters(self, now: float) -> None:
+        """At once when one came, went or changed; now and then when only their use did."""
+        adapters = self._engine.adapters
+        if adapters is None:
+            return
+        revision, at, statuses = self._adapters_told
+        if adapters.revision != revision or now - at >= self._heartbeat_s:
+            found = adapters.statuses()
+            self._adapters_told = (adapters.revision, now, found)
+            if found != statuses:
+                self._peers.tell_all(Adapters(found), now)
+
+    def _deliver(self, deltas: list[Delta], load: Load) -> None:
+        """Count first: what the gateway does not hear of any more was produced all the same."""
+        self._handovers.settle(deltas)
+        self._tally.add(deltas)
+        self._peers.deliver(deltas, load, time.monotonic())
+
+    def _answer(self, identity: bytes, result: AdapterResult | Counted) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._peers.send(peer, result, time.monotonic())
+
+    def _fail(self, request_ids: list[str], why: str) -> None:
+        deltas = [Delta(request_id, finish_reason="error", error=why) for request_id in request_ids]
+        self._deliver(deltas, self._engine.load_snapshot())
+
+    def _refuse(self, identity: bytes, request_id: str, why: str) -> None:
+        delta = Delta(request_id, finish_reason="error", error=why)
+        message = Step(StepOutput([delta], self._engine.load_snapshot()))
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._peers.reply(identity, message)
+        else:
+            self._peers.send(peer, message, time.monotonic())
+
+    def _complain(self, identity: bytes, error: ProtocolError) -> None:
+        """Log a malformed message, at most once a second."""
+        now = time.monotonic()
+        if now - self._complained_at >= 1.0:
+            self._complained_at = now
+            log.warning("dropped a message of %r: %s", identity, error)

@@ -1,0 +1,277 @@
+"""Charges of the requests this gateway answers.
+
+A charge is opened while the engine already works on the prompt; no token is delivered before it is in the ledger, and
+the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
+error, a drain) is settled with the tokens produced until it ended.
+
+Where the ledger cannot be written (its disk is full, its server away), a request that has got nothing yet is refused
+and free, and the end of one that has is kept here until it can be written.
+
+What a dead gateway left open is settled by whoever notices, with what the engine says it produced. An engine that knows
+nothing of a charge has been restarted since, or never saw it: then the count that the gateway noted last stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from penstock.engine_host.tally import KEEP_S, group_of
+from penstock.gateway.accounting.metered import Metered
+from penstock.gateway.app.exchange import Exchange
+from penstock.metering.engine_counts import merged, usage_of
+from penstock.metering.journal import PATIENCE_S, Journal
+from penstock.metering.ledger import Charge, Ledger, OpenCharge, Settlement, cost_of
+from penstock.metering.prices import PriceBook, Usage
+from penstock.protocol.errors import ApiError, LedgerUnavailable
+from penstock.protocol.messages import Produced
+from penstock.routing.registry import Registry
+from penstock.storage import DatabaseError
+from penstock.telemetry.usage_metrics import UsageMetrics
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""How long an engine may take to answer; it is asked again later."""
+MOST_ASKED = 500
+_FEATURE_LENGTH = 64
+_USER_LENGTH = 256
+
+
+class Account:
+    """The charge of one request."""
+
+    __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled", "_void")
+
+    def __init__(
+        self, journal: Journal, charge: Charge, generation: Metered, metrics: UsageMetrics | None = None
+    ) -> None:
+        self._journal = journal
+        self._metrics = metrics
+        self._charge = charge
+        self._generation = generation
+        self._opened: asyncio.Future[bool] | None = None
+        self._settled: asyncio.Future[bool] | None = None
+        self._void = False
+        """It was never written, so it was refused."""
+
+    def open(self) -> None:
+        self._opened = self._journal.open(self._charge)
+
+    async def opened(self) -> None:
+        """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
+        if self._opened is None:
+            return
+        if not self._opened.done():
+            self._journal.hurry()
+        written = await asyncio.shield(self._opened)
+        if not written:
+            self._void = True
+            raise LedgerUnavailable
+
+    def note(self) -> None:
+        self._journal.note(self._charge.id, self._generation.cached_tokens, self._generation.completion_tokens)
+
+    async def ended(self, finish_reason: str) -> None:
+        """Write the end of the charge; returns when that is done, or is left to be done when it can be. Raises
+        `LedgerUnavailable` when not even its beginning could be written."""
+        if await self.settle(finish_reason) or self._opened is None:
+            return
+        if not (self._opened.done() and self._opened.result()):
+            self._void = True
+            assert self._settled is not None
+            self._journal.amend(self._settled, self._settlement(finish_reason))
+            raise LedgerUnavailable
+
+    def settle(self, finish_reason: str) -> asyncio.Future[bool]:
+        """Write the end of the charge, once; the first reason stands. Tells whether it was written in time."""
+        if self._settled is None:
+            settlement = self._settlement(finish_reason)
+            self._settled = self._journal.settle(settlement)
+            if self._metrics is not None:
+                _count(self._metrics, settlement)
+        return self._settled
+
+    def _settlement(self, finish_reason: str) -> Settlement:
+        cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
+        charge, prompt = self._charge, self._generation.prompt_tokens
+        if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
+            charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
+        pays = self._generation.billable and not self._void
+        cost = cost_of(charge, cached, completion) if pays else 0
+        return Settlement(charge, time.time(), cached, completion, cost, finish_reason)
+
+
+class LineAccount(Account):
+    """The charge of a batch's line, which exists only once the line is answered: one that breaks off is run again, and
+    nobody pays for what came to nothing."""
+
+    __slots__ = ()
+
+    def note(self) -> None:
+        return
+
+    def settle(self, finish_reason: str) -> asyncio.Future[bool]:
+        if self._settled is None:
+            if not self._generation.complete:
+                self._settled = asyncio.get_running_loop().create_future()
+                self._settled.set_result(True)
+                return self._settled
+            self.open()
+        return super().settle(finish_reason)
+
+
+class Accounts:
+    """One per gateway process."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        prices: PriceBook,
+        registry: Registry,
+        metrics: UsageMetrics | None = None,
+        *,
+        dead_after_s: float = 20.0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`dead_after_s`: a gateway that has not been seen for this long has died. `patience_s`: how long a request
+        waits for the ledger."""
+        self.ledger = ledger
+        self._metrics = metrics
+        self.prices = prices
+        self._registry = registry
+        self._dead_after_s = dead_after_s
+        self.journal = Journal(ledger, patience_s=patience_s)
+        self.gateway = uuid.uuid4().hex
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.ledger.prepare()
+        await self.ledger.beat(self.gateway, time.time())
+        self.journal.start()
+        self._keeper = asyncio.create_task(self._keep(), name="ledger keeper")
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+            await self.journal.close()
+            with suppress(DatabaseError):
+                await self.ledger.leave(self.gateway)
+
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> Account:
+        """`feature`: what it is for; what the client says when empty."""
+        caller, model, record = exchange.caller, generation.model, exchange.record
+        price = self.prices.price(model.base_name, model.adapter, caller.tier)
+        price = price.recalled() if generation.recalled else price
+        sent = exchange.header(b"x-feature")
+        named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
+        charge = Charge(
+            id=generation.id,
+            request_id=exchange.request_id,
+            gateway=self.gateway,
+            opened_at=time.time(),
+            tenant=caller.tenant,
+            user=_storable(record.user_id or ""),
+            key=caller.key,
+            feature=_storable(feature or named)[:_FEATURE_LENGTH],
+            model=model.base_name,
+            adapter=model.adapter,
+            tier=caller.tier,
+            prompt_tokens=generation.prompt_tokens,
+            percent=self.prices.percent(price, caller.tier, batch=exchange.line is not None),
+            price_input=price.input,
+            price_cached=price.cached,
+            price_output=price.output,
+        )
+        if exchange.line is not None:
+            return LineAccount(self.journal, charge, generation, self._metrics)
+        account = Account(self.journal, charge, generation, self._metrics)
+        account.open()
+        return account
+
+    async def recover(self) -> int:
+        """Settle what dead gateways left open; how many charges that were. What an engine must be asked about waits."""
+        settled = 0
+        abandoned = await self.ledger.open_charges(abandoned_since=time.time() - self._dead_after_s)
+        by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
+        for entry in abandoned:
+            by_model[entry.charge.model].append(entry)
+        for model, entries in by_model.items():
+            for start in range(0, len(entries), MOST_ASKED):
+                part = entries[start : start + MOST_ASKED]
+                known = await self._ask(model, [entry.charge.id for entry in part])
+                settled += sum(self._settle_abandoned(entry, known) for entry in part)
+        if settled:
+            log.warning("settled %d charges that a gateway left open when it died", settled)
+        return settled
+
+    async def _ask(self, model: str, charges: Sequence[str]) -> dict[str, list[Produced]] | None:
+        """What the model's engine produced, by charge; None when it cannot say at the moment."""
+        served = next((served for served in self._registry if served.name == model), None)
+        if served is None:
+            return {}  # it is not served here any more
+        try:
+            entries = await asyncio.wait_for(served.backend.produced(charges), ASK_S)
+        except (ApiError, TimeoutError) as error:
+            log.info("the engine of %s cannot be asked about open charges: %s", model, error or "no answer")
+            return None
+        found: defaultdict[str, list[Produced]] = defaultdict(list)
+        for entry in merged(entries):
+            found[group_of(entry.request_id)].append(entry)
+        return found
+
+    def _settle_abandoned(self, entry: OpenCharge, known: dict[str, list[Produced]] | None) -> bool:
+        now, charge = time.time(), entry.charge
+        if known is None and now - charge.opened_at < KEEP_S:
+            return False  # it is asked again; later than that it would have forgotten
+        produced = (known or {}).get(charge.id, [])
+        if any(run.finish_reason is None for run in produced):
+            return False  # still running: its gateway may be alive after all
+        counted = usage_of(produced)
+        # What was noted had arrived at the gateway; after a failover it may be more than one engine produced.
+        used = Usage(
+            charge.prompt_tokens,
+            max(entry.cached_tokens, counted.cached),
+            max(entry.completion_tokens, counted.completion),
+        )
+        ended = bool(produced) and all(run.finish_reason not in ("abort", "error") for run in produced)
+        cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
+        self.journal.settle(Settlement(charge, now, used.cached, used.completion, cost, "lost", "recovery"))
+        return True
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self.ledger.beat(self.gateway, time.time())
+                await self.recover()
+            except DatabaseError as error:
+                log.warning("the ledger cannot be reached: %s", error)
+            await asyncio.sleep(self._dead_after_s / 4)
+
+
+def _count(metrics: UsageMetrics, settlement: Settlement) -> None:
+    charge = settlement.charge
+    metrics.settled(
+        charge.tenant,
+        charge.model,
+        charge.adapter,
+        charge.feature,
+        prompt=charge.prompt_tokens,
+        cached=settlement.cached_tokens,
+        completion=settlement.completion_tokens,
+        nanodollars=settlement.cost_nanos,
+    )
+
+
+def _storable(text: str) -> str:
+    """What every store can hold: one client's odd characters must not stop the ledger for all."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()[:_USER_LENGTH]

@@ -1,0 +1,72 @@
+"""Encoder work behind an HTTP request: counted, limited, charged, and given up when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from penstock.backends.embedder import Embedder
+from penstock.gateway.accounting.metered import FixedWork, ModelName
+from penstock.gateway.app.exchange import ClientGone, Exchange
+from penstock.gateway.process.service import Service
+
+T = TypeVar("T")
+
+
+def find_encoder(service: Service, exchange: Exchange, name: str) -> Embedder:
+    embedder = service.encoders.find(name)
+    exchange.record.model_version = embedder.name
+    exchange.timeline.asked_model = name[:256]
+    why = b"direct" if name == embedder.name else b"alias"
+    exchange.extra_headers += [
+        (b"x-penstock-model", embedder.name.encode("latin-1", "replace")),
+        (b"x-penstock-route", why),
+    ]
+    return embedder
+
+
+async def metered(
+    service: Service, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
+) -> T:
+    """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
+    counted = FixedWork(ModelName(embedder.name), tokens, id=exchange.new_answer_id())
+    begin = time.monotonic()
+    exchange.timeline.follow("prepare")
+    try:
+        reservation = await service.quotas.reserve(exchange, counted)
+    except BaseException:
+        work.close()
+        raise
+    account = service.accounts.open(exchange, counted) if service.accounts is not None else None
+    task = asyncio.create_task(work, name="encoding")
+    left = False
+
+    def leave(error: Exception) -> None:
+        nonlocal left
+        left = True
+        task.cancel()
+
+    try:
+        with exchange.watched(leave):
+            try:
+                result = await task
+            except asyncio.CancelledError:
+                task.cancel()
+                if left:
+                    raise ClientGone from None
+                raise
+        counted.billable = True
+        exchange.record.prompt_tokens = tokens
+        exchange.record.finish_reason = "stop"
+        service.encoder_metrics.encoded(embedder.name, texts, tokens, time.monotonic() - begin)
+        if account is not None:
+            await account.ended("stop")
+        return result
+    finally:
+        exchange.timeline.note("encode", begin)
+        if account is not None:
+            account.settle(exchange.record.finish_reason or "error")
+        if reservation is not None:
+            service.in_background(service.quotas.settle(reservation, counted))

@@ -1,0 +1,198 @@
+"""What a request takes of its caller's limits: reserved before it reaches an engine, settled with what it really used.
+
+The tier's numbers hold per tenant, unless the tenant has some of its own; a key may have more, and entries under
+`limits` add others per user, key or model. A reservation counts the prompt and the most that may be generated; the rest
+is given back when the answer ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.config.schema import LimitConfig, TierConfig
+from penstock.gateway.accounting.metered import Metered
+from penstock.gateway.app.dialects import Dialect
+from penstock.gateway.app.exchange import Exchange
+from penstock.identity import Caller
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance
+from penstock.limits import Amounts, Decision, Limit, LimitStore
+from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
+from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, RateLimitExceeded
+
+_MINUTE = 60.0
+_LIFE_S = 3600.0
+"""A request that nobody settles stops counting as running after this long."""
+_DAY = 86400.0
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What one request holds."""
+
+    id: str
+    limits: list[Limit]
+    reserved: Amounts
+    price: Price
+    percent: int
+    left: float = 1.0
+    """Part of the tightest limit that is left."""
+
+
+class Quotas:
+    """Applies the configured limits to requests."""
+
+    def __init__(
+        self, store: LimitStore, tiers: Sequence[TierConfig], limits: Sequence[LimitConfig], prices: PriceBook
+    ) -> None:
+        self._store = store
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._limits = limits
+        self._prices = prices
+
+    async def reserve(self, exchange: Exchange, generation: Metered, *, aside: bool = False) -> Reservation | None:
+        """Take what the request may use; raises when it is too much. None when nothing limits the caller.
+
+        `aside`: the generation is a part of a request that counts already; it takes tokens and money only.
+        """
+        limits = self.limits_of(exchange, generation)
+        if not limits:
+            return None
+        model = generation.model
+        price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
+        price = price.recalled() if generation.recalled else price
+        prompt, most = generation.prompt_tokens, generation.most_completion_tokens
+        percent = self._prices.percent(price, exchange.caller.tier, batch=exchange.line is not None)
+        count = 0 if aside else 1
+        amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most), percent=percent))
+        id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways
+        decision = await self._store.reserve(id, limits, amounts)
+        if not aside:
+            exchange.extra_headers += _headers(decision, exchange.dialect)
+        if decision.refusal is not None:
+            raise _refused(decision, amounts)
+        left = min(standing.remaining / max(standing.limit.most, 1) for standing in decision.standings)
+        return Reservation(id, limits, amounts, price, percent, left)
+
+    async def settle(self, reservation: Reservation, generation: Metered) -> None:
+        used = Usage()
+        if generation.billable:
+            used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
+        counted = reservation.reserved
+        cost = reservation.price.cost(used, percent=reservation.percent)
+        amounts = Amounts(counted.requests, used.prompt + used.completion, counted.concurrent, cost)
+        await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def context_tokens(self, caller: Caller) -> int | None:
+        """How much of a model's window the caller's tier may use; None: all of it."""
+        tier = self._tiers.get(caller.tier)
+        return tier.context_tokens if tier is not None and caller.key else None
+
+    def told(self, caller: Caller) -> dict[str, Any] | None:
+        """The limits of the caller's tier, for the caller; None when nothing limits it."""
+        tier = self._tiers.get(caller.tier)
+        if tier is None or not caller.key:
+            return None
+        fields = {**dataclasses.asdict(tier), **_set(caller.limits)}
+        return {"tier": fields.pop("name"), **fields, **({"key": own} if (own := _set(caller.key_limits)) else {})}
+
+    def allowed(self, tier: str, own: Allowance) -> dict[str, Any]:
+        """The limits of a tenant: its own, and its tier's where it has none."""
+        rules = self._tiers.get(tier)
+        return {name: getattr(_either(own, rules), name) for name in Allowance.__struct_fields__}
+
+    def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
+        """Everything that limits this request."""
+        caller, model = exchange.caller, generation.model.base_name
+        user = exchange.record.user_id or ""
+        found: list[Limit] = []
+        tier = self._tiers.get(caller.tier)
+        if caller.key:  # without keys there is nobody to tell apart
+            if tier is not None or caller.limits is not NO_ALLOWANCE:
+                found += _limits(f"tenant:{caller.tenant}", _either(caller.limits, tier))
+            if caller.key_limits is not NO_ALLOWANCE:
+                found += _limits(f"key:{caller.tenant}:{caller.key}:own", caller.key_limits)
+        for entry in self._limits:
+            if (entry.tier and entry.tier != caller.tier) or (entry.tenant and entry.tenant != caller.tenant):
+                continue
+            if entry.model and entry.model != model:
+                continue
+            subject = {"tenant": "", "user": user, "key": caller.key, "model": model}[entry.per]
+            if entry.per in ("user", "key") and not subject:
+                continue
+            within = f":{entry.model}" if entry.model else ""
+            found += _limits(f"{entry.per}:{caller.tenant}:{subject}{within}", entry)
+        return found
+
+
+def _set(allowance: Allowance) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(allowance).items() if value is not None}
+
+
+def _either(own: Allowance, tier: TierConfig | None) -> TierConfig | Allowance:
+    """A tenant's limits: its own before its tier's."""
+    if tier is None or own is NO_ALLOWANCE:
+        return own if tier is None else tier
+    return dataclasses.replace(tier, **_set(own))
+
+
+def _limits(subject: str, source: TierConfig | LimitConfig | Allowance) -> list[Limit]:
+    found: list[Limit] = []
+    if source.requests_per_minute is not None:
+        found.append(Limit(f"{subject}:requests", "requests", source.requests_per_minute, _MINUTE))
+    if source.tokens_per_minute is not None:
+        found.append(Limit(f"{subject}:tokens", "tokens", source.tokens_per_minute, _MINUTE))
+    if source.concurrent_requests is not None:
+        found.append(Limit(f"{subject}:running", "concurrent", source.concurrent_requests, _LIFE_S))
+    # Calendar periods: the date is part of the name, and the window long enough never to slide inside the period.
+    for budget, period, days in ((source.daily_budget, "%Y-%m-%d", 2), (source.monthly_budget, "%Y-%m", 62)):
+        if budget is not None:
+            name = f"{subject}:budget:{datetime.datetime.now(datetime.UTC).strftime(period)}"
+            found.append(Limit(name, "budget", round(budget * NANOS), days * _DAY))
+    return found
+
+
+def _refused(decision: Decision, amounts: Amounts) -> ApiError:
+    refusal = decision.refusal
+    assert refusal is not None
+    limit, standing = refusal.limit, next(s for s in decision.standings if s.limit == refusal.limit)
+    what = limit.subject.partition(":")[0]
+    if limit.metric == "budget":
+        return InsufficientQuota(
+            f"The budget of this {what} is {dollars(limit.most)} for the period, {dollars(standing.used)} is spent or "
+            f"reserved, and this request may cost {dollars(amounts.budget)}."
+        )
+    asked, unit = amounts.of(limit.metric), {"concurrent": "requests at one time"}.get(limit.metric, limit.metric)
+    if refusal.retry_s is None:
+        return InvalidRequest(
+            f"This request needs {asked:,} {unit}; this {what} may use {limit.most:,} in a minute, so it can never "
+            "run. Send a shorter prompt or a smaller `max_tokens`.",
+            code="rate_limit_exceeded",
+            reason="rate_limit",
+        )
+    per = "" if limit.metric == "concurrent" else " per minute"
+    return RateLimitExceeded(
+        f"This {what} may use {limit.most:,} {unit}{per}; {standing.used:,} are used and this request needs {asked:,}.",
+        retry_after=1.0 if limit.metric == "concurrent" else refusal.retry_s,
+    )
+
+
+def _headers(decision: Decision, dialect: Dialect) -> list[tuple[bytes, bytes]]:
+    """Where the tightest limit on requests and on tokens stands."""
+    headers: list[tuple[bytes, bytes]] = []
+    for metric in ("requests", "tokens"):
+        standings = [standing for standing in decision.standings if standing.limit.metric == metric]
+        if standings:
+            tightest = min(standings, key=lambda standing: standing.remaining / standing.limit.most)
+            told = dialect.limit_headers(tightest)
+            headers += [(name.encode(), value.encode()) for name, value in told.items()]
+    return headers

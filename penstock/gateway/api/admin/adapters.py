@@ -1,0 +1,105 @@
+"""/v1/admin: what an operator does to a running server's models, one function per route, for keys with the scope
+`admin`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus, name_problem
+from penstock.gateway.app.decoding import decode
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.schemas import Name
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import InvalidRequest, NotFound
+from penstock.routing.registry import ServedModel
+
+
+class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/admin/adapters"""
+
+    name: Name
+    source: Annotated[str, Meta(min_length=1, max_length=4096)]
+    model: Name | None = None
+    """Whose adapter it is; needed where several models are served."""
+    pinned: bool = False
+
+
+class AdapterPinRequest(Struct, forbid_unknown_fields=True):
+    """PATCH /v1/admin/adapters/{name}"""
+
+    pinned: bool
+
+
+_load = msgspec.json.Decoder(AdapterLoadRequest)
+_pin = msgspec.json.Decoder(AdapterPinRequest)
+
+
+async def list_adapters(service: Service, exchange: Exchange) -> None:
+    found = [
+        describe(model, status) for model in service.registry for status in (model.backend.adapters or {}).values()
+    ]
+    await exchange.reply_json({"object": "list", "data": found})
+
+
+async def load_adapter(service: Service, exchange: Exchange) -> None:
+    request = decode(_load, await exchange.body(service.settings.body_limit))
+    problem = name_problem(request.name)
+    if problem is not None:
+        raise InvalidRequest(f"Invalid `name`: {problem}.", param="name")
+    model = _base(service, request.model)
+    owner = next((other for other in service.registry if request.name in other.adapter_names), model)
+    if service.registry.named(request.name) or owner is not model:
+        raise InvalidRequest(f"`{request.name}` is already the name of another model.", param="name", code="name_taken")
+    await model.backend.wait_ready(service.settings.engine_wait_s)
+    spec = AdapterSpec(request.name, request.source, request.pinned)
+    status = await model.backend.load_adapter(spec)
+    await _forget_answers(service, request.name)
+    await exchange.reply_json(describe(model, status))
+
+
+async def _forget_answers(service: Service, adapter: str) -> None:
+    """What this name stands for has changed."""
+    if service.recall is not None:
+        await service.recall.store.evict(model=adapter)
+
+
+async def pin_adapter(service: Service, exchange: Exchange) -> None:
+    request = decode(_pin, await exchange.body(service.settings.body_limit))
+    model, name = _owner(service, exchange)
+    await exchange.reply_json(describe(model, await model.backend.pin_adapter(name, request.pinned)))
+
+
+async def unload_adapter(service: Service, exchange: Exchange) -> None:
+    model, name = _owner(service, exchange)
+    await model.backend.unload_adapter(name)
+    await _forget_answers(service, name)
+    await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
+
+
+def describe(model: ServedModel, status: AdapterStatus) -> dict[str, Any]:
+    fields = dataclasses.asdict(status)
+    return {"id": fields.pop("name"), "object": "adapter", "model": model.name, **fields}
+
+
+def _base(service: Service, name: str | None) -> ServedModel:
+    if name is not None:
+        model = service.registry.route(name).model
+        if model.adapter:
+            raise InvalidRequest(f"`{name}` is itself an adapter.", param="model")
+        return model
+    models = list(service.registry)
+    if len(models) > 1:
+        raise InvalidRequest("Several models are served here; say whose adapter it is with `model`.", param="model")
+    return models[0]
+
+
+def _owner(service: Service, exchange: Exchange) -> tuple[ServedModel, str]:
+    name = exchange.path.removeprefix("/v1/admin/adapters/")
+    for model in service.registry:
+        if name in model.adapter_names:
+            return model, name
+    raise NotFound(f"No adapter is called `{name[:256]}`.", param="name")

@@ -1,0 +1,156 @@
+"""/v1/admin/replicas, /v1/admin/models/{model}/scale, /restart and /drain, /v1/admin/drain: the engines behind models.
+
+The supervisor carries operations out, so they need a server started by `penstock serve`; each answers when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.gateway.app.decoding import decode
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.process.service import Service
+from penstock.protocol.control import Drain, Operation, Restart, Scale, Stop
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ServedModel
+from penstock.routing.remotes import RemoteModel
+from penstock.routing.replicas import ReplicaSet
+
+
+class ScaleRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/admin/models/{model}/scale"""
+
+    replicas: Annotated[int, Meta(ge=1, le=256)]
+
+
+class RestartRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/admin/models/{model}/restart"""
+
+    replica: Annotated[str, Meta(max_length=64)] | None = None
+    """Which one; all of them, one after the other, when not given."""
+
+
+class DrainRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/admin/models/{model}/drain"""
+
+    replica: Annotated[str, Meta(max_length=64)]
+
+
+_scale = msgspec.json.Decoder(ScaleRequest)
+_restart = msgspec.json.Decoder(RestartRequest)
+_drain = msgspec.json.Decoder(DrainRequest)
+
+
+async def list_replicas(service: Service, exchange: Exchange) -> None:
+    found = [entry for model in service.registry for entry in describe(model)]
+    found += [entry for remote in service.registry.remotes.values() for entry in describe_remote(remote)]
+    await exchange.reply_json({"object": "list", "data": found})
+
+
+async def scale_model(service: Service, exchange: Exchange) -> None:
+    request = decode(_scale, await exchange.body(service.settings.body_limit))
+    model = _model(service, exchange, "/scale")
+    if model.time_slice:
+        raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
+    await ask(service, lambda number: Scale(number, model.name, request.replicas))
+    await _reply(exchange, model)
+
+
+async def restart_model(service: Service, exchange: Exchange) -> None:
+    request = decode(_restart, await exchange.body(service.settings.body_limit) or b"{}")
+    model = _model(service, exchange, "/restart")
+    await ask(service, lambda number: Restart(number, model.name, request.replica or ""))
+    await _reply(exchange, model)
+
+
+async def drain_replica(service: Service, exchange: Exchange) -> None:
+    request = decode(_drain, await exchange.body(service.settings.body_limit))
+    model = _model(service, exchange, "/drain")
+    await ask(service, lambda number: Drain(number, model.name, request.replica))
+    await _reply(exchange, model)
+
+
+async def drain_server(service: Service, exchange: Exchange) -> None:
+    await ask(service, lambda number: Stop(number))
+    await exchange.reply_json({"object": "server", "state": "draining"}, 202)
+
+
+async def ask(service: Service, operation: Callable[[int], Operation]) -> None:
+    """Have the supervisor do something; returns when it is done."""
+    if service.control is None:
+        raise InvalidRequest(
+            "This gateway was not started by `penstock serve`; whoever started its engines can start and stop them.",
+            code="not_supervised",
+        )
+    await service.control.ask(operation)
+
+
+async def _reply(exchange: Exchange, model: ServedModel) -> None:
+    await exchange.reply_json({"id": model.name, "object": "model", "replicas": describe(model)})
+
+
+def describe(model: ServedModel) -> list[dict[str, Any]]:
+    """The replicas of a model, as this gateway sees them."""
+    backend = model.backend
+    breakers = {}
+    retiring = set()
+    if isinstance(backend, ReplicaSet):
+        breakers = {member.name: member.breaker.state for member in backend.members}
+        retiring = {member.name for member in backend.members if member.retiring}
+    return [
+        {
+            "id": f"{model.name}/{replica.name}",
+            "object": "replica",
+            "model": model.name,
+            "replica": replica.name,
+            "remote": False,
+            "ready": replica.ready,
+            "state": replica.state if replica.ready else "away",
+            "leaving": replica.name in retiring,
+            "breaker": breakers.get(replica.name, "closed"),
+            "in_flight": replica.in_flight,
+            "running": replica.load.running,
+            "waiting": replica.load.waiting,
+            "stalled_s": round(replica.stalled_s, 3),
+            "instance": replica.info.instance if replica.info is not None else None,
+            "device": replica.info.device if replica.info is not None else None,
+            "role": replica.info.role if replica.info is not None else None,
+        }
+        for replica in backend.replicas
+    ]
+
+
+def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
+    """The servers that run a model elsewhere."""
+    return [
+        {
+            "id": f"{model.name}/{member.server.name}",
+            "object": "replica",
+            "model": model.name,
+            "replica": member.server.name,
+            "remote": True,
+            "ready": member.reachable,
+            "state": "awake" if member.reachable else "away",
+            "leaving": False,
+            "breaker": member.breaker.state,
+            "in_flight": member.server.in_flight,
+            "running": member.server.in_flight,
+            "waiting": 0,
+            "stalled_s": 0.0,
+            "instance": None,
+            "device": member.server.upstream.url,
+            "role": "both",
+        }
+        for member in model.members
+    ]
+
+
+def _model(service: Service, exchange: Exchange, verb: str) -> ServedModel:
+    model = service.registry.route(exchange.path.removeprefix("/v1/admin/models/").removesuffix(verb)).model
+    if model.adapter:
+        raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")
+    return model

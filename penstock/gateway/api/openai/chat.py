@@ -1,0 +1,248 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.gateway.app.decoding import decode, given, not_supported
+from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.conversations.turn import Recorder, open_turn
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
+from penstock.gateway.generation.fallback import answered, said_by_users
+from penstock.gateway.generation.logprobs import logprob_entries
+from penstock.gateway.generation.prepare import identify, prepare_chat
+from penstock.gateway.generation.respond import DONE, answer
+from penstock.gateway.generation.sampling import limits
+from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
+from penstock.gateway.process.service import Service
+from penstock.gateway.server_tools.loop import answer_with_tools
+from penstock.gateway.server_tools.steps import StepsRenderer, Totals
+from penstock.protocol.errors import InvalidRequest
+from penstock.text import TextModel
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_unsupported = operator.attrgetter(*CHAT_UNSUPPORTED)
+_NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    request = decode(_decoder, await exchange.body(service.settings.body_limit))
+    identify(exchange, request.user or request.safety_identifier, request.metadata)
+    _check(request)
+    asked, param = _max_tokens(request)
+    limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
+    async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
+
+        async def attempt(model: str) -> None:
+            asked = request if model == request.model else msgspec.structs.replace(request, model=model)
+            if asked.server_tools:
+                render = functools.partial(ChatRenderer, asked)
+                await answer_with_tools(service, exchange, asked, limit, turn, render)
+                return
+            generation = await prepare_chat(service, exchange, asked, limit, turn)
+            recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+            renderer = ChatRenderer(asked, generation, recorder)
+            await answer(service, exchange, generation, renderer, stream=bool(asked.stream))
+
+        said = functools.partial(said_by_users, request.messages)
+        await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
+
+
+def _check(request: ChatRequest) -> None:
+    if _unsupported(request) != _NONE_GIVEN:
+        for name in CHAT_UNSUPPORTED:
+            if given(getattr(request, name)):
+                raise not_supported(name)
+    if given(request.modalities) and _plain(request.modalities) != ["text"]:
+        raise not_supported("modalities")
+    if request.store:
+        raise not_supported("store")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
+
+
+def _plain(raw: Any) -> Any:
+    return msgspec.json.decode(bytes(raw))
+
+
+def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            "`max_tokens` and `max_completion_tokens` differ; send one of them.", param="max_completion_tokens"
+        )
+    if old == 0:
+        raise InvalidRequest("`max_tokens` must be at least 1.", param="max_tokens")
+    return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
+
+
+class ChatRenderer(StepsRenderer):
+    """`chat.completion` and `chat.completion.chunk` objects."""
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        generation: Generation,
+        recorder: Recorder | None = None,
+        totals: Totals | None = None,
+    ) -> None:
+        """`totals`: of an answer that takes several steps."""
+        self._recorder = recorder
+        self._totals = totals
+        model = generation.model
+        self._generation = generation
+        self._text = generation.text
+        self._logprobs = bool(request.logprobs)
+        self._top = request.top_logprobs or 0
+        self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{generation.id}",
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+        if request.service_tier is not None:
+            self._head["service_tier"] = "default" if request.service_tier == "auto" else request.service_tier
+        if request.stream:  # everything around the text of a chunk is the same every time; encode it once
+            self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+            self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+
+    def opening(self) -> bytes:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        told = self._told()
+        if not told:
+            return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
+        first, *others = self._generation.choices
+        choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        usage = {"usage": None} if self._usage else {}
+        opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **told, **usage})
+        return opening + b"".join(self._chunk(other.index, delta) for other in others)
+
+    def event(self, piece: Piece) -> bytes:
+        data = b""
+        if self._recorder is not None:
+            self._recorder.hear(piece)
+        if piece.text or piece.tokens:
+            if not piece.tokens:
+                data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                    self._before,
+                    piece.index,
+                    encode_json(piece.text),
+                    self._after,
+                )
+            else:
+                logprobs = _logprobs(self._text, piece.tokens, self._top)
+                data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
+        if piece.citations:
+            data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
+        if piece.calls:
+            data += self._chunk(piece.index, {"tool_calls": [_call_delta(call) for call in piece.calls]})
+        if piece.finish_reason is not None:
+            data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
+        return data
+
+    def tool_event(self, event: dict[str, Any]) -> bytes:
+        # A chunk like any other, so that clients which do not know the field pass it over.
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
+
+    def closing(self) -> bytes:
+        if not self._usage:
+            return DONE
+        usage = encode_json({**self._head, "choices": [], "usage": self._used()})
+        return b"data: " + usage + b"\n\n" + DONE
+
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        choices = []
+        for index, parts in enumerate(pieces):
+            tokens = [token for part in parts for token in part.tokens]
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": "".join(part.text for part in parts),
+                "refusal": None,
+                "annotations": self._annotations(parts),
+            }
+            if calls := [call for part in parts for call in part.calls or ()]:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = _whole_calls(calls)
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": message,
+                "logprobs": _logprobs(self._text, tokens, self._top) if self._logprobs else None,
+                "finish_reason": parts[-1].finish_reason,
+            }
+            if parts[-1].stop_reason is not None:
+                choice["stop_reason"] = parts[-1].stop_reason
+            choices.append(choice)
+        body = {**self._head, "choices": choices, "usage": self._used()}
+        if self._totals is not None:
+            body["tool_events"] = self._totals.events
+        if self._recorder is not None:
+            for piece in pieces[0]:
+                self._recorder.hear(piece)
+        return encode_json({**body, **self._told()})
+
+    def _used(self) -> dict[str, object]:
+        return self._generation.usage() if self._totals is None else self._totals.usage()
+
+    async def before_end(self) -> None:
+        if self._recorder is not None:
+            await self._recorder.keep()
+
+    def _told(self) -> dict[str, Any]:
+        """What is said of the conversation and of the sources."""
+        told = {} if self._recorder is None else {"conversation": self._recorder.report}
+        retrieved = self._generation.retrieved
+        return told if retrieved is None else {**told, "rag": retrieved.report()}
+
+    def _annotations(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+        retrieved = self._generation.retrieved
+        if retrieved is None:
+            return []
+        return [retrieved.annotation(citation) for piece in pieces for citation in piece.citations]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._before + encode_json(choice) + self._after
+
+
+def _call_delta(call: CallPiece) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+
+
+def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        if piece.id is not None:
+            arguments.append([])
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name}})
+        else:
+            arguments[piece.index].append(piece.arguments)
+    for call, parts in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(parts)
+    return calls
+
+
+def _logprobs(text: TextModel | None, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
+    assert text is not None, "log-probabilities come from models whose tokens are known"
+    return {"content": logprob_entries(text, tokens, top), "refusal": None}

@@ -1,0 +1,116 @@
+"""POST /v1/embeddings"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from penstock.backends.embedder import FLOAT_BYTES, Embedder
+from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.encoder_work import find_encoder, metered
+from penstock.gateway.app.decoding import decode
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.prepare import identify
+from penstock.gateway.generation.sampling import check_token_ids
+from penstock.gateway.generation.schemas import EmbeddingsRequest
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
+
+_decoder = msgspec.json.Decoder(EmbeddingsRequest)
+_FORMS = "`input` must be a string, a list of strings, a list of token ids or a list of lists of token ids."
+
+
+async def embeddings(service: Service, exchange: Exchange) -> None:
+    request = decode(_decoder, await exchange.body(service.settings.body_limit))
+    identify(exchange, request.user, None)
+    inputs = _inputs(request)
+    embedder = find_encoder(service, exchange, request.model)
+    most = service.encoders.configs[embedder.name].max_texts
+    if len(inputs) > most:
+        raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
+    info = await embedder.open()
+    _check(request, embedder, info)
+    ids = [_fitted(text, request, embedder, info) for text in await _ids(service, exchange, embedder, info, inputs)]
+    tokens = sum(map(len, ids))
+    # Lines of batches let everybody else go first.
+    work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
+    numbers = await metered(service, exchange, embedder, len(ids), tokens, work)
+    size = info.dimensions * FLOAT_BYTES
+    vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await exchange.reply_json({"object": "list", "data": data, "model": embedder.name, "usage": usage})
+
+
+def _inputs(request: EmbeddingsRequest) -> list[str | list[int]]:
+    given = request.input
+    if isinstance(given, str):
+        given = [given]
+    if not given:
+        raise InvalidRequest("`input` is empty.", param="input")
+    kind = type(given[0])
+    if any(type(item) is not kind for item in given):
+        raise InvalidRequest(_FORMS, param="input")
+    inputs: list[Any] = [given] if kind is int else list(given)
+    for index, text in enumerate(inputs):
+        if not text or (isinstance(text, str) and not text.strip()):
+            where = "`input`" if isinstance(request.input, str) else f"`input[{index}]`"
+            raise InvalidRequest(f"{where} is empty; there is nothing to embed.", param="input")
+    return inputs
+
+
+def _check(request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> None:
+    if info.scores:
+        raise InvalidRequest(
+            f"`{embedder.name}` is a cross-encoder: it scores pairs of texts (/v1/rerank) and has no vectors.",
+            param="model",
+        )
+    if request.dimensions is not None and request.dimensions != info.dimensions:
+        raise InvalidRequest(
+            f"`dimensions` is {request.dimensions}; the vectors of `{embedder.name}` have {info.dimensions}, and it "
+            "was not trained for shorter ones.",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
+    kept = request.truncate_prompt_tokens
+    if kept is not None and kept != -1 and not 3 <= kept <= info.max_model_len:
+        raise InvalidRequest(
+            f"`truncate_prompt_tokens` is -1 or from 3 to {info.max_model_len} for this model.",
+            param="truncate_prompt_tokens",
+        )
+
+
+async def _ids(
+    service: Service, exchange: Exchange, embedder: Embedder, info: EngineInfo, inputs: list[str | list[int]]
+) -> list[list[int]]:
+    texts = [text for text in inputs if isinstance(text, str)]
+    if texts:
+        if service.guardrails is not None:
+            texts = [await service.guardrails.prompt(exchange, text) for text in texts]
+        return await embedder.tokenize(texts)
+    first, last = embedder.text.first, embedder.text.last
+    found = []
+    for ids in inputs:
+        assert isinstance(ids, list)
+        check_token_ids(ids, info.vocab_size, "input")
+        whole = ids[0] == first and ids[-1] == last and len(ids) > 1
+        found.append(ids if whole else [first, *ids, last])
+    return found
+
+
+def _fitted(ids: list[int], request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> list[int]:
+    if request.truncate_prompt_tokens is not None:
+        limit = request.truncate_prompt_tokens
+        return embedder.text.cut(ids, info.max_model_len if limit == -1 else limit)
+    if len(ids) > info.max_model_len:
+        raise ContextLengthExceeded(limit=info.max_model_len, prompt_tokens=len(ids), param="input")
+    return ids
+
+
+def _written(vector: bytes, form: str | None) -> Any:
+    return base64.b64encode(vector).decode() if form == "base64" else memoryview(vector).cast("f").tolist()

@@ -1,0 +1,250 @@
+"""`response` objects, whole or as the events that build them.
+
+One state machine serves both: pieces of the generation open, extend and close output items, each step is an event, and
+an answer that is not streamed is what is there when the last piece has passed.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.gateway.api.openai.responses.input_items import add_call
+from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.app.exchange import encode_json
+from penstock.gateway.conversations.turn import Recorder
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
+from penstock.gateway.generation.logprobs import logprob_entries
+from penstock.gateway.generation.respond import Renderer
+from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
+from penstock.protocol.errors import ApiError
+
+Event = tuple[str, dict[str, Any]]
+_CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
+"""Finish reasons of an incomplete response, as it says them."""
+Keep = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
+"""Stores a response: its id, the object, what the assistant said."""
+
+
+class ResponseRenderer(Renderer):
+    """See `Renderer`. `keep` is given when the response is to be stored."""
+
+    def __init__(
+        self, request: ResponsesRequest, generation: Generation, keep: Keep | None, recorder: Recorder | None = None
+    ) -> None:
+        self._generation = generation
+        self._recorder = recorder
+        self._keep = keep
+        self._sequence = -1
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._parts: list[str] = []
+        """Text of the item that is open: what was said, or a call's arguments."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the message that is open."""
+        self._annotations: list[dict[str, Any]] = []
+        """Likewise."""
+        self._top = request.top_logprobs or 0
+        self._last: Piece | None = None
+        self._body = b""
+        self._head = _head(request, generation, stored=keep is not None)
+        if recorder is not None:
+            self._head["conversation"] = recorder.report
+        if generation.retrieved is not None:
+            self._head["rag"] = generation.retrieved.report()
+
+    def opening(self) -> bytes:
+        response = self._object("in_progress")
+        return self._encode(
+            [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
+        )
+
+    def event(self, piece: Piece) -> bytes:
+        return self._encode(self._steps(piece))
+
+    def closing(self) -> bytes:
+        response = self._finished()
+        self._body = encode_json(response)
+        return self._encode([(f"response.{response['status']}", {"response": response})])
+
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        for piece in pieces[0]:
+            for _ in self._steps(piece):
+                pass
+        self._body = encode_json(self._finished())
+        return self._body
+
+    def failure(self, error: ApiError) -> bytes:
+        problem = error.body()["error"]
+        return self._encode([("error", {name: problem[name] for name in ("code", "message", "param")})])
+
+    async def before_end(self) -> None:
+        if self._recorder is not None:
+            await self._recorder.keep()
+        if self._keep is not None:
+            await self._keep(self._head["id"], self._body, self._said())
+
+    def _steps(self, piece: Piece) -> Iterator[Event]:
+        if self._recorder is not None:
+            self._recorder.hear(piece)
+        speaking = self._open is not None and self._open["type"] == "message"
+        if piece.text or (piece.tokens and speaking):
+            if not speaking:
+                yield from self._close("completed")
+                yield from self._open_message()
+            text = self._generation.text
+            logprobs = [] if text is None else logprob_entries(text, piece.tokens, self._top)
+            self._parts.append(piece.text)
+            self._logprobs += logprobs
+            yield (
+                "response.output_text.delta",
+                {**self._place(), "content_index": 0, "delta": piece.text, "logprobs": logprobs},
+            )
+            yield from self._cite(piece)
+        for call in piece.calls or ():
+            if call.id is not None:
+                yield from self._close("completed")
+                item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+                yield self._add({"id": f"fc_{uuid.uuid4().hex}", **item, "status": "in_progress"})
+            else:
+                self._parts.append(call.arguments)
+                yield "response.function_call_arguments.delta", {**self._place(), "delta": call.arguments}
+        if piece.finish_reason is not None:
+            self._last = piece
+            if not self._output:
+                yield from self._open_message()
+            yield from self._close("incomplete" if piece.finish_reason in _CUT else "completed")
+
+    def _open_message(self) -> Iterator[Event]:
+        item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
+        yield self._add({"id": f"msg_{uuid.uuid4().hex}", **item})
+        yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
+
+    def _cite(self, piece: Piece) -> Iterator[Event]:
+        retrieved = self._generation.retrieved
+        if retrieved is None:
+            return
+        for citation in piece.citations:
+            annotation = retrieved.annotation(citation, flat=True)
+            place = {**self._place(), "content_index": 0, "annotation_index": len(self._annotations)}
+            self._annotations.append(annotation)
+            yield "response.output_text.annotation.added", {**place, "annotation": annotation}
+
+    def _add(self, item: dict[str, Any]) -> Event:
+        self._open = item
+        self._parts.clear()
+        self._logprobs, self._annotations = [], []
+        self._output.append(item)
+        return "response.output_item.added", {"output_index": len(self._output) - 1, "item": item}
+
+    def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
+        """End the item that is open, if one is."""
+        item, text = self._open, "".join(self._parts)
+        if item is None:
+            return
+        place = self._place()
+        if item["type"] == "message":
+            part = _part(text, self._logprobs, self._annotations)
+            item["content"] = [part]
+            yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": self._logprobs}
+            yield "response.content_part.done", {**place, "content_index": 0, "part": part}
+        else:
+            item["arguments"] = text
+            yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text}
+        item["status"] = status
+        self._open = None
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output) - 1}
+
+    def _encode(self, events: Iterator[Event] | list[Event]) -> bytes:
+        # Joined as they come: an event shows its item as it is at that moment.
+        return b"".join(map(self._event, events))
+
+    def _event(self, event: Event) -> bytes:
+        name, fields = event
+        self._sequence += 1
+        data = encode_json({"type": name, "sequence_number": self._sequence, **fields})
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    def _finished(self) -> dict[str, Any]:
+        assert self._last is not None
+        cut = _CUT.get(self._last.finish_reason or "")
+        response = self._object("incomplete" if cut else "completed")
+        if cut:
+            response["incomplete_details"] = {"reason": cut}
+            if self._last.stop_reason == TIME_LIMIT:
+                response["incomplete_details"]["stop_reason"] = TIME_LIMIT
+        else:
+            response["completed_at"] = int(time.time())
+        usage = self._generation.usage()
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": self._generation.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+        return response
+
+    def _object(self, status: str) -> dict[str, Any]:
+        return {**self._head, "status": status, "output": self._output}
+
+    def _said(self) -> list[ChatMessage]:
+        """The output as the next turn's conversation has it."""
+        said: list[ChatMessage] = []
+        for item in self._output:
+            if item["type"] == "message":
+                said.append(ChatMessage(role="assistant", content=item["content"][0]["text"]))
+            else:
+                function = FunctionCall(name=item["name"], arguments=item["arguments"])
+                add_call(said, ToolCall(id=item["call_id"], function=function))
+        return said
+
+
+def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs}
+
+
+def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
+    """What does not change while the response is made."""
+    wanted = None if request.text is None else request.text.format
+    tier = request.service_tier or "auto"
+    return {
+        "id": f"resp_{generation.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": generation.model.name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default" if tier == "auto" else tier,
+        "store": stored,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
+        "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
+        "tools": msgspec.to_builtins(request.tools or []),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }

@@ -1,0 +1,80 @@
+"""Stored responses in the table store: the object for whoever asks for it again, the conversation for the next turn.
+
+A response belongs to a tenant and is never found by another. It is forgotten after `keep_s`, and a tenant has at most
+`most`: the oldest go first. Each row holds its whole conversation, so deleting one leaves those that follow it intact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from penstock.gateway.generation.schemas import ChatMessage
+from penstock.storage import Database
+
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION NOT NULL, "
+        "response TEXT NOT NULL, conversation TEXT NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS responses_by_tenant ON responses (tenant, created_at)",
+        "CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at)",
+    ),
+)
+_messages = msgspec.json.Decoder(list[ChatMessage])
+
+
+class ResponseStore:
+    """All stored responses."""
+
+    def __init__(self, database: Database, *, keep_s: float, most: int, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._keep_s = keep_s
+        self._most = most
+        self._clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("responses", _VERSIONS)
+
+    async def put(self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage]) -> None:
+        now = self._clock()
+        text = msgspec.json.encode(conversation).decode()
+        await self._database.transact(
+            [
+                (
+                    "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    (id, tenant, now, now + self._keep_s, response.decode(), text),
+                ),
+                ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
+                (
+                    "DELETE FROM responses WHERE tenant = ? AND created_at <= (SELECT created_at FROM responses "
+                    "WHERE tenant = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?)",
+                    (tenant, tenant, self._most),
+                ),
+            ]
+        )
+
+    async def response(self, id: str, tenant: str) -> bytes | None:
+        """The object as it was answered; None when this tenant has none with this id."""
+        found = await self._column("response", id, tenant)
+        return None if found is None else found.encode()
+
+    async def conversation(self, id: str, tenant: str) -> list[ChatMessage] | None:
+        """Everything said up to and with this response."""
+        found = await self._column("conversation", id, tenant)
+        return None if found is None else _messages.decode(found)
+
+    async def delete(self, id: str, tenant: str) -> bool:
+        changed = await self._database.execute(
+            "DELETE FROM responses WHERE id = ? AND tenant = ? AND expires_at > ?", id, tenant, self._clock()
+        )
+        return changed > 0
+
+    async def _column(self, name: str, id: str, tenant: str) -> str | None:
+        rows = await self._database.fetch(
+            f"SELECT {name} FROM responses WHERE id = ? AND tenant = ? AND expires_at > ?", id, tenant, self._clock()
+        )
+        return str(rows[0][0]) if rows else None

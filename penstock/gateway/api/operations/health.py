@@ -1,0 +1,50 @@
+"""GET /health/live and /health/ready.
+
+Live: this process answers, and no engine has had work for a long time without completing a step (its own
+watchdog should have restarted it by then, so only restarting everything is left). Ready: each model produced a
+real token within the last seconds, for a client or, when nobody asked, for a probe of one token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import Draining
+from penstock.routing.registry import ServedModel
+
+STUCK_S = 180.0
+
+
+async def live(service: Service, exchange: Exchange) -> None:
+    models = {model.name: {"stalled_s": round(model.backend.stalled_s, 3)} for model in service.registry}
+    stuck = [model.name for model in service.registry if model.backend.stalled_s > STUCK_S]
+    body = {"status": "stuck" if stuck else "ok", "models": models}
+    await exchange.reply(503 if stuck else 200, encode_json(body))
+
+
+async def ready(service: Service, exchange: Exchange) -> None:
+    if service.draining:
+        raise Draining
+    models = list(service.registry)
+    problems = await asyncio.gather(*(service.readiness.problem(model) for model in models))
+    body = {
+        "status": "unavailable" if any(problems) else "ok",
+        "models": {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)},
+    }
+    headers = [(b"retry-after", b"1")] if any(problems) else []
+    await exchange.reply(503 if any(problems) else 200, encode_json(body), headers=headers)
+
+
+def _state(model: ServedModel, problem: str | None) -> dict[str, Any]:
+    load = model.backend.load
+    return {
+        "ready": problem is None,
+        "state": model.backend.state if model.backend.ready else "starting",
+        "problem": problem,
+        "running": load.running,
+        "waiting": load.waiting,
+        "stalled_s": round(model.backend.stalled_s, 3),
+    }

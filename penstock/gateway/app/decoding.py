@@ -1,0 +1,91 @@
+"""Bytes to a typed request, with every way that can fail turned into a 400 that names the parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+from msgspec import Raw
+
+from penstock.gateway.generation.schemas import Unsupported
+from penstock.protocol.errors import InvalidRequest
+
+T = TypeVar("T")
+
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") -> T:
+    """`at`: where in the request the bytes are, when they are a part of it."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), at) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def decode_query(kind: type[T], scope: MutableMapping[str, Any]) -> T:
+    """What stands behind the question mark, as the struct that documents it; of a name given twice the last counts."""
+    try:
+        found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
+    except ValueError as error:  # more parameters than anybody means
+        raise InvalidRequest(f"The query cannot be read: {error}.") from None
+    return convert_query(kind, {name: values[-1] for name, values in found.items()})
+
+
+def convert_query(kind: type[T], found: Mapping[str, str]) -> T:
+    """Named texts, from a query or a form, as the struct that documents them."""
+    try:
+        return msgspec.convert(found, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), "") from None
+
+
+def _explain(message: str, inside: str) -> InvalidRequest:
+    path = inside
+    if at := _AT.search(message):
+        path, message = _joined(inside, at["path"]), message[: at.start()]
+    if field := _FIELD.match(message):
+        param = _limited(f"{path}.{field['name']}" if path else field["name"])
+        if field["what"] == "missing required":
+            return InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
+        return InvalidRequest(
+            f"Unknown parameter: `{param}`. Parameters this server does not know are refused, not ignored.",
+            param=param,
+            code="unknown_parameter",
+        )
+    if not path:
+        return InvalidRequest(f"The request body is wrong: {message}.")
+    path = _limited(path)
+    return InvalidRequest(f"Invalid `{path}`: {_lower(message)}.", param=path, code="invalid_value")
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer and inner and not inner.startswith("[") else outer + inner
+
+
+def _limited(param: str) -> str:
+    """A parameter name as given by the client may be arbitrarily long."""
+    return param if len(param) <= 128 else param[:125] + "..."
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def given(value: Unsupported) -> bool:
+    """Whether a raw field was sent with something in it; null and an empty list are nothing."""
+    return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")
+
+
+def not_supported(param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}` is not supported yet.", param=param, code="unsupported_parameter")

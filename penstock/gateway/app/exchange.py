@@ -1,0 +1,298 @@
+"""One HTTP request and its answer, directly on ASGI.
+
+Invariant: exactly one response start is sent; every response carries `x-request-id`. A handler either answers
+or raises; `penstock.gateway.app.asgi` renders what was raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.gateway.app.dialects import OPENAI, Dialect
+from penstock.gateway.http.request import DEPARTURE, Message, Scope
+from penstock.identity import OPEN_CALLER, Caller
+from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
+from penstock.telemetry.logging import RequestRecord
+from penstock.telemetry.timeline import Timeline
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+DISCARD_LIMIT = 64 * 2**20
+"""How much of a body that is too large is read and thrown away before the connection is closed on it."""
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def new_id() -> str:
+    """Never used before. It begins with the time, so that the ledger's indexes grow at their end."""
+    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
+
+
+class BatchLine(NamedTuple):
+    """Says that a request is one of a batch: it runs last, at the batch price, and is billed when it is answered."""
+
+    batch: str
+    number: int
+
+
+class ClientGone(PenstockError):
+    """The client left, or stopped reading; there is nobody to answer."""
+
+
+class Exchange:
+    """A request with its response. One coroutine uses it, except `watch`."""
+
+    __slots__ = (
+        "_given",
+        "_receive",
+        "_send",
+        "because",
+        "body_read",
+        "body_size",
+        "caller",
+        "dialect",
+        "extra_headers",
+        "generations",
+        "line",
+        "method",
+        "others_can",
+        "path",
+        "receive_s",
+        "record",
+        "release",
+        "request_id",
+        "route",
+        "scope",
+        "stalled_reader_s",
+        "stands_in",
+        "started_at",
+        "status",
+        "timeline",
+    )
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float
+    ) -> None:
+        self.scope = scope
+        self._given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        """Headers as sent; of a name that was given twice the first counts."""
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.route = self.path
+        self.started_at = time.monotonic()
+        self.request_id = self._choose_request_id()
+        self.status: int | None = None
+        self.body_read = False
+        self.body_size = 0
+        self.caller: Caller = OPEN_CALLER
+        self.line: BatchLine | None = None
+        """Set on a request of a batch; its caller is known then."""
+        self.generations = 0
+        self.dialect: Dialect = OPENAI
+        self.stalled_reader_s = stalled_reader_s
+        self.receive_s = receive_s
+        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.release: Callable[[], None] | None = None
+        """Called once the exchange is over: gives back what the request held."""
+        self.because = ""
+        """Why this model answers, when it is not the one that was asked for."""
+        self.stands_in = False
+        """Whether it answers because another one cannot."""
+        self.others_can = False
+        """Whether there is somebody else to ask: no need to wait for an engine that is away."""
+        self.record = RequestRecord(self.request_id, self.path, time.time())
+        self.timeline = Timeline(self.record, self.started_at)
+
+    def start_over(self, headers: int) -> None:
+        """Forget an attempt to answer, all but the first `headers` headers."""
+        del self.extra_headers[headers:]
+        if self.release is not None:
+            self.release()
+            self.release = None
+        record = self.record
+        record.prompt_tokens = record.cached_tokens = record.completion_tokens = 0
+        record.finish_reason = None
+
+    def header(self, name: bytes) -> bytes | None:
+        return self._given.get(name)
+
+    def new_answer_id(self) -> str:
+        """For what is generated next: its name in the ledger, in the engine and to the client. A batch's line has the
+        same one however often it is tried, so that it is billed once."""
+        self.generations += 1
+        if self.line is None:
+            return new_id()
+        return uuid.uuid5(uuid.NAMESPACE_URL, f"{self.line.batch}/{self.line.number}/{self.generations}").hex
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def response_started(self) -> bool:
+        return self.status is not None
+
+    async def body(self, limit: int) -> bytes:
+        """All of it, within `receive_s`; a client that sends byte by byte does not hold a place here for longer."""
+        try:
+            return await _within(self.receive_s, self._read_body(limit))
+        except TimeoutError:
+            raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
+
+    async def _read_body(self, limit: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        announced = self._content_length()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            elif size > limit + DISCARD_LIMIT:
+                raise PayloadTooLarge(limit=limit)
+            else:
+                parts.clear()  # read on: a client that is still sending would not see the answer
+            # The server says that there is no more only when asked once more; its length says it at once.
+            if size == announced or not message.get("more_body", False):
+                self.body_read = True
+                self.timeline.follow("receive")
+                break
+        if size > limit:
+            raise PayloadTooLarge(limit=limit, size=size)
+        self.body_size = size
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _content_length(self) -> int | None:
+        given = self.header(b"content-length")
+        return int(given) if given is not None and given.isdigit() else None
+
+    def affinity(self, asked: str | None) -> str:
+        """What keeps requests together on one replica: what the request says, or its session."""
+        return asked or (self.header(b"x-session-id") or b"").decode("latin-1")
+
+    def name_replica(self, name: str) -> None:
+        """The reply will say where the request ran."""
+        self.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
+
+    @contextmanager
+    def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:
+        """While inside, `fail` is called as soon as the client leaves, whatever the answering coroutine is doing."""
+        departure = self.scope[DEPARTURE]
+        departure(lambda: fail(ClientGone()))
+        try:
+            yield
+        finally:
+            departure(None)
+
+    async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [*self._headers(content_type), length, *headers])
+        await self._guarded({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_json(self, value: object, status: int = 200) -> None:
+        await self.reply(status, encode_json(value))
+
+    async def reply_parts(self, parts: AsyncIterator[bytes], length: int, content_type: bytes) -> None:
+        """A body that is not in memory at one time."""
+        await self._start(200, [*self._headers(content_type), (b"content-length", str(length).encode())])
+        async for part in parts:
+            await self.write(part)
+        await self.end_stream()
+
+    async def reply_error(self, error: ApiError) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await self.reply(error.status, encode_json(self.dialect.error(error, self.request_id)), headers=headers)
+
+    async def start_stream(self) -> None:
+        await self._start(
+            200, [*self._headers(EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        )
+
+    async def write(self, data: bytes) -> None:
+        await self._guarded({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_stream(self, data: bytes = b"") -> None:
+        await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The head, which goes out with the first of the body and so waits for nothing."""
+        try:
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        except ConnectionResetError:
+            raise ClientGone from None
+        self.status = status
+
+    async def _guarded(self, message: Message) -> None:
+        """Send. Mostly the server takes it at once; it blocks while the client's socket is full, and only then is there
+        a clock to watch."""
+        try:
+            await _within(self.stalled_reader_s, self._send(message))
+        except ConnectionResetError:
+            raise ClientGone from None
+        except TimeoutError:
+            raise StalledReader from None
+
+    def _headers(self, content_type: bytes) -> list[tuple[bytes, bytes]]:
+        headers = [
+            (b"content-type", content_type),
+            *((name, self.request_id.encode()) for name in self.dialect.id_headers),
+            (b"openai-processing-ms", str(round(self.elapsed_s * 1000)).encode()),
+            *self.extra_headers,
+        ]
+        if not self.body_read and self.method == "POST" and self.scope["http_version"].startswith("1"):
+            headers.append((b"connection", b"close"))  # what is left of the body is in the way of another request
+        return headers
+
+    def _choose_request_id(self) -> str:
+        given = self.header(b"x-request-id")
+        if given is not None and _REQUEST_ID.fullmatch(given):
+            return given.decode()
+        return f"req_{new_id()}"
+
+
+class StalledReader(ClientGone):
+    """The client keeps its connection open but has read nothing for too long."""
+
+
+async def _within(seconds: float, work: Awaitable[T]) -> T:
+    """Await `work`. Mostly it ends without waiting for anything; only when it does is there a clock to watch."""
+    steps = work.__await__()
+    try:
+        waiting_for = next(steps)
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    async with asyncio.timeout(seconds):
+        return cast(T, await _Rest(waiting_for, steps))
+
+
+class _Rest:
+    """What is left of an awaitable after its first step."""
+
+    def __init__(self, waiting_for: Any, steps: Generator[Any, Any, Any]) -> None:
+        self._waiting_for = waiting_for
+        self._steps = steps
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        yield self._waiting_for
+        return (yield from self._steps)

@@ -1,0 +1,123 @@
+"""The OpenAPI document: made from the table of endpoints, the request structs and the shapes of replies, so that a
+client generated from it, or a fuzzer, sees what the server really takes and says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI
+
+from penstock.gateway.api.reply_schemas import ACCEPTED, ANY_OBJECT, EVENTS, REPLIES
+
+if TYPE_CHECKING:
+    from penstock.gateway.app.endpoint import Endpoint
+
+Document = dict[str, Any]
+_SCHEMAS = "#/components/schemas/{name}"
+_IN_PATH = re.compile(r"{(\w+)(?::path)?}")
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key, as `Authorization: Bearer ...`."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
+}
+_REQUEST_ID = {
+    "name": "x-request-id",
+    "in": "header",
+    "schema": {"type": "string"},
+    "description": "Name of this request; echoed when it has 1 to 128 letters, digits, `.`, `_`, `:` or `-`.",
+}
+
+
+def openapi_of(api: FastAPI, endpoints: Sequence[Endpoint]) -> Callable[[], Document]:
+    """FastAPI's document of the routes, with what it cannot know of them; made once, when it is first asked for."""
+    plain = api.openapi
+
+    def openapi() -> Document:
+        if api.openapi_schema is None:
+            api.openapi_schema = _document(plain(), [endpoint for endpoint in endpoints if endpoint.documented])
+        return api.openapi_schema
+
+    return openapi
+
+
+def _document(document: Document, endpoints: Sequence[Endpoint]) -> Document:
+    structs = [struct for endpoint in endpoints for struct in (endpoint.body, endpoint.query) if struct is not None]
+    references, schemas = msgspec.json.schema_components(structs, ref_template=_SCHEMAS)
+    reference = dict(zip(structs, references, strict=True))
+    components = document.setdefault("components", {})
+    components["schemas"] = schemas
+    components["securitySchemes"] = _KEYS
+    queries = {endpoint.query.__name__ for endpoint in endpoints if endpoint.query is not None}
+    for endpoint in endpoints:
+        schemas[endpoint.dialect.error_name] = endpoint.dialect.error_schema
+        operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
+        operation["parameters"] = [*_path_parameters(endpoint), *_query_parameters(endpoint, schemas), _REQUEST_ID]
+        operation["responses"] = _responses(endpoint)
+        content = {} if endpoint.body is None else _json(reference[endpoint.body])
+        if endpoint.form is not None:
+            content["multipart/form-data"] = {"schema": endpoint.form}
+        if content:
+            operation["requestBody"] = {"required": True, "content": content}
+        if endpoint.scope is not None:
+            # The empty alternative: a server without keys lets everybody on its machine in.
+            operation["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
+            operation["description"] = f"Needs a key with the scope `{endpoint.scope}`, once there are keys."
+    for name in queries:
+        del schemas[name]  # written out as parameters
+    return document
+
+
+def _path_parameters(endpoint: Endpoint) -> list[Document]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _IN_PATH.findall(endpoint.path)
+    ]
+
+
+def _query_parameters(endpoint: Endpoint, schemas: Document) -> list[Document]:
+    if endpoint.query is None:
+        return []
+    schema = schemas[endpoint.query.__name__]
+    return [
+        {"name": name, "in": "query", "required": name in schema.get("required", ()), "schema": _not_null(of)}
+        for name, of in schema["properties"].items()
+    ]
+
+
+def _not_null(schema: Document) -> Document:
+    """A query cannot say null: a parameter is there or it is not."""
+    kept = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
+    found = {**kept[0], **{key: value for key, value in schema.items() if key != "anyOf"}} if kept else dict(schema)
+    if found.get("default", ...) is None:
+        del found["default"]
+    return found
+
+
+def _responses(endpoint: Endpoint) -> Document:
+    reply = REPLIES.get(endpoint.handler.__name__, ANY_OBJECT)
+    content = reply if any("/" in kind for kind in reply) else _json(reply)
+    if endpoint.handler.__name__ in EVENTS:
+        content = {**content, "text/event-stream": {}}
+    error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
+    success = "202" if endpoint.handler.__name__ in ACCEPTED else "200"
+    found: Document = {success: {"description": "The answer.", "content": content}}
+    statuses = {"400": "What is wrong with the request, and where."}
+    if endpoint.scope is not None:
+        statuses |= {"401": "No key, or one that is not known.", "403": "The key lacks the scope."}
+    if _IN_PATH.search(endpoint.path) or endpoint.body is not None:
+        statuses["404"] = "There is no such thing."
+    if endpoint.body is not None or endpoint.form is not None:
+        statuses |= {"408": "The body did not arrive in time.", "413": "The body is too large."}
+    if endpoint.serves_tokens:
+        statuses |= {"429": "A limit of the caller.", "503": "Not at the moment; `Retry-After` says when."}
+    if endpoint.scope is None:  # health: the same body says what is wrong
+        found["503"] = {"description": "Not at the moment.", "content": _json(ANY_OBJECT)}
+    found |= {status: {"description": text, "content": error} for status, text in statuses.items()}
+    found["default"] = {"description": "Any other error.", "content": error}
+    return found
+
+
+def _json(schema: Document) -> Document:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,178 @@
+"""/v1/files: what batches read and what they write. A file is text; it belongs to the tenant that sent it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.pagination import NoQuery, page
+from penstock.gateway.batches.files import File, FileStore
+from penstock.gateway.batches.multipart import Field, read_form
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+FORM_ROOM = 64 * 1024
+"""What a form may have besides its file."""
+JSONL = b"application/jsonl"
+_LEAST_S, _MOST_S = 3600, 30 * 86400
+FILE_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, UTF-8."},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": _LEAST_S, "maximum": _MOST_S},
+    },
+}
+
+
+class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    purpose: str | None = None
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+
+
+async def create_file(service: Service, exchange: Exchange) -> None:
+    files, limit = store_of(service), service.settings.batches.file_limit
+    async with service.uploads:
+        body = await exchange.body(limit + FORM_ROOM)
+        form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
+        del body
+        upload, keep_s = _checked(form)
+        if len(upload.content) > limit:
+            raise PayloadTooLarge(limit=limit, size=len(upload.content))
+        text = await asyncio.to_thread(_text, upload.content)
+        try:
+            used = await files.used(exchange.caller.tenant)
+            if used + len(upload.content) > service.settings.batches.tenant_limit:
+                raise InvalidRequest(
+                    f"The files of this tenant have {used:,} bytes; with this one they would have more than the "
+                    f"{service.settings.batches.tenant_limit:,} allowed. Delete some.",
+                    param="file",
+                    code="storage_limit",
+                )
+            name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
+            made = await files.create(exchange.caller.tenant, name, "batch", text, keep_s=keep_s)
+        except DatabaseError as error:
+            raise away() from error
+    await exchange.reply_json(made.shown())
+
+
+async def list_files(service: Service, exchange: Exchange) -> None:
+    files = store_of(service)
+    asked = decode_query(FilesQuery, exchange.scope)
+    try:
+        after = await _found(files, exchange, asked.after) if asked.after else None
+        found = await files.page(
+            exchange.caller.tenant,
+            purpose=asked.purpose,
+            after=after,
+            newest=asked.order == "desc",
+            limit=asked.limit + 1,
+        )
+    except DatabaseError as error:
+        raise away() from error
+    await exchange.reply_json(page(found, asked.limit))
+
+
+async def get_file(service: Service, exchange: Exchange) -> None:
+    decode_query(NoQuery, exchange.scope)
+    try:
+        file = await _found(store_of(service), exchange, exchange.path.rpartition("/")[2])
+    except DatabaseError as error:
+        raise away() from error
+    await exchange.reply_json(file.shown())
+
+
+async def delete_file(service: Service, exchange: Exchange) -> None:
+    decode_query(NoQuery, exchange.scope)
+    files = store_of(service)
+    assert service.batches is not None
+    try:
+        file = await _found(files, exchange, exchange.path.rpartition("/")[2])
+        if await service.batches.uses(file.id):
+            raise InvalidRequest(f"`{file.id}` is being read by a batch; cancel that first.", code="file_in_use")
+        await files.delete(file.id)
+    except DatabaseError as error:
+        raise away() from error
+    await exchange.reply_json({"id": file.id, "object": "file", "deleted": True})
+
+
+async def file_content(service: Service, exchange: Exchange) -> None:
+    decode_query(NoQuery, exchange.scope)
+    files = store_of(service)
+    try:
+        file = await _found(files, exchange, exchange.path.split("/")[-2])
+    except DatabaseError as error:
+        raise away() from error
+    await exchange.reply_parts(_encoded(files, file.id), file.bytes, JSONL)
+
+
+async def _encoded(files: FileStore, id: str) -> AsyncIterator[bytes]:
+    async for part in files.content(id):
+        yield part.encode()
+
+
+def store_of(service: Service) -> FileStore:
+    if service.files is None:
+        raise ServiceUnavailable("This gateway has no store for files.")
+    return service.files
+
+
+def away() -> ServiceUnavailable:
+    return ServiceUnavailable("The store of files and batches cannot be reached at the moment.")
+
+
+async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
+    file = await files.get(id, exchange.caller.tenant)
+    if file is None:
+        raise NotFound(f"There is no file `{id[:128]}`.")
+    return file
+
+
+def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
+    """The file, and how long to keep it; raises what is wrong with the form."""
+    for name in form:
+        if name not in FILE_FORM["properties"]:
+            raise InvalidRequest(f"Unknown parameter: `{name[:64]}`.", param=name[:64], code="unknown_parameter")
+    for name in ("file", "purpose"):
+        if name not in form:
+            raise InvalidRequest(f"Missing required parameter: `{name}`.", param=name, code="missing_parameter")
+    purpose = _word(form["purpose"])
+    if purpose != "batch":
+        raise InvalidRequest("`purpose` must be `batch`: nothing else uses files here.", param="purpose")
+    if not form["file"].content:
+        raise InvalidRequest("The file is empty.", param="file")
+    keep_s = None
+    if any(name.startswith("expires_after") for name in form):
+        anchor, seconds = (_word(form.get(f"expires_after[{part}]")) for part in ("anchor", "seconds"))
+        if anchor != "created_at" or not seconds.isdigit() or not _LEAST_S <= int(seconds[:9]) <= _MOST_S:
+            raise InvalidRequest(
+                f"`expires_after` has an `anchor`, which is `created_at`, and `seconds` from {_LEAST_S} to {_MOST_S}.",
+                param="expires_after",
+            )
+        keep_s = float(seconds)
+    return form["file"], keep_s
+
+
+def _word(field: Field | None) -> str:
+    return "" if field is None else field.content[:64].decode("ascii", "replace")
+
+
+def _text(content: bytes) -> str:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("The file is not UTF-8 text.", param="file") from None
+    if "\0" in text:
+        raise InvalidRequest("The file is not text: it has a NUL character.", param="file")
+    return text

@@ -1,0 +1,105 @@
+"""/v1/conversations: what is kept of a caller's conversations; each belongs to a tenant and a user."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock.conversations import Owner, Sessions
+from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import NotFound, PermissionDenied, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+T = TypeVar("T")
+
+
+class ConversationQuery(msgspec.Struct, forbid_unknown_fields=True):
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    """Whose conversation, for a key that several users share."""
+
+
+class ConversationsQuery(ConversationQuery):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
+
+
+async def list_conversations(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(ConversationsQuery, exchange.scope)
+    owner = _owner(exchange, asked)
+    found = [] if service.sessions is None else await _guard(service.sessions.store.list(owner, asked.limit))
+    data = [
+        _object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner) for entry in found
+    ]
+    await exchange.reply_json({"object": "list", "data": data})
+
+
+async def get_conversation(service: Service, exchange: Exchange) -> None:
+    owner, id = _asked(exchange)
+    found = await _guard(_sessions(service, id).get(owner, id))
+    if found is None:
+        raise _unknown(id)
+    stored, conversation, summary = found
+    described = _object(id, stored.created_at, stored.updated_at, stored.expires_at, conversation.end, owner)
+    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    await exchange.reply_json(
+        {
+            **described,
+            "messages": [*system, *conversation.since(0)],
+            "forgotten_turns": conversation.first,
+            "summary": {"turns": summary.covers, "text": summary.text} if summary.notes else None,
+        }
+    )
+
+
+async def delete_conversation(service: Service, exchange: Exchange) -> None:
+    owner, id = _asked(exchange)
+    if not await _guard(_sessions(service, id).store.delete(owner, id)):
+        raise _unknown(id)
+    await exchange.reply_json({"id": id, "object": "conversation.deleted", "deleted": True})
+
+
+def _asked(exchange: Exchange) -> tuple[Owner, str]:
+    return _owner(exchange, decode_query(ConversationQuery, exchange.scope)), exchange.path.rpartition("/")[2]
+
+
+def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
+    """A key that belongs to a user sees that user's; one that several share says whose it means, as requests do."""
+    caller, user = exchange.caller, asked.user
+    if caller.user and user not in (None, caller.user):
+        raise PermissionDenied(f"The API key {caller.key} belongs to the user `{caller.user}`.")
+    return Owner(caller.tenant, caller.user or user or "")
+
+
+def _sessions(service: Service, id: str) -> Sessions:
+    if service.sessions is None:
+        raise _unknown(id)
+    return service.sessions
+
+
+def _object(
+    id: str, created_at: float, updated_at: float, expires_at: float, turns: int, owner: Owner
+) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "conversation",
+        "created_at": int(created_at),
+        "updated_at": int(updated_at),
+        "expires_at": int(expires_at),
+        "turns": turns,
+        "user": owner.user or None,
+    }
+
+
+def _unknown(id: str) -> NotFound:
+    return NotFound(f"There is no conversation `{id[:128]}`.")
+
+
+async def _guard(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except DatabaseError as error:
+        raise ServiceUnavailable("The store of conversations cannot be reached at the moment.") from error

@@ -1,0 +1,224 @@
+"""Token ids of one choice to text: detokenization, stop strings, logprobs, finish reason.
+
+Invariant: text handed out never contains a stop string or a part of one that later completes, never half a
+character, and logprobs are handed out with the text they belong to, so that both are cut at the same place. What a
+choice says, how it ends and how many tokens it counts depends on its tokens alone, not on how they arrived: a reader
+that is late finds several merged into one delta, and those behind the end are neither shown nor counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.engine.request import Delta, TokenLogprob
+from penstock.gateway.moderation.guardrails import OutputGuard
+from penstock.knowledge.citations import Citation, Citer
+from penstock.text import StopStrings, TextModel
+from penstock.tools.events import CallArguments, CallBegin, Text
+from penstock.tools.parser import ToolCallParser
+from penstock.tools.toolbox import Toolbox
+
+CONTENT_FILTER = "content_filter"
+"""`finish_reason` of a choice that a guardrail cut."""
+TIME_LIMIT = "time_limit"
+"""`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """A generated token, where its text starts in the completion, and its probabilities."""
+
+    id: int
+    offset: int
+    logprob: TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Part of a function call: its beginning, with an id and a name, or more of its arguments."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice has to say now. The last one carries `finish_reason`."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenPiece] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """What ended it, when the caller named it: a stop string, a stop token id, or `TIME_LIMIT`."""
+    calls: list[CallPiece] | None = None
+    citations: Sequence[Citation] = ()
+
+
+class Choice:
+    """The text side of one engine request."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos",
+        "_held",
+        "_length",
+        "_min_tokens",
+        "_parser",
+        "_released",
+        "_stops",
+        "_toolbox",
+        "citer",
+        "completion_tokens",
+        "decode_s",
+        "discard",
+        "finished",
+        "first_at",
+        "guard",
+        "index",
+        "last_at",
+        "outcome",
+        "prefill_s",
+        "prompt_logprobs",
+        "queue_s",
+        "want_logprobs",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        text: TextModel,
+        *,
+        stops: list[str],
+        min_tokens: int = 0,
+        want_logprobs: bool = False,
+        discard: bool = False,
+        continuation: bool = False,
+        toolbox: Toolbox | None = None,
+    ) -> None:
+        """`toolbox`: functions the text may turn out to call. `continuation`: the text goes on from the prompt's, so a
+        leading space stays. `discard`: the request is only run for its prompt; what it generates is not shown or
+        counted."""
+        self.index = index
+        self.want_logprobs = want_logprobs
+        self.discard = discard
+        self._eos = text.eos_token_ids
+        self._toolbox = toolbox
+        self._parser = None if toolbox is None else toolbox.parser()
+        shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
+        self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._held: deque[TokenPiece] = deque()
+        self._length = 0
+        self._released = 0
+        self.completion_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.guard: OutputGuard | None = None
+        self.citer: Citer | None = None
+        self.finished = False
+        self.outcome: str | None = None
+        """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.queue_s: float | None = None
+        self.prefill_s: float | None = None
+        self.decode_s: float | None = None
+        """How long each phase took in the engine, as it said; None where it did not."""
+
+    def feed(self, delta: Delta) -> Piece | None:
+        """Text and logprobs that are safe to show after `delta`; None when there is nothing to say."""
+        if self.finished:
+            return None
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        piece = Piece(self.index)
+        tokens = [] if self.discard else delta.tokens
+        stopped = delta.finish_reason == "stop" and bool(tokens)
+        if stopped and tokens[-1] not in self._eos:
+            piece.stop_reason = tokens[-1]
+        # Where the text may end inside the delta, its tokens are taken one by one: how many were merged is chance.
+        step = max(len(tokens), 1) if self._stops is None and self.guard is None else 1
+        for at in range(0, max(len(tokens), 1), step):
+            part = tokens[at : at + step]
+            self.completion_tokens += len(part)
+            last = delta.finish_reason is not None and at + step >= len(tokens)
+            if last and stopped:
+                part = part[:-1]  # the stop token ends the text; it is not part of it
+            raw = self._detokenize(part, delta.logprobs[at : at + step] if delta.logprobs is not None else ())
+            if last:
+                raw += self._detokenizer.flush()
+            text, matched, blocked = self._show(raw, final=last)
+            piece.text += text
+            if matched is not None or blocked:
+                break
+        if blocked:
+            piece.finish_reason, piece.stop_reason = CONTENT_FILTER, None
+        elif matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", matched
+        elif delta.finish_reason is not None:
+            piece.finish_reason = "stop" if delta.finish_reason == "complete" else delta.finish_reason
+            if delta.finish_reason == "timeout":
+                piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
+        if self._parser is not None:
+            self._read_calls(self._parser, piece)
+        if self.citer is not None:
+            piece.text, piece.citations = self.citer.push(piece.text, final=piece.finish_reason is not None)
+        piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
+        if piece.finish_reason is not None:
+            self.finished = True
+            ended = matched is not None or delta.finish_reason == "complete"
+            self.outcome = CONTENT_FILTER if blocked else "stop" if ended else str(delta.finish_reason)
+            return piece
+        return piece if piece.text or piece.tokens or piece.calls else None
+
+    def _show(self, raw: str, *, final: bool) -> tuple[str, str | None, bool]:
+        """What of `raw` may be shown, the stop string that was met, and whether a guardrail refused the rest."""
+        self._length += len(raw)
+        text, matched, blocked = raw, None, False
+        if self._stops is not None and self.completion_tokens >= self._min_tokens:
+            text, matched = self._stops.push(raw)
+            if matched is None and final:
+                text += self._stops.flush()
+        self._released += len(text)
+        if self.guard is not None:
+            text, blocked = self.guard.push(text, final=final or matched is not None)
+        return text, matched, blocked
+
+    def _read_calls(self, parser: ToolCallParser, piece: Piece) -> None:
+        """Take function calls out of the piece's text."""
+        assert self._toolbox is not None
+        events = parser.push(piece.text)
+        if piece.finish_reason is not None:
+            events += parser.flush()
+            if parser.calls and piece.finish_reason == "stop" and piece.stop_reason is None:
+                piece.finish_reason = "tool_calls"
+        piece.text = "".join(event.text for event in events if isinstance(event, Text))
+        piece.calls = []
+        for event in events:
+            if isinstance(event, CallBegin):
+                piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(), event.name, ""))
+            elif isinstance(event, CallArguments):
+                piece.calls.append(CallPiece(event.index, None, None, event.text))
+
+    def _detokenize(self, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> str:
+        if not self.want_logprobs:
+            return self._detokenizer.push(tokens)
+        raw = ""
+        for token, logprob in zip(tokens, logprobs, strict=False):
+            offset = self._length + len(raw)
+            text = self._detokenizer.push([token])
+            self._held.append(TokenPiece(token, offset, logprob))
+            raw += text
+        return raw
+
+    def _release(self, *, final: bool, cut: bool) -> list[TokenPiece]:
+        """Tokens whose text has been shown. At the end: all of them, unless a stop string cut the text."""
+        released: list[TokenPiece] = []
+        while self._held and (self._held[0].offset < self._released or (final and not cut)):
+            released.append(self._held.popleft())
+        return released

@@ -1,0 +1,146 @@
+"""Routes at work: a request that names one gets a model, and an operator can turn a route off while it runs.
+
+Switches are kept in the store and read again every few seconds, so that all gateways follow; without a store they hold
+in this process. A classifier that does not answer in time is left out: the score decides then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.config.routing import RouteConfig
+from penstock.errors import ConfigError
+from penstock.gateway.app.exchange import Exchange
+from penstock.protocol.errors import ApiError
+from penstock.routing.encoders import Encoders
+from penstock.routing.registry import Registry
+from penstock.routing.selection.classifier import Classifier
+from penstock.routing.selection.selector import Rules, select
+from penstock.storage import Database, DatabaseError
+from penstock.telemetry.route_metrics import RouteMetrics
+
+log = logging.getLogger("penstock.gateway")
+
+FRESH_S = 2.0
+"""How long a switch may take to be seen by other gateways."""
+OPINION_S = 0.25
+"""How long a classifier may take."""
+_VERSIONS = [["CREATE TABLE IF NOT EXISTS route_switches (name TEXT PRIMARY KEY, enabled INTEGER, share REAL)"]]
+
+
+class Routes:
+    """Every configured route."""
+
+    def __init__(
+        self,
+        configs: Sequence[RouteConfig],
+        registry: Registry,
+        encoders: Encoders,
+        metrics: RouteMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._encoders, self._metrics, self._clock = encoders, metrics, clock
+        self._configured = {config.name: _rules(config, registry) for config in configs}
+        self.rules = dict(self._configured)
+        self._classifiers = {
+            config.name: Classifier.load(Path(config.classifier)) for config in configs if config.classifier
+        }
+        self._database: Database | None = None
+        self._read_at = float("-inf")
+
+    async def start(self, database: Database | None) -> None:
+        if self._configured and database is not None:
+            await database.migrate("routes", _VERSIONS)
+            self._database = database
+
+    async def choose(
+        self, name: str, exchange: Exchange, said: Callable[[], Sequence[str]], wanted_tokens: int | None
+    ) -> tuple[str, str]:
+        """The model that answers for `name`, and why it: nothing to say where `name` is no route. `said`: by users,
+        oldest first."""
+        if name not in self.rules:
+            return name, ""
+        await self._refresh()
+        texts = said() or [""]
+        selection = select(
+            self.rules[name],
+            texts[-1],
+            words=sum(len(text.split()) for text in texts),
+            tier=exchange.caller.tier,
+            wanted_tokens=wanted_tokens or 0,
+            unit=exchange.record.user_id or exchange.request_id,
+            opinion=await self._opinion(name, texts[-1]),
+        )
+        self._metrics.decided(name, selection.model, selection.rule)
+        return selection.model, selection.why(name)
+
+    async def switch(self, name: str, *, enabled: bool | None, share: float | None) -> Rules:
+        """Turn a route on or off, or change the part of requests it decides on, until the next switch."""
+        rules = self.rules[name]
+        changed = dataclasses.replace(
+            rules,
+            enabled=rules.enabled if enabled is None else enabled,
+            share=rules.share if share is None else share,
+        )
+        if self._database is not None:
+            await self._database.execute(
+                "INSERT INTO route_switches (name, enabled, share) VALUES (?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET enabled = excluded.enabled, share = excluded.share",
+                name, int(changed.enabled), changed.share,
+            )  # fmt: skip
+        self.rules[name] = changed
+        return changed
+
+    async def _refresh(self) -> None:
+        if self._database is None or self._clock() < self._read_at + FRESH_S:
+            return
+        self._read_at = self._clock()
+        try:
+            rows = await self._database.fetch("SELECT name, enabled, share FROM route_switches")
+        except DatabaseError as error:
+            log.warning("the switches of routes cannot be read; the last ones hold", extra={"reason": str(error)})
+            return
+        for name, enabled, share in rows:
+            if name in self._configured:
+                self.rules[name] = dataclasses.replace(
+                    self._configured[name], enabled=bool(enabled), share=float(share)
+                )
+
+    async def _opinion(self, name: str, text: str) -> float | None:
+        classifier = self._classifiers.get(name)
+        if classifier is None or not self.rules[name].enabled:
+            return None
+        try:
+            embedder = self._encoders.find(classifier.encoder)
+            async with asyncio.timeout(OPINION_S):
+                embeddings = await embedder.embed([text])
+        except (ApiError, TimeoutError) as error:
+            log.info("a route decides without its classifier", extra={"route": name, "reason": str(error) or "late"})
+            return None
+        return classifier.probability(text, embeddings.vectors[0])
+
+
+def _rules(config: RouteConfig, registry: Registry) -> Rules:
+    if registry.named(config.name):
+        raise ConfigError(f"routes: `{config.name}` is already the name of a model")
+    for name in (config.small, config.large):
+        if not registry.named(name):
+            raise ConfigError(f"routes: `{config.name}` leads to `{name}`, but no model is called that")
+    tiers = {**dict.fromkeys(config.small_tiers, "small"), **dict.fromkeys(config.large_tiers, "large")}
+    return Rules(
+        config.name,
+        config.small,
+        config.large,
+        config.default,
+        config.threshold,
+        config.long_words,
+        tiers,  # type: ignore[arg-type]
+        config.share,
+        config.enabled,
+    )

@@ -1,0 +1,294 @@
+"""The other kind of generation: another server writes the answer, and its text is passed on.
+
+Owns one task that reads the server's stream into pieces. Invariants: at most `MOST_UNREAD` pieces wait for a slow
+client, then the server waits too; the end of an answer is passed on together with what it used, once the server has
+said that; leaving closes the connection to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+
+from penstock.backends.openai import Chunk, ChunkChoice, ChunkUsage
+from penstock.gateway.generation.base import Gate, Generation
+from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece
+from penstock.gateway.moderation.guardrails import OutputGuard
+from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
+from penstock.routing.remotes import RemoteMember, RemoteModel
+from penstock.telemetry.context import sampled_trace
+from penstock.telemetry.metrics import Metrics, RequestMetrics
+from penstock.telemetry.timeline import Run
+
+MOST_UNREAD = 256
+_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter"))
+
+log = logging.getLogger("penstock.gateway")
+
+
+class RelayChoice:
+    """One choice of the server's answer."""
+
+    __slots__ = ("calls", "completion_tokens", "finished", "first_at", "guard", "index", "last_at", "outcome", "parts")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finished = False
+        self.outcome: str | None = None
+        self.completion_tokens = 0
+        """Chunks with something in them: what tokens are until the server says how many there were."""
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.guard: OutputGuard | None = None
+        self.calls: set[int] = set()
+        self.parts: list[str] | None = None
+
+    def read(self, sent: ChunkChoice) -> Piece:
+        """What a chunk adds. The piece that ends the choice has a reason."""
+        piece = Piece(self.index, text=sent.delta.content or "")
+        for call in sent.delta.tool_calls or ():
+            piece.calls = piece.calls or []
+            if call.index not in self.calls and call.function is not None:
+                self.calls.add(call.index)
+                piece.calls.append(CallPiece(call.index, call.id or f"call_{call.index}", call.function.name, ""))
+            if call.function is not None and call.function.arguments:
+                piece.calls.append(CallPiece(call.index, None, None, call.function.arguments))
+        self.completion_tokens += bool(piece.text or piece.calls)
+        reason = sent.finish_reason
+        if reason is not None:
+            piece.finish_reason = reason if reason in _REASONS else "stop"
+        if self.guard is not None:
+            piece.text, blocked = self.guard.push(piece.text, final=reason is not None)
+            if blocked:
+                piece.finish_reason = CONTENT_FILTER
+        if piece.finish_reason is not None:
+            self.finished, self.outcome = True, piece.finish_reason
+        if self.parts is not None:
+            self.parts.append(piece.text)
+        return piece
+
+
+class Relay(Generation):
+    """An answer that another server writes."""
+
+    model: RemoteModel
+    choices: list[RelayChoice]
+
+    def __init__(
+        self,
+        model: RemoteModel,
+        body: dict[str, Any],
+        *,
+        choices: int,
+        request_id: str,
+        metrics: Metrics,
+        started_at: float,
+        prompt_tokens: int,
+        most_tokens: int,
+        time_limit_s: float | None = None,
+    ) -> None:
+        """`prompt_tokens`: a guess, until the server says how many there were."""
+        self.id = uuid.uuid4().hex
+        self.model = model
+        self.replica = model.members[0].server.name
+        self.choices = [RelayChoice(index) for index in range(choices)]
+        self._body = body
+        self._request_id = request_id
+        self._metrics = metrics
+        self._observed: RequestMetrics | None = None
+        self._started_at = started_at
+        self._submitted_at: float | None = None
+        self._trace = sampled_trace()
+        self._guessed_prompt = prompt_tokens
+        self._most_tokens = most_tokens
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._usage: ChunkUsage | None = None
+        self._pieces: list[Piece] = []
+        self._ends: list[Piece] = []
+        """What ends choices, kept back until the server's stream is over."""
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._over = False
+        self._reader: asyncio.Task[None] | None = None
+
+    def submit(self, gate: Gate | None = None) -> None:
+        assert gate is None, "whoever runs the model has a queue of their own"
+        self._submitted_at = time.monotonic()
+        member = self.model.choose()
+        self.replica = member.server.name
+        self._observed = self._metrics.request(self.model.base_name, self.replica)
+        if self.on_submit is not None:
+            self.on_submit(self.replica)
+        self._reader = asyncio.create_task(self._read(member), name=f"relay {self.id}")
+
+    async def next(self, within: float | None = None) -> list[Piece]:
+        if self._deadline is not None:
+            left = max(self._deadline - time.monotonic(), 0.0)
+            within = left if within is None else min(within, left)
+        if not self._pieces and not self._over:
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within):
+                    await self._arrived.wait()
+        if not self._pieces and not self._over and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._expire()
+        pieces, self._pieces = self._pieces, []
+        self._room.set()
+        if not pieces and self._error is not None:
+            raise self._error
+        return pieces
+
+    def fail(self, error: Exception) -> None:
+        self.close()
+        self._error = self._error or error
+        self._end()
+
+    def close(self) -> None:
+        # Once: a second time would interrupt the closing of the connection.
+        if self._reader is not None and not self._reader.cancelling():
+            self._reader.cancel()
+
+    async def quiet(self) -> None:
+        """Nothing is heard of what was cut off: the connection is closed."""
+
+    def guard(self, make: Callable[[], OutputGuard]) -> None:
+        for choice in self.choices:
+            choice.guard = make()
+
+    def cut(self, index: int) -> None:
+        self.choices[index].finished, self.choices[index].outcome = True, CONTENT_FILTER
+        if self._finished and not self._over:
+            self.close()
+            self._end()
+
+    def keep_text(self) -> None:
+        for choice in self.choices:
+            choice.parts = []
+
+    def texts(self, most: int) -> list[tuple[str, str]] | None:
+        if self.choices[0].parts is None:
+            return None
+        prompt = msgspec.json.encode(self._body["messages"]).decode()[:most]
+        return [(prompt, "".join(choice.parts or ())[:most]) for choice in self.choices]
+
+    def runs(self, purpose: str = "") -> list[Run]:
+        return [
+            self._run(choice, purpose, self.prompt_tokens, self.cached_tokens, choice.completion_tokens)
+            for choice in self.choices
+        ]
+
+    @property
+    def done(self) -> bool:
+        return self._over and not self._pieces and self._error is None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._guessed_prompt if self._usage is None else self._usage.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        details = None if self._usage is None else self._usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    @property
+    def completion_tokens(self) -> int:
+        counted = sum(choice.completion_tokens for choice in self.choices)
+        return counted if self._usage is None else self._usage.completion_tokens
+
+    @property
+    def most_completion_tokens(self) -> int:
+        return self._most_tokens
+
+    async def _read(self, member: RemoteMember) -> None:
+        try:
+            async with aclosing(self.model.answer(self._body, self._request_id, member)) as chunks:
+                async for chunk in chunks:
+                    self._take(chunk)
+                    if self._finished and self._cut:
+                        break
+                    while len(self._pieces) >= MOST_UNREAD:
+                        self._room.clear()
+                        await self._room.wait()
+            if not self._finished:
+                self._error = EngineLost("The server behind this model ended its answer early.")
+        except ApiError as error:
+            if not self._finished:  # what breaks after the end breaks nothing
+                self._error = error
+        except Exception:
+            log.exception("relay failed", extra={"request_id": self._request_id, "model": self.model.name})
+            self._error = ServerError("The server failed on this request.")
+        finally:
+            self._end()
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def _cut(self) -> bool:
+        """Whether it was ended here, so that the server need not go on."""
+        return any(choice.outcome == CONTENT_FILTER and choice.guard is not None for choice in self.choices)
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            if self._error is None:
+                self._pieces += self._ends
+                self._observe_end()
+        self._arrived.set()
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        now = time.monotonic()
+        for sent in chunk.choices:
+            if not 0 <= sent.index < len(self.choices) or self.choices[sent.index].finished:
+                continue
+            choice = self.choices[sent.index]
+            piece = choice.read(sent)
+            if piece.text or piece.calls:
+                self._observe(choice, now)
+            if piece.finish_reason is not None:
+                self._ends.append(piece)
+            elif piece.text or piece.calls:
+                self._pieces.append(piece)
+                self._arrived.set()
+
+    def _expire(self) -> None:
+        """The server took longer than a request may."""
+        self.close()
+        if not self.completion_tokens:
+            self._error = RequestTimeout("The request did not produce a token in the time allowed.")
+        for choice in self.choices:
+            if not choice.finished:
+                choice.finished, choice.outcome = True, "timeout"
+                held = choice.guard.push("", final=True)[0] if choice.guard is not None else ""
+                self._ends.append(Piece(choice.index, text=held, finish_reason="length", stop_reason=TIME_LIMIT))
+        self._end()
+
+    def _observe(self, choice: RelayChoice, now: float) -> None:
+        assert self._observed is not None
+        if choice.last_at is None:
+            self.first_token_at = self.first_token_at or now
+            choice.first_at = now
+            self._observed.ttft.observe(now - self._started_at, trace=self._trace)
+        else:
+            self._observed.itl.observe(now - choice.last_at)
+        choice.last_at = now
+
+    def _observe_end(self) -> None:
+        if self._observed is None:
+            return
+        self._observed.e2e.observe(time.monotonic() - self._started_at, trace=self._trace)
+        self._observed.prompt_tokens.observe(self.prompt_tokens)
+        self._observed.generation_tokens.observe(self.completion_tokens)
+        for choice in self.choices:
+            self._metrics.finished(self.model.base_name, self.replica, choice.outcome or "unknown")

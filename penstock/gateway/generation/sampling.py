@@ -1,0 +1,129 @@
+"""From a validated request to the engine's sampling parameters; what depends on the model is checked here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from penstock.engine.request import EngineInfo, SamplingParams
+from penstock.gateway.app.decoding import not_supported
+from penstock.gateway.generation.schemas import Sampling
+from penstock.gateway.process.settings import GatewaySettings
+from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
+
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many tokens a request asks for, before the prompt's length is known."""
+
+    max_tokens: int | None
+    """As asked; None: as many as fit, at most `default`."""
+    default: int | None
+    param: str = "max_tokens"
+
+
+def sampling_params(
+    request: Sampling,
+    info: EngineInfo,
+    eos: tuple[int, ...],
+    limits: Limits,
+    *,
+    logprobs: int | None,
+    grammar: str = "",
+) -> SamplingParams:
+    """Everything, with the seed of choice 0; whether there is room for `max_tokens` depends on the prompt (`fit`)."""
+    stop_ids = tuple(request.stop_token_ids or ())
+    check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
+    check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
+    if request.stream_options is not None:
+        if not request.stream:
+            raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
+        if request.stream_options.include_obfuscation:
+            raise not_supported("stream_options.include_obfuscation")
+    seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
+    return SamplingParams(
+        max_tokens=limits.max_tokens or 0,
+        min_tokens=request.min_tokens or 0,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(request.top_k or 0, 0),
+        # 0 keeps the most likely token only, which any tiny mass does.
+        top_p=1.0 if request.top_p is None else max(request.top_p, 1e-9),
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=request.logit_bias or {},
+        seed=seed,
+        stop_token_ids=stop_ids if request.ignore_eos else tuple(dict.fromkeys((*eos, *stop_ids))),
+        logprobs=logprobs,
+        grammar=grammar,
+    )
+
+
+def fit(
+    params: SamplingParams,
+    prompt_tokens: int,
+    limits: Limits,
+    window: int,
+    prompt_param: str,
+    quota: int | None = None,
+) -> SamplingParams:
+    """Set `max_tokens` so that prompt and completion fit the window, or say why they cannot. `quota`: how much of the
+    window the caller may use."""
+    exceeded = ContextLengthExceeded
+    if quota is not None and quota < window:
+        window, exceeded = quota, ContextQuotaExceeded
+    room = window - prompt_tokens
+    if room < 1:
+        raise exceeded(limit=window, prompt_tokens=prompt_tokens, param=prompt_param)
+    if limits.max_tokens is not None:
+        if limits.max_tokens > room:
+            raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limits.max_tokens, param=prompt_param)
+        max_tokens = limits.max_tokens
+    else:
+        max_tokens = room if limits.default is None else min(room, limits.default)
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` ({params.min_tokens}) is more than may be generated ({max_tokens}).", param="min_tokens"
+        )
+    return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
+
+
+def limits(asked: int | None, settings: GatewaySettings, *, default: int | None, param: str) -> Limits:
+    """Apply the server's own cap to what was asked."""
+    cap = settings.max_tokens
+    if asked is not None and cap is not None and asked > cap:
+        raise InvalidRequest(f"`{param}` is {asked}; this server allows at most {cap}.", param=param)
+    if cap is not None:
+        default = cap if default is None else min(default, cap)
+    return Limits(asked, default, param)
+
+
+def with_seed(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of the i-th choice: the same, with the next seed."""
+    return params if choice == 0 else replace(params, seed=(params.seed + choice) & SEED_MASK)
+
+
+def stop_strings(request: Sampling) -> list[str]:
+    stops = [request.stop] if isinstance(request.stop, str) else list(request.stop or ())
+    if "" in stops:
+        raise InvalidRequest("`stop` must not contain an empty string.", param="stop")
+    return stops
+
+
+def check_token_ids(ids: tuple[int, ...] | list[int] | dict[int, float], vocab_size: int, param: str) -> None:
+    if ids and (worst := max(ids)) >= vocab_size:
+        raise InvalidRequest(
+            f"`{param}` contains token id {worst}; this model's ids are 0 to {vocab_size - 1}.", param=param
+        )
+
+
+def check_choices(prompts: int, n: int, settings: GatewaySettings) -> None:
+    if prompts * n > settings.max_choices:
+        asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
+        raise InvalidRequest(
+            f"{asked}; this server allows at most {settings.max_choices} in one request.",
+            param="n" if prompts == 1 else "prompt",
+        )

@@ -1,0 +1,262 @@
+"""Request bodies, as typed structs: decoding one checks every type and range.
+
+Policy: a parameter is honoured or refused, never ignored. Fields that are not in a struct are refused by name;
+fields of type `Unsupported` exist in the public API, and are refused with a sentence that says so.
+`null` means "not given" for every optional field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from penstock.gateway.rag.schemas import RagRequest
+
+Unsupported = Raw | UnsetType
+
+INT64 = 2**63 - 1
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is enforced either way."""
+
+
+class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Anything."""
+
+
+class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that is valid under a schema."""
+
+    json_schema: JsonSchema
+
+
+class RegexFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="regex"):
+    """Text that matches a regular expression, from its beginning to its end."""
+
+    regex: Annotated[str, Meta(min_length=1)]
+
+
+class ChoiceFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="choice"):
+    """One of some texts."""
+
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+
+
+class GrammarFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """Text of a Lark grammar."""
+
+    grammar: Annotated[str, Meta(min_length=1)]
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat
+
+
+class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What chat and text completions share."""
+
+    model: Name
+    max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
+    stop: (
+        Annotated[str, Meta(max_length=1024)]
+        | Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=16)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    speculation: bool | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[ToolDefinition], Meta(max_length=128)]
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: Name
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Name
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call the model made earlier in the conversation."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    refusal: str | None = None
+    annotations: Unsupported = UNSET
+    audio: Unsupported = UNSET
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Name | None = None
+    function_call: Unsupported = UNSET
+
+
+SessionId = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class NamedConversation(Struct, forbid_unknown_fields=True):
+    """A stored conversation, and what becomes of its oldest turns when it outgrows the window."""
+
+    id: SessionId
+    overflow: Literal["truncate", "summarise"] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    store: bool | None = None
+    conversation: SessionId | NamedConversation | None = None
+    rag: RagRequest | None = None
+    modalities: Unsupported = UNSET
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    server_tools: Annotated[list[Name], Meta(max_length=128)] | None = None
+    functions: Unsupported = UNSET
+    function_call: Unsupported = UNSET
+    audio: Unsupported = UNSET
+    prediction: Unsupported = UNSET
+    reasoning_effort: Unsupported = UNSET
+    verbosity: Unsupported = UNSET
+    web_search_options: Unsupported = UNSET
+    moderation: Unsupported = UNSET
+
+
+CHAT_UNSUPPORTED = (
+    "functions",
+    "function_call",
+    "audio",
+    "prediction",
+    "reasoning_effort",
+    "verbosity",
+    "web_search_options",
+    "moderation",
+)
+MESSAGE_UNSUPPORTED = ("audio", "function_call")
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: Unsupported = UNSET
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/tokenize: `prompt` or `messages`."""
+
+    model: Name
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    """For the estimate: how many completion tokens to price."""
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/detokenize"""
+
+    model: Name
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+
+
+class EmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings"""
+
+    model: Name
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    """Keep only this many tokens of each text, beginning and end marks included; -1: as many as the model takes."""
+    user: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class RerankDocument(Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/rerank"""
+
+    model: Name
+    query: str
+    documents: Annotated[list[str | RerankDocument], Meta(max_length=2**20)]
+    top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None

@@ -1,0 +1,100 @@
+"""`tools` and `tool_choice`: from what a client asks for to a toolbox, a prompt and a grammar."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from penstock.engine.grammar.interface import GrammarError
+from penstock.gateway.generation.response_format import GrammarDesk, encode, grammar_of
+from penstock.gateway.generation.schemas import ChatRequest, NamedTool, TextFormat, ToolDefinition
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ServedModel
+from penstock.text import grammars
+from penstock.text.grammars import Grammar
+from penstock.tools import prompt as prompting
+from penstock.tools.formats import ToolFormat, ToolFormatSetting, choose
+from penstock.tools.toolbox import Tool, Toolbox
+
+
+def check_tools(request: ChatRequest) -> None:
+    """What can be said about `tools` without knowing the model."""
+    tools, choice = request.tools, request.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            raise InvalidRequest("`tool_choice` is only allowed with `tools`.", param="tool_choice")
+        if request.parallel_tool_calls is not None:
+            raise InvalidRequest("`parallel_tool_calls` is only allowed with `tools`.", param="parallel_tool_calls")
+        return
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}].function"
+        if tool.function.name in names:
+            raise InvalidRequest(f"Two tools are called `{tool.function.name}`.", param=f"{at}.name")
+        names.add(tool.function.name)
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequest(f"`{at}.parameters` must describe an object.", param=f"{at}.parameters")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidRequest(
+            f"`tool_choice` names `{choice.function.name}`, which is not among the tools.", param="tool_choice"
+        )
+
+
+def tool_of(definition: ToolDefinition) -> Tool:
+    function = definition.function
+    return Tool(function.name, function.description, function.parameters, bool(function.strict))
+
+
+def toolbox_of(request: ChatRequest, model: ServedModel) -> Toolbox | None:
+    """The functions of a request; None where none may be called."""
+    choice = request.tool_choice
+    if not request.tools or choice == "none":
+        return None
+    form = format_of(model)
+    opener = model.text.token_id(form.opener)
+    return Toolbox(
+        tuple(map(tool_of, request.tools)),
+        form,
+        use="auto" if choice in (None, "auto") else "required",
+        only=choice.function.name if isinstance(choice, NamedTool) else None,
+        parallel=request.parallel_tool_calls is not False,
+        opener_id=opener if opener is not None and model.text.is_special(opener) else None,
+    )
+
+
+def format_of(model: ServedModel) -> ToolFormat:
+    return choose(cast(ToolFormatSetting, model.tool_format), model.text.template_source)
+
+
+def for_template(
+    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: ServedModel
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools as the model's template takes them."""
+    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        return messages, None
+    form = format_of(model)
+    if model.text.template_knows_tools:
+        return prompting.native(messages, form), [tool.described() for tool in tools] or None
+    return prompting.explained(messages, tools, form), None
+
+
+async def grammar_for(desk: GrammarDesk, request: ChatRequest, toolbox: Toolbox | None) -> str:
+    """The grammar of the answer, from `tools` and `response_format`; empty when anything may be said."""
+    wanted = request.response_format
+    free = wanted is None or isinstance(wanted, TextFormat)
+    if toolbox is None:
+        return await desk.response_format(wanted)
+    if free and not toolbox.constrained:
+        return ""
+    answer = None if free or toolbox.use == "required" else wanted
+    asked = (request.tools, request.tool_choice, request.parallel_tool_calls, answer)
+    key = encode((asked, toolbox.form.name, toolbox.opener_id))
+
+    def build() -> Grammar:
+        for tool in toolbox.allowed:
+            try:
+                grammars.check(grammars.json_schema(tool.parameters or {}))
+            except GrammarError as error:
+                raise GrammarError(f"the parameters of `{tool.name}`: {error}") from error
+        return toolbox.grammar(None if answer is None else grammar_of(answer))
+
+    return await desk.source(key, build, "tools")

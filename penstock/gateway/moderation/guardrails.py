@@ -1,0 +1,225 @@
+"""Guardrails: the configured rules for what may go into a model and come out of it, per tenant and tier.
+
+Patterns apply in the order of the configuration, each to what the ones before it left; then moderation models are asked
+about the rest. Input is refused with 400 or rewritten before a model sees it; output is filtered as it streams, and a
+refused one ends where the match begins, or with the last window that passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.config.guardrails import GuardrailConfig
+from penstock.errors import ConfigError
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.moderation.client import Moderation, Stage
+from penstock.gateway.moderation.models import moderator
+from penstock.identity import Caller
+from penstock.protocol.errors import ContentBlocked, ServiceUnavailable
+from penstock.text.pattern_filter import LONGEST_PATTERN, StreamFilter, TextPattern, TooSlow
+
+if TYPE_CHECKING:
+    from penstock.gateway.moderation.stream import Check
+    from penstock.gateway.process.service import Service
+
+log = logging.getLogger(__name__)
+
+INLINE_CHARACTERS = 4096
+"""Input up to this size is checked on the event loop."""
+_NO_TEXT = frozenset(("role", "type", "id", "tool_call_id"))
+"""Keys of a message whose values are not the client's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of the configuration, compiled."""
+
+    name: str
+    config: GuardrailConfig
+    patterns: tuple[TextPattern, ...]
+
+    @property
+    def replacement(self) -> str | None:
+        return self.config.replacement if self.config.action == "redact" else None
+
+    def applies(self, caller: Caller) -> bool:
+        return _applies(self.config, caller)
+
+
+class OutputGuard:
+    """The rules over the text of one choice."""
+
+    __slots__ = ("_filters", "_noted")
+
+    def __init__(self, rules: Sequence[Rule], noted: Callable[[Rule, int], None]) -> None:
+        self._noted = noted
+        self._filters = [(rule, StreamFilter(pattern, rule.replacement)) for rule in rules for pattern in rule.patterns]
+
+    def push(self, text: str, *, final: bool) -> tuple[str, bool]:
+        """Text that may be shown now, and whether the rest was refused."""
+        refused = False
+        for rule, stream in self._filters:
+            before = stream.hits
+            text, ended = stream.push(text, final=final)
+            if stream.hits > before:
+                self._noted(rule, stream.hits - before)
+            if ended:  # what is left of the match passes the other rules, and is all there is
+                final = refused = True
+        return text, refused
+
+
+class Guardrails:
+    """All rules of a gateway."""
+
+    def __init__(self, configured: Sequence[GuardrailConfig], service: Service) -> None:
+        rules = [_compiled(config) for config in configured if config.kind == "patterns"]
+        self._input = [rule for rule in rules if rule.config.stage != "output"]
+        self._output = [rule for rule in rules if rule.config.stage != "input"]
+        self._metrics = service.metrics
+        self._moderations = [
+            Moderation(config, moderator(service, config), service.metrics)
+            for config in configured
+            if config.kind == "model"
+        ]
+
+    async def close(self) -> None:
+        for moderation in self._moderations:
+            await moderation.close()
+
+    async def messages(self, exchange: Exchange, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation as a model may see it."""
+        rules = [rule for rule in self._input if rule.applies(exchange.caller)]
+        messages = await self._checked(rules, messages, "messages") if rules else messages
+        await self._moderate(exchange, messages, "messages")
+        return messages
+
+    async def prompt(self, exchange: Exchange, text: str) -> str:
+        rules = [rule for rule in self._input if rule.applies(exchange.caller)]
+        text = await self._checked(rules, text, "prompt") if rules else text
+        await self._moderate(exchange, [text], "prompt")
+        return text
+
+    def screening(self, exchange: Exchange) -> tuple[Check, int] | None:
+        """What says whether text of an answer may be shown, and how much is shown to it together; None when nothing
+        has to."""
+        asked = self._asked(exchange, "output")
+        if not asked:
+            return None
+
+        async def check(text: str) -> bool:
+            said = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
+            return all(verdict == "passed" for verdict in said)
+
+        return check, min(moderation.config.window for moderation in asked)
+
+    def _asked(self, exchange: Exchange, stage: Stage) -> list[Moderation]:
+        return [
+            moderation
+            for moderation in self._moderations
+            if moderation.config.stage in (stage, "both") and _applies(moderation.config, exchange.caller)
+        ]
+
+    async def _moderate(self, exchange: Exchange, values: Sequence[Any], param: str) -> None:
+        """Show each of `values`, messages or prompts, to the moderation models; raises what follows from it."""
+        asked = self._asked(exchange, "input")
+        if not asked:
+            return
+        texts = ["\n".join(_texts(value)) for value in values]
+        for moderation in asked:
+            verdict = await moderation.verdict(exchange, texts, "input")
+            if verdict == "flagged":
+                raise _blocked(moderation.config.name, param)
+            if verdict == "failed":
+                raise ServiceUnavailable(
+                    f"The rule `{moderation.config.name}` of this server could not be checked; try again.",
+                    code="moderation_unavailable",
+                )
+
+    def output(self, caller: Caller) -> Callable[[], OutputGuard] | None:
+        """Makes what watches a choice; None when nothing has to."""
+        rules = [rule for rule in self._output if rule.applies(caller)]
+        return (lambda: OutputGuard(rules, self._note_output)) if rules else None
+
+    async def _checked(self, rules: Sequence[Rule], value: Any, param: str) -> Any:
+        if _size(value) <= INLINE_CHARACTERS:
+            return self._check(rules, value, param)
+        return await asyncio.to_thread(self._check, rules, value, param)
+
+    def _check(self, rules: Sequence[Rule], value: Any, param: str) -> Any:
+        if isinstance(value, str):
+            for rule in rules:
+                value = self._apply(rule, value, param)
+            return value
+        if isinstance(value, dict):
+            return {key: item if key in _NO_TEXT else self._check(rules, item, param) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._check(rules, item, param) for item in value]
+        return value
+
+    def _apply(self, rule: Rule, text: str, param: str) -> str:
+        try:
+            for pattern in rule.patterns:
+                if not pattern.found(text):
+                    continue
+                if rule.replacement is None:
+                    raise self._refused(rule, param)
+                self._metrics.guardrail(rule.name, "input", "redact")
+                text = pattern.replaced(text, rule.replacement)
+        except TooSlow:
+            log.warning("guardrail %r takes too long on a request; it is refused", rule.name)
+            raise self._refused(rule, param) from None
+        return text
+
+    def _refused(self, rule: Rule, param: str) -> ContentBlocked:
+        self._metrics.guardrail(rule.name, "input", "refuse")
+        return _blocked(rule.name, param)
+
+    def _note_output(self, rule: Rule, times: int) -> None:
+        self._metrics.guardrail(rule.name, "output", rule.config.action, times)
+
+
+def _applies(config: GuardrailConfig, caller: Caller) -> bool:
+    tenants, tiers = config.tenants, config.tiers
+    return not (tenants or tiers) or caller.tenant in tenants or caller.tier in tiers
+
+
+def _blocked(rule: str, param: str) -> ContentBlocked:
+    return ContentBlocked(f"The request was refused by the rule `{rule}` of this server.", param=param)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """What a message says, its calls included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _NO_TEXT:
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
+
+
+def _compiled(config: GuardrailConfig) -> Rule:
+    try:
+        patterns = [TextPattern(source) for source in config.patterns]
+        if config.words:
+            patterns.insert(0, TextPattern.of_words(config.words))
+    except ConfigError as error:
+        raise ConfigError(f"guardrails: {config.name}: {error}") from error
+    for source in (*config.patterns, *config.words):
+        if len(source) > LONGEST_PATTERN:
+            raise ConfigError(f"guardrails: {config.name}: a pattern has more than {LONGEST_PATTERN} characters")
+    return Rule(config.name, config, tuple(patterns))

@@ -1,0 +1,227 @@
+"""The gateway process: load the text side of each model, connect to the engines, listen, drain.
+
+HTTP is parsed on the same event loop that answers (`http/`): handing requests between threads costs more than parsing
+them. Sockets are bound with SO_REUSEPORT, so several gateway processes can share one port; each has its own engine
+connections, and they count together at the supervisor's desk (`workers/`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import uvloop
+
+from penstock.backends.embedder import Embedder
+from penstock.backends.encoder import EncoderBackend
+from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.config.encoders import EncoderConfig
+from penstock.config.remotes import RemoteConfig
+from penstock.config.schema import Config
+from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.app.asgi import App
+from penstock.gateway.app.endpoint import Door
+from penstock.gateway.http.connection import Application
+from penstock.gateway.http.listener import Listener
+from penstock.gateway.process import garbage_collection as interpreter
+from penstock.gateway.process.limits import connections
+from penstock.gateway.process.model_follower import Follower, served
+from penstock.gateway.process.service import Service
+from penstock.gateway.process.settings import GatewaySettings, Worker
+from penstock.gateway.process.supervisor_link import ControlLine
+from penstock.identity.exposure import check_doors
+from penstock.protocol.transport import CurveClient
+from penstock.routing.encoders import Encoders
+from penstock.routing.registry import Registry
+from penstock.routing.remotes import RemoteModel
+from penstock.telemetry import logging as telemetry_logging
+
+log = logging.getLogger("penstock.gateway")
+
+CLOSE_S = 1.5
+"""How long the listener may take to close its connections once the drain is over."""
+
+
+def run(
+    config: Config,
+    endpoints: Mapping[str, Sequence[str]],
+    curve: Mapping[str, CurveClient] | None = None,
+    *,
+    ask: Callable[[str], None] | None = None,
+    control: Path | None = None,
+    worker: Worker | None = None,
+    listening: Callable[[], None] = lambda: None,
+    wrap: Callable[[App], Application] = lambda app: app,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
+    `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
+    `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
+    processes on the port this is; `listening` is called once connections are accepted;
+    `wrap`: what stands in front of the application, such as the console."""
+    settings = GatewaySettings.from_config(config, worker)
+    telemetry_logging.configure(settings.log_format, settings.log_level)
+    missing = [model.name for model in settings.models if model.name not in endpoints]
+    if missing:
+        raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
+    if worker is None:
+        check_port(settings.host, settings.port)
+        if settings.admin_port is not None:
+            check_port(settings.admin_host, settings.admin_port)
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, wrap))
+
+
+async def _run(
+    settings: GatewaySettings,
+    endpoints: Mapping[str, Sequence[str]],
+    curve: Mapping[str, CurveClient],
+    ask: Callable[[str], None] | None,
+    control: Path | None,
+    listening: Callable[[], None],
+    wrap: Callable[[App], Application],
+) -> None:
+    await check_doors(settings.host, settings.store_url or "")
+    if settings.admin_port is not None:
+        await check_doors(settings.admin_host, settings.store_url or "")
+    registry = Registry(
+        (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
+        (_remote(settings, remote) for remote in settings.remotes),
+    )
+    encoders = Encoders(
+        (
+            served_encoder(encoder, endpoints[encoder.name][0], curve.get(encoder.name), ask)
+            for encoder in settings.encoders
+            if encoder.name in endpoints
+        ),
+        settings.encoders,
+    )
+    interpreter.settle_in()
+    stop = asyncio.Event()
+    with _signals(stop):
+        await serve(
+            settings, registry, stop, lambda service: listening(), encoders=encoders, control=control, wrap=wrap
+        )
+
+
+def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
+    resilience = settings.how_resilient()
+    upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
+    return RemoteModel(
+        remote.name,
+        [OpenAIServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
+        aliases=remote.aliases,
+        input_price=remote.input_price,
+        output_price=remote.output_price,
+        max_in_flight=remote.max_in_flight,
+        context_window=remote.context_window,
+        check_s=remote.check_s,
+        limit_field=remote.max_tokens_field,
+        breaker=resilience.breaker,
+        retry_share=resilience.retry_share,
+    )
+
+
+def served_encoder(
+    encoder: EncoderConfig, endpoint: str, curve: CurveClient | None = None, ask: Callable[[str], None] | None = None
+) -> Embedder:
+    backend = EncoderBackend(
+        endpoint, curve=curve, silence_s=encoder.watchdog_s + 15.0, max_in_flight=encoder.max_waiting
+    )
+    return Embedder(
+        encoder.name, encoder.source, backend, ask=ask, wait_s=encoder.wait_s, input_price=encoder.input_price
+    )
+
+
+async def serve(
+    settings: GatewaySettings,
+    registry: Registry,
+    stop: asyncio.Event,
+    listening: Callable[[Service], None] | None = None,
+    encoders: Encoders | None = None,
+    control: Path | None = None,
+    wrap: Callable[[App], Application] = lambda app: app,
+) -> None:
+    """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
+    service = Service(settings, registry, encoders)
+    if control is not None:
+        service.control = ControlLine(control, Follower(service).follow)
+    await service.start()
+    room = connections()
+    doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
+    if settings.admin_port is not None:
+        doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
+    apps = [App(service, door) for door, _, _ in doors]
+    # What administrates stands where administration is.
+    fronts: list[Application] = [
+        app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
+    ]
+    listeners = [
+        Listener(
+            front, app.failed, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room
+        )
+        for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
+    ]
+    watched = [asyncio.create_task(stop.wait(), name="stop signal")]
+    if service.desk is not None:
+        watched.append(asyncio.create_task(service.desk.lost.wait(), name="desk lost"))
+    try:
+        for (_, host, port), listener in zip(doors, listeners, strict=True):
+            await listener.start()
+            log.info("listening", extra={"url": f"http://{host}:{port}"})
+        service.run_batches(apps[0].answer_inner, apps[0].paths)
+        if listening is not None:
+            listening(service)
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            log.info("draining", extra={"seconds": settings.drain_s})
+            await service.drain(settings.drain_s)
+    finally:
+        # A client that does not read must not keep the process alive.
+        await asyncio.gather(*(listener.close(CLOSE_S) for listener in listeners))
+        await service.close()
+        for task in watched:
+            task.cancel()
+        await asyncio.gather(*watched, return_exceptions=True)
+    if not stop.is_set():
+        raise PenstockError("the desk of the supervisor ended by itself")
+    log.info("stopped")
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`; a second one ends the process the hard way."""
+    loop = asyncio.get_running_loop()
+
+    def request_stop(number: signal.Signals) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, request_stop, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail early and clearly: with SO_REUSEPORT a second server would silently share the first one's clients."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use by another program; stop it or choose another port"
+            ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,54 @@
+"""The request log as the configuration asks for it: which sink, and where entries wait while it is away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.gateway.process.settings import GatewaySettings
+from penstock.metering.request_log import Counts, RequestLog, Sink
+from penstock.metering.request_sinks import open_sink
+from penstock.metering.request_store import RequestStore
+from penstock.metering.spool import Spool
+from penstock.storage import Database
+from penstock.storage.database import default_url, state_folder
+from penstock.telemetry.metrics import Metrics
+
+DAY_S = 86_400.0
+OFF = "off"
+
+
+def open_request_log(settings: GatewaySettings, database: Database | None, metrics: Metrics) -> RequestLog | None:
+    """None when it is off, or nothing was configured that could hold it."""
+    config = settings.request_log
+    if config.url == OFF or (not config.url and database is None):
+        return None
+    retention_s = None if config.retention_days is None else config.retention_days * DAY_S
+    sink: Sink
+    if config.url:
+        sink = open_sink(config.url, retention_s=retention_s)
+    else:
+        sink = _in_store(database, retention_s)
+    folder = Path(config.spool) if config.spool else _spool_folder(settings)
+    try:
+        spool = Spool(folder, config.spool_limit)
+    except OSError as error:
+        raise ConfigError(f"request_log.spool: {folder} cannot be used: {error}") from error
+    counts = Counts(metrics.request_log_written, metrics.request_log_spooled, metrics.request_log_lost)
+    return RequestLog(sink, spool, counts, batch=config.batch, flush_s=config.flush_s)
+
+
+def _in_store(database: Database | None, retention_s: float | None) -> RequestStore:
+    assert database is not None
+
+    async def already_open() -> Database:
+        return database
+
+    return RequestStore(already_open, retention_s=retention_s, owned=False)
+
+
+def _spool_folder(settings: GatewaySettings) -> Path:
+    for url in (settings.request_log.url, settings.store_url or default_url()):
+        if url.startswith("sqlite:///"):
+            return Path(url.removeprefix("sqlite:///")).parent / "request_log_spool"
+    return state_folder() / "request_log_spool"

@@ -1,0 +1,425 @@
+"""What every endpoint shares: settings, models, metrics, the drain state, and text work kept off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from penstock.backends.base import Backend
+from penstock.config.context import ConversationsConfig
+from penstock.config.schema import CountersConfig
+from penstock.conversations import ConversationStore, Sessions
+from penstock.conversations.store import SqlConversations
+from penstock.errors import ConfigError
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.charges import Accounts
+from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.batches.files import FileStore
+from penstock.gateway.batches.runner import Answerer, BatchRunner
+from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.response_format import GrammarDesk
+from penstock.gateway.moderation.guardrails import Guardrails
+from penstock.gateway.process.readiness import Readiness
+from penstock.gateway.process.request_log import open_request_log
+from penstock.gateway.process.settings import GatewaySettings
+from penstock.gateway.process.supervisor_link import ControlLine
+from penstock.gateway.process.tracing import Watch
+from penstock.gateway.quality.feedback import Feedback
+from penstock.gateway.quality.judge import Judge
+from penstock.gateway.rag.library import LibraryDesk
+from penstock.gateway.response_cache.cache import Recall, open_store
+from penstock.gateway.workers.client import DeskClient, DeskLimits
+from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
+from penstock.limits import LimitStore
+from penstock.limits.memory import MemoryLimits
+from penstock.metering.ledger import Ledger
+from penstock.metering.request_log import RequestLog
+from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
+from penstock.routing.encoders import Encoders
+from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.replica_metrics import add_replica_metrics
+from penstock.routing.slices import Slices
+from penstock.storage import Database, open_database
+from penstock.storage.database import redacted
+from penstock.telemetry.cache_metrics import CacheMetrics
+from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.exposition import render
+from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.metrics import EngineView, Metrics
+from penstock.telemetry.route_metrics import RouteMetrics
+from penstock.telemetry.timeline import Shown, TraceQuery, newest
+from penstock.text import ChatTemplateError
+from penstock.tools.execution import ToolRegistry
+from penstock.tools.execution.specs import ToolSpecStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CUT_S = 1.0
+"""After the drain: how long requests that were cut may take to say so."""
+UPLOADS = 4
+"""Files that are read at one time: each is in memory while it is."""
+INLINE_CHARACTERS = 4096
+"""Text up to this size is tokenized on the event loop: it takes less time than a thread's round trip."""
+
+
+class Service:
+    """One gateway process."""
+
+    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.encoders = encoders or Encoders((), ())
+        self.metrics = Metrics(self._views, settings.telemetry.most_series)
+        self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
+        self.watch = Watch(settings.telemetry, self.metrics)
+        add_replica_metrics(self.metrics.registry, registry)
+        self.knowledge = LibraryDesk(
+            settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
+        )
+        self.recall = self._recall()
+        self.readiness = Readiness()
+        self.slices = Slices(registry, settings.time_slice_s)
+        self.draining = False
+        self._generations: set[Generation] = set()
+        self._requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.grammars = GrammarDesk(self.metrics)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
+        self.database: Database | None = None
+        self.identities: IdentityStore | None = None
+        self.accounts: Accounts | None = None
+        self.responses: ResponseStore | None = None
+        self.feedback: Feedback | None = None
+        self.files: FileStore | None = None
+        self.batches: BatchStore | None = None
+        self._batch_runner: BatchRunner | None = None
+        self._paths: frozenset[str] = frozenset()
+        self.uploads = asyncio.Semaphore(UPLOADS)
+        self.request_log: RequestLog | None = None
+        self.sessions: Sessions | None = None
+        self.tools: ToolRegistry | None = None
+        self.control: ControlLine | None = None
+        """The line to the supervisor, where there is one."""
+        self.judge: Judge | None = None
+        self._keyring: KeyRing | None = None
+        self.desk: DeskClient | None = None
+        if settings.worker is not None:
+            self.desk = DeskClient(
+                settings.worker.desk,
+                settings.worker.number,
+                readings=self.metrics.registry.readings,
+                changed=self._identities_changed_elsewhere,
+                traces=self.watch.recent.find,
+            )
+        self.prices = settings.price_book()
+        self.quotas = Quotas(_counters(settings.counters, self.desk), settings.tiers, settings.limits, self.prices)
+        self.admissions = Admissions(settings, registry, self.metrics)
+        self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
+        self._background: set[asyncio.Task[None]] = set()
+        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
+
+    async def start(self) -> None:
+        if self.desk is not None:
+            await self.desk.start()
+        if self.settings.store_url is not None:
+            self.database = await open_database(self.settings.store_url)
+            self.identities = IdentityStore(self.database)
+            await self.identities.prepare()
+            self._keyring = KeyRing(
+                self.identities,
+                default_tier=self.settings.default_tier,
+                fresh_s=self.settings.key_fresh_s,
+                grace_s=self.settings.key_grace_s,
+            )
+            if self.settings.responses_per_tenant:
+                self.responses = ResponseStore(
+                    self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
+                )
+                await self.responses.prepare()
+            self.feedback = Feedback(self.database, self.metrics.registry)
+            await self.feedback.prepare()
+            self.files = FileStore(self.database, keep_s=self.settings.batches.keep_files_s)
+            await self.files.prepare()
+            self.batches = BatchStore(self.database)
+            await self.batches.prepare()
+            self.accounts = Accounts(
+                Ledger(self.database, durable=self.settings.durable_charges),
+                self.prices,
+                self.registry,
+                self.metrics.usage,
+                dead_after_s=self.settings.gateway_timeout_s,
+                patience_s=self.settings.ledger_wait_s,
+            )
+            await self.accounts.start()
+        await self.routes.start(self.database)
+        self.sessions = open_sessions(self.settings.conversations, self.database)
+        if self.sessions is not None:
+            await self.sessions.start()
+        self.tools = await self._open_tools()
+        if self.settings.judge.rate:
+            self.judge = Judge(self, self.settings.judge)
+            self.judge.start()
+        self.request_log = open_request_log(self.settings, self.database, self.metrics)
+        if self.request_log is not None:
+            self.request_log.start()
+        await self.knowledge.start(self.database)
+        for backend in self._backends():
+            await backend.start()
+        for remote in self.registry.remotes.values():
+            await remote.start()
+        if self.control is not None:
+            await self.control.start()
+        self.slices.start()
+        await self.admissions.start()
+
+    def run_batches(self, answer: Answerer, paths: Collection[str]) -> None:
+        """Take part in running batches; `answer` answers their requests, for the endpoints in `paths`."""
+        self._paths = frozenset(paths)
+        config = self.settings.batches
+        if self.batches is not None and self.files is not None and config.lines_at_once:
+            self._batch_runner = BatchRunner(
+                self.batches,
+                self.files,
+                answer,
+                self.holder,
+                lines_at_once=config.lines_at_once,
+                most_lines=config.most_lines,
+                lease_s=self.settings.gateway_timeout_s,
+                metrics=self.metrics.registry,
+            )
+            self._batch_runner.start()
+
+    def serves(self, path: str) -> bool:
+        """Whether requests of a batch may go there."""
+        return path in self._paths
+
+    def batches_changed(self) -> None:
+        """A batch was made here: look at once."""
+        if self._batch_runner is not None:
+            self._batch_runner.wake()
+
+    async def close(self) -> None:
+        if self.control is not None:
+            await self.control.close()
+        if self._batch_runner is not None:
+            await self._batch_runner.close()
+        await self.slices.close()
+        await self.admissions.close()
+        for remote in self.registry.remotes.values():
+            await remote.close()
+        if self.sessions is not None:
+            await self.sessions.close()
+        if self.judge is not None:
+            await self.judge.close()
+        if self.tools is not None:
+            await self.tools.close()
+        if self.guardrails is not None:
+            await self.guardrails.close()
+        for backend in self._backends():
+            await backend.close()
+        await self.knowledge.close()
+        if self.recall is not None:
+            await self.recall.close()
+        await self.encoders.close()
+        if self._background:
+            await asyncio.wait(self._background, timeout=CUT_S)
+        await self.quotas.close()
+        if self.desk is not None:
+            await self.desk.close()
+        if self.accounts is not None:
+            await self.accounts.close()
+        if self.request_log is not None:
+            await self.request_log.close()
+        await self.watch.close()
+        if self.database is not None:
+            await self.database.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
+
+    async def _open_tools(self) -> ToolRegistry | None:
+        """Tools that this gateway runs; None where there is no place for any."""
+        settings, store = self.settings, None
+        if self.database is not None:
+            store = ToolSpecStore(self.database)
+            await store.prepare()
+        elif not settings.tool_servers:
+            return None
+        networks = settings.tools.networks
+        return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
+
+    async def authenticate(self, exchange: Exchange, scope: Scope) -> Caller:
+        """Who sends this, allowed to do what `scope` covers; raises otherwise."""
+        if self._keyring is None:
+            return self._open_caller
+        sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
+        caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
+        if caller is OPEN_CALLER:
+            return self._open_caller
+        if scope not in caller.scopes:
+            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
+        return caller
+
+    async def holder(self, tenant: str, key: str) -> Caller:
+        """Who asked, earlier, for something that is done only now; raises when the key is not good any more."""
+        if self._keyring is None or not key:
+            return dataclasses.replace(self._open_caller, tenant=tenant)
+        return await self._keyring.holder(key)
+
+    def _recall(self) -> Recall | None:
+        """The response caches, if there are any."""
+        config = self.settings.cache
+        if config.exact == config.semantic == "off":
+            return None
+        encoder = None
+        if config.semantic != "off":
+            encoder = self.encoders.find(config.encoder) if config.encoder else self.encoders.default
+        return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Finish something after its request is over; waited for at the end."""
+        task = asyncio.create_task(work, name="after a request")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def identities_changed(self) -> None:
+        """Tenants or keys were changed here: when this returns, every gateway of this machine goes by it."""
+        self._identities_changed_elsewhere()
+        if self.desk is not None:
+            await self.desk.tell_changed()
+
+    def _identities_changed_elsewhere(self) -> None:
+        if self._keyring is not None:
+            self._keyring.refresh()
+
+    async def metrics_text(self, openmetrics: bool = False) -> bytes:
+        """Everything measured, by all gateways on this port."""
+        if self.desk is None:
+            return self.metrics.render(openmetrics)
+        return render(await self.desk.collect(), openmetrics)
+
+    async def traces(self, query: TraceQuery) -> list[Shown]:
+        """Timelines of recent requests, whichever gateway of this port answered them; the newest first."""
+        found = self.watch.recent.find(query)
+        if self.desk is not None:
+            found = newest(found + await self.desk.seek(query), query.limit)
+        return found
+
+    def cache_salt(self, caller: Caller) -> str:
+        """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
+        return "" if self.settings.share_prefixes or not caller.key else caller.tenant
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""
+        self.draining = True
+        self.metrics.draining.set(1)
+        if self._batch_runner is not None:
+            self._batch_runner.hold()
+        for wait in (seconds, CUT_S):
+            try:
+                async with asyncio.timeout(wait):
+                    await self._idle.wait()
+                return
+            except TimeoutError:
+                for generation in list(self._generations):
+                    generation.fail(
+                        EngineLost("The server is shutting down and could not finish this request in time.")
+                    )
+
+    def enter(self) -> None:
+        """A request for tokens begins; refused while draining."""
+        if self.draining:
+            raise Draining
+        self._requests += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self._requests -= 1
+        if not self._requests:
+            self._idle.set()
+
+    def track(self, generation: Generation) -> None:
+        self._generations.add(generation)
+
+    def untrack(self, generation: Generation) -> None:
+        self._generations.discard(generation)
+
+    async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if len(text) <= INLINE_CHARACTERS:
+            return model.text.encode(text, add_special_tokens=add_special_tokens)
+        return await self.in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        model: ServedModel,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation, as the model's template writes it."""
+        if not model.text.has_chat_template:
+            raise InvalidRequest(
+                f"`{model.name}` has no chat template; use /v1/completions.",
+                param="model",
+                code="no_chat_template",
+            )
+        size = sum(len(message["content"]) for message in messages)
+        encode = functools.partial(
+            model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+        try:
+            return encode() if size <= INLINE_CHARACTERS and not tools else await self.in_thread(encode)
+        except ChatTemplateError as error:
+            message = str(error)
+            raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+
+    def _backends(self) -> Iterator[Backend]:
+        return (model.backend for model in self.registry)
+
+    def _views(self) -> Iterator[EngineView]:
+        for model in self.registry:
+            for backend in model.backend.replicas:
+                awake = backend.state in ("awake", "drowsy")
+                yield EngineView(
+                    model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
+                )
+
+
+def open_sessions(config: ConversationsConfig, database: Database | None) -> Sessions | None:
+    """The conversations as the configuration asks for them; None when none are kept."""
+    store: ConversationStore
+    if config.url and config.url != "off":
+        if not config.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError(f"conversations.url: {redacted(config.url)} is not Redis; use redis://HOST:PORT or off")
+        from penstock.conversations.redis import RedisConversations
+
+        store = RedisConversations(config.url, ttl_s=config.ttl_s, most=config.per_user)
+    elif not config.url and database is not None:
+        store = SqlConversations(database, ttl_s=config.ttl_s, most=config.per_user)
+    else:
+        return None
+    return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
+
+
+def _counters(config: CountersConfig, desk: DeskClient | None) -> LimitStore:
+    local = MemoryLimits() if desk is None else DeskLimits(desk)
+    if not config.url:
+        return local
+    from penstock.limits.redis import RedisLimits
+
+    return RedisLimits(config.url, fallback=config.fallback, local=local)

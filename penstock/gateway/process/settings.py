@@ -1,0 +1,249 @@
+"""What the gateway needs to know, derived from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.batches import BatchesConfig
+from penstock.config.cache import CacheConfig
+from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
+from penstock.config.encoders import EncoderConfig
+from penstock.config.guardrails import GuardrailConfig
+from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.model import ModelConfig
+from penstock.config.remotes import RemoteConfig
+from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
+from penstock.config.schema import (
+    LAST_CLASS,
+    Config,
+    CountersConfig,
+    LimitConfig,
+    PriceConfig,
+    RequestLogConfig,
+    ResilienceConfig,
+    TelemetryConfig,
+    TierConfig,
+)
+from penstock.metering.prices import Price, PriceBook, PriceEntry
+from penstock.routing.breaker import BreakerPolicy
+from penstock.routing.dispatch import Resilience
+from penstock.routing.handover import HandoverPolicy
+from penstock.telemetry.logging import LogFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model as clients see it."""
+
+    name: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """Names of its configured LoRA adapters."""
+    time_slice: str = ""
+    """The group of models with which it takes turns."""
+    input_price: float = 0.0
+    """Money per million prompt tokens."""
+    output_price: float = 0.0
+    cost_per_hour: float = 0.0
+    """Dollars that the hardware of one engine costs."""
+    tool_format: str = "auto"
+    downgrade_to: str = ""
+    """What answers best-effort callers while too many wait."""
+    fallback: tuple[str, ...] = ()
+    overflow_at: int | None = None
+    max_in_flight: int = 4096
+    """Requests running or waiting in its engine; more are refused."""
+    silence_s: float = 75.0
+    """An engine that says nothing for this long is taken for dead: longer than its own watchdog."""
+    handover: HandoverPolicy = HandoverPolicy()  # noqa: RUF009
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelSettings:
+        return cls(
+            name=model.name,
+            source=model.source,
+            aliases=model.aliases,
+            adapters=tuple(spec.name for spec in model.adapters),
+            time_slice=model.time_slice,
+            silence_s=model.watchdog_s + 15.0,
+            input_price=model.input_price,
+            output_price=model.output_price,
+            cost_per_hour=model.cost_per_hour,
+            tool_format=model.tool_format,
+            downgrade_to=model.downgrade_to,
+            fallback=model.fallback,
+            overflow_at=model.overflow_at,
+            max_in_flight=model.max_waiting + (model.max_running or 0),
+            handover=HandoverPolicy(model.handover_tokens, model.handover_wait_s),
+        )
+
+    @property
+    def price(self) -> PriceEntry:
+        return PriceEntry(Price.per_million(self.input_price, self.output_price), model=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One of several gateway processes that share a port."""
+
+    number: int
+    desk: Path
+    """Where the supervisor's desk listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    models: tuple[ModelSettings, ...]
+    encoders: tuple[EncoderConfig, ...] = ()
+    worker: Worker | None = None
+    """None: this process has the port for itself."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    body_limit: int = 4 * 2**20
+    header_limit: int = 64 * 2**10
+    receive_s: float = 30.0
+    """How long headers, then the body, may take to arrive."""
+    cors_origins: tuple[str, ...] = ()
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Where /v1/admin is answered; None: where everything is."""
+    drain_s: float = 30.0
+    keep_alive_s: float = 10.0
+    """A stream with nothing to say sends a comment this often."""
+    hold_status_s: float = 15.0
+    """How long the status line waits for the first token."""
+    engine_wait_s: float = 10.0
+    """How long a request waits for an engine that is not up."""
+    time_slice_s: float = 10.0
+    """How long a model that takes turns stays awake at least."""
+    stalled_reader_s: float = 60.0
+    """A client that takes nothing from its socket for this long is gone."""
+    default_max_tokens: int | None = None
+    max_tokens: int | None = None
+    time_limit_s: float | None = 30.0
+    max_choices: int = 16
+    store_url: str | None = None
+    """Where tenants and keys are; None: nowhere, and everybody is let in."""
+    durable_charges: bool = False
+    """Every charge waits for the disk."""
+    keep_responses_s: float = 30 * 86400.0
+    responses_per_tenant: int = 10_000
+    gateway_timeout_s: float = 20.0
+    ledger_wait_s: float = 5.0
+    """A gateway that shows no sign of life for this long has died."""
+    default_tier: str = ""
+    key_fresh_s: float = 5.0
+    key_grace_s: float = 3600.0
+    share_prefixes: bool = False
+    tiers: tuple[TierConfig, ...] = ()
+    limits: tuple[LimitConfig, ...] = ()
+    counters: CountersConfig = CountersConfig()  # noqa: RUF009
+    routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
+    routes: tuple[RouteConfig, ...] = ()
+    resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
+    admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
+    remotes: tuple[RemoteConfig, ...] = ()
+    prices: tuple[PriceConfig, ...] = ()
+    guardrails: tuple[GuardrailConfig, ...] = ()
+    conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
+    tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
+    tool_servers: tuple[ToolServerConfig, ...] = ()
+    knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
+    judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
+    request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
+    cache: CacheConfig = CacheConfig()  # noqa: RUF009
+    telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
+    batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
+    log_format: LogFormat = "text"
+    log_level: str = "info"
+
+    def price_book(self) -> PriceBook:
+        """The configured prices; a model's own are what is left when no entry is for it."""
+        own = [model.price for model in self.models]
+        own += [
+            PriceEntry(Price.per_million(remote.input_price, remote.output_price), model=remote.name)
+            for remote in self.remotes
+        ]
+        own += [
+            PriceEntry(Price.per_million(encoder.input_price, 0.0), model=encoder.name) for encoder in self.encoders
+        ]
+        listed = [
+            PriceEntry(
+                Price.per_million(entry.input_price, entry.output_price, entry.cached_price, entry.batch_percent),
+                model=entry.model, adapter=entry.adapter, tier=entry.tier,
+            )
+            for entry in self.prices
+        ]  # fmt: skip
+        last = [tier.name for tier in self.tiers if tier.priority == LAST_CLASS]
+        return PriceBook([*listed, *own], batch_tiers=last)
+
+    def how_resilient(self) -> Resilience:
+        """What a model's replicas do when one of them fails."""
+        config = self.resilience
+        return Resilience(
+            attempts=config.attempts,
+            stall_s=config.stall_s,
+            park_s=self.engine_wait_s,
+            resume_s=config.resume_s,
+            retry_share=config.retry_share,
+            hedge_s=config.hedge_s,
+            breaker=BreakerPolicy(failures=config.breaker_failures, open_s=config.breaker_open_s),
+        )
+
+    @classmethod
+    def from_config(cls, config: Config, worker: Worker | None = None) -> GatewaySettings:
+        server, generation = config.server, config.generation
+        return cls(
+            worker=worker,
+            models=tuple(map(ModelSettings.of, config.models)),
+            encoders=config.encoders,
+            host=server.host,
+            port=server.port,
+            body_limit=server.body_limit,
+            header_limit=server.header_limit,
+            receive_s=server.receive_s,
+            cors_origins=server.cors_origins,
+            admin_host=server.admin_host,
+            admin_port=server.admin_port,
+            drain_s=server.drain_s,
+            keep_alive_s=server.keep_alive_s,
+            engine_wait_s=server.engine_wait_s,
+            time_slice_s=server.time_slice_s,
+            default_max_tokens=generation.default_max_tokens,
+            max_tokens=generation.max_tokens,
+            time_limit_s=generation.time_limit_s,
+            max_choices=generation.max_choices,
+            store_url=config.store.url,
+            durable_charges=config.store.durability == "machine",
+            keep_responses_s=config.store.keep_responses_s,
+            responses_per_tenant=config.store.responses_per_tenant,
+            gateway_timeout_s=config.store.gateway_timeout_s,
+            ledger_wait_s=config.store.wait_s,
+            default_tier=config.auth.default_tier,
+            key_fresh_s=config.auth.fresh_s,
+            key_grace_s=config.auth.grace_s,
+            share_prefixes=config.auth.share_prefixes,
+            tiers=config.tiers,
+            limits=config.limits,
+            counters=config.counters,
+            routing=config.routing,
+            routes=config.routes,
+            resilience=config.resilience,
+            admission=config.admission,
+            remotes=config.remotes,
+            prices=config.prices,
+            guardrails=config.guardrails,
+            conversations=config.conversations,
+            tools=config.tools,
+            tool_servers=config.tool_servers,
+            knowledge=config.knowledge,
+            judge=config.judge,
+            request_log=config.request_log,
+            cache=config.cache,
+            telemetry=config.telemetry,
+            batches=config.batches,
+            log_format=config.logging.format,
+            log_level=config.logging.level,
+        )

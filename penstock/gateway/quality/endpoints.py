@@ -1,0 +1,81 @@
+"""POST /v1/feedback: what a user thinks of an answer; GET /v1/admin/feedback: what all of them think."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from penstock.gateway.app.decoding import decode, decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.prepare import identify
+from penstock.gateway.process.service import Service
+from penstock.gateway.quality.feedback import Feedback, Rating, Selection
+from penstock.metering.ledger import LedgerError
+from penstock.metering.reports import moment
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+COMMENT = 4000
+"""Characters of a comment."""
+
+
+class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A vote on an answer."""
+
+    response_id: Annotated[str, msgspec.Meta(max_length=256)]
+    rating: Rating
+    comment: Annotated[str, msgspec.Meta(max_length=COMMENT)] | None = None
+    user: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+
+class FeedbackQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    since: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    route: str | None = None
+    rating: Rating | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 100
+
+
+_decoder = msgspec.json.Decoder(FeedbackRequest)
+
+
+async def give_feedback(service: Service, exchange: Exchange) -> None:
+    request = decode(_decoder, await exchange.body(service.settings.body_limit))
+    identify(exchange, request.user, None)
+    user, comment = ((text or "").replace("\0", "") for text in (exchange.record.user_id, request.comment))
+    try:
+        vote = await _store(service).vote(exchange.caller.tenant, user, request.response_id, request.rating, comment)
+    except DatabaseError as error:
+        raise _away() from error
+    if vote is None:
+        raise NotFound(f"There is no answer `{request.response_id[:128]}` to vote on.", param="response_id")
+    if request.rating == "down" and service.recall is not None:
+        await service.recall.suspect(exchange.caller.tenant, request.response_id)
+    await exchange.reply_json(vote.shown())
+
+
+async def list_feedback(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(FeedbackQuery, exchange.scope)
+    store = _store(service)
+    try:
+        since = None if asked.since is None else moment(asked.since)
+        only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating)
+        votes, totals = await store.votes(only, asked.limit), await store.totals(only)
+    except LedgerError as error:
+        message = str(error)
+        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+    except DatabaseError as error:
+        raise _away() from error
+    await exchange.reply_json({"object": "list", "data": [vote.shown() for vote in votes], "totals": totals})
+
+
+def _store(service: Service) -> Feedback:
+    if service.feedback is None:
+        raise ServiceUnavailable("This gateway keeps no accounts, so it cannot tell whose an answer is.")
+    return service.feedback
+
+
+def _away() -> ServiceUnavailable:
+    return ServiceUnavailable("The store of feedback cannot be reached at the moment.")

@@ -1,0 +1,157 @@
+"""/v1/collections: a tenant's documents, and searching them.
+
+A collection is named by its id or its name, and always looked up among the caller's own: one that belongs to somebody
+else is answered exactly as one that does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.gateway.accounting.encoder_work import metered
+from penstock.gateway.app.decoding import decode, decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.pagination import listed
+from penstock.gateway.generation.schemas import Metadata
+from penstock.gateway.process.service import Service
+from penstock.gateway.rag.retrieval import find_collection, guard, passage_body, search
+from penstock.gateway.rag.schemas import SearchRequest
+from penstock.knowledge.model import (
+    STATUSES,
+    Collection,
+    CollectionExists,
+    TooMany,
+)
+from penstock.protocol.errors import InvalidRequest, RateLimitExceeded
+
+PREFIX = "/v1/collections/"
+PAGE = 100
+
+
+class CollectionRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/collections"""
+
+    name: Annotated[str, Meta(pattern="^(?!col_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    description: Annotated[str, Meta(max_length=2048)] = ""
+    metadata: Metadata | None = None
+    chunk_tokens: Annotated[int, Meta(ge=32, le=8192)] | None = None
+    overlap_tokens: Annotated[int, Meta(ge=0, le=4096)] | None = None
+
+
+class PageQuery(Struct, forbid_unknown_fields=True):
+    limit: Annotated[int, Meta(ge=1, le=PAGE)] = PAGE
+    after: Annotated[str, Meta(max_length=128)] = ""
+    """The last id of the page before."""
+
+
+_collection_request = msgspec.json.Decoder(CollectionRequest)
+_search_request = msgspec.json.Decoder(SearchRequest)
+
+
+async def create_collection(service: Service, exchange: Exchange) -> None:
+    request = decode(_collection_request, await exchange.body(service.settings.body_limit))
+    config = service.knowledge.config
+    chunk, overlap = request.chunk_tokens or config.chunk_tokens, request.overlap_tokens
+    if overlap is None:
+        overlap = min(config.overlap_tokens, chunk // 4)
+    if overlap * 2 > chunk:
+        raise InvalidRequest("`overlap_tokens` is at most half of `chunk_tokens`.", param="overlap_tokens")
+    library = await service.knowledge.library()
+    made = await guarded(
+        library.create_collection(
+            exchange.caller.tenant,
+            request.name,
+            description=storable(request.description),
+            metadata=request.metadata,
+            chunk_tokens=chunk,
+            overlap_tokens=overlap,
+        )
+    )
+    await exchange.reply_json(_collection(made))
+
+
+async def list_collections(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(PageQuery, exchange.scope)
+    catalogue = (await service.knowledge.library()).catalogue
+    tenant, limit, after = exchange.caller.tenant, asked.limit, storable(asked.after)
+    if after and (known := await guard(catalogue.collection(tenant, after))) is not None:
+        after = known.name
+    found = await guard(catalogue.collections(tenant, limit=limit + 1, after=after))
+    await exchange.reply_json(listed([_collection(one) for one in found], limit))
+
+
+async def get_collection(service: Service, exchange: Exchange) -> None:
+    collection, _ = await named_collection(service, exchange)
+    counts, chunks, tokens = await guard((await service.knowledge.library()).catalogue.counts(collection.id))
+    documents = {status: counts.get(status, 0) for status in STATUSES}
+    await exchange.reply_json(
+        {
+            **_collection(collection),
+            "documents": {**documents, "total": sum(documents.values())},
+            "chunks": chunks,
+            "tokens": tokens,
+        }
+    )
+
+
+async def delete_collection(service: Service, exchange: Exchange) -> None:
+    collection, _ = await named_collection(service, exchange)
+    await guard((await service.knowledge.library()).remove_collection(collection))
+    await exchange.reply_json({"id": collection.id, "object": "collection", "deleted": True})
+
+
+async def search_collection(service: Service, exchange: Exchange) -> None:
+    request = decode(_search_request, await exchange.body(service.settings.body_limit))
+    collection, _ = await named_collection(service, exchange)
+    encoder = service.knowledge.encoder()
+    tokens = sum(map(len, await encoder.tokenize([request.query])))
+    work = search(service.knowledge, collection, request.query, request)
+    found = await metered(service, exchange, encoder, 1, tokens, work)
+    await exchange.reply_json(
+        {
+            "object": "list",
+            "collection": collection.id,
+            "data": [{**passage_body(passage), "text": passage.stored.chunk.text} for passage in found.passages],
+            "timings_ms": {step: round(seconds * 1000, 2) for step, seconds in found.seconds.items()},
+        }
+    )
+
+
+async def guarded(work: Any) -> Any:
+    try:
+        return await guard(work)
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, CollectionExists):
+            raise InvalidRequest(error.message, param="name", code="name_taken") from error
+        if isinstance(error.__cause__, TooMany):
+            raise RateLimitExceeded(error.message, code="too_many", retry_after=30) from error
+        raise
+
+
+async def named_collection(service: Service, exchange: Exchange) -> tuple[Collection, list[str]]:
+    """The collection of the path, and the ids that follow it."""
+    name, *rest = exchange.path.removeprefix(PREFIX).split("/")
+    return await find_collection(service.knowledge, exchange.caller.tenant, name), rest[1:2]
+
+
+def storable(text: str) -> str:
+    """What every store can hold."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+def _collection(collection: Collection) -> dict[str, Any]:
+    return {
+        "id": collection.id,
+        "object": "collection",
+        "name": collection.name,
+        "description": collection.description,
+        "metadata": collection.metadata,
+        "embedding_model": collection.embedding_model,
+        "dimensions": collection.dimensions,
+        "chunk_tokens": collection.chunk_tokens,
+        "overlap_tokens": collection.overlap_tokens,
+        "created_at": int(collection.created_at),
+    }

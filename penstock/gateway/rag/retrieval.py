@@ -1,0 +1,202 @@
+"""`rag` on a conversation: search while the engine is waited for, then put what was found in front of the question.
+
+The search begins as soon as the messages are known to be allowed; the route, the grammar and the length of the prompt
+without sources are worked out meanwhile. Sources go into this request's prompt only: what the client sent, and what is
+stored of a conversation, stays as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from penstock.gateway.rag.library import LibraryDesk
+from penstock.gateway.rag.schemas import QUERY_CHARACTERS, RagRequest, SearchRequest
+from penstock.knowledge.citations import Citation, Citer
+from penstock.knowledge.model import Chunk, Collection, KnowledgeError, Passage
+from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
+from penstock.knowledge.retrieval import Found
+from penstock.knowledge.terms import STOP_WORDS, words
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+TELLING_WORDS = 3
+"""A question with fewer (`and in Spain?`) is searched together with the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """What an answer was given to draw from."""
+
+    collection: Collection
+    context: Context
+    found: Found
+    query: str
+    citations: Literal["auto", "model", "none"]
+
+    def citer(self, *, attribute: bool) -> Citer | None:
+        """For one choice. `attribute`: text may be added to the answer."""
+        if self.citations == "none":
+            return None
+        return Citer(self.context.sources, attribute=attribute and self.citations == "auto", question=self.query)
+
+    def dressed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation as the model gets it: with instructions, and the sources before the last question."""
+        return with_sources(with_instructions(messages), self.context)
+
+    def report(self) -> dict[str, Any]:
+        """The `rag` of a reply."""
+        return {
+            "collection": self.collection.id,
+            "context_tokens": self.context.tokens,
+            "sources": [
+                {"n": source.number, **passage_body(source.passage), "shortened": source.shortened}
+                for source in self.context.sources
+            ],
+            "timings_ms": {step: round(seconds * 1000, 2) for step, seconds in self.found.seconds.items()},
+        }
+
+    def annotation(self, citation: Citation, *, flat: bool = False) -> dict[str, Any]:
+        """A citation and where it leads, as chat completions have it; `flat`: as responses do."""
+        document = citation.source.passage.document
+        cited = {
+            "start_index": citation.start,
+            "end_index": citation.end,
+            "title": document.name,
+            "url": document.url or f"/v1/collections/{self.collection.id}/documents/{document.id}",
+        }
+        return {
+            "type": "url_citation",
+            **(cited if flat else {"url_citation": cited}),
+            "n": citation.source.number,
+            "origin": citation.origin,
+            **place_body(citation.source.passage),
+        }
+
+
+class Retrieval:
+    """A search that runs while the rest of a request is prepared. Close it, whatever happens."""
+
+    def __init__(self, desk: LibraryDesk, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> None:
+        self._query = wanted.query or query_of(messages)
+        self._wanted = wanted
+        self._most = desk.config.context_tokens
+        self._task = asyncio.create_task(self._search(desk, tenant, self._query), name="retrieval of a request")
+
+    async def result(self, count: Count, room: int) -> Retrieved:
+        """`count`: with the tokenizer of the model that answers; `room`: tokens left in its window."""
+        collection, found = await self._task
+        most = min(room, self._most, self._wanted.context_tokens or self._most)
+        passages = found.passages
+        context = await asyncio.to_thread(framed, passages, count, most)
+        if passages and not context.sources:
+            raise InvalidRequest(
+                f"There is no room for sources in the context window ({max(most, 0)} tokens are left for them). "
+                "Ask for fewer completion tokens, or send a shorter conversation.",
+                param="rag",
+                code="context_length_exceeded",
+            )
+        return Retrieved(collection, context, found, self._query, self._wanted.citations or "auto")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # whoever wanted the result has been told
+            await self._task
+
+    async def _search(self, desk: LibraryDesk, tenant: str, query: str) -> tuple[Collection, Found]:
+        collection = await find_collection(desk, tenant, self._wanted.collection, param="rag.collection")
+        return collection, await search(desk, collection, query, self._wanted)
+
+
+async def search(desk: LibraryDesk, collection: Collection, query: str, wanted: RagRequest | SearchRequest) -> Found:
+    keep = wanted.top_k or desk.config.passages
+    library = await desk.library()
+    found = await guard(
+        library.retriever.search(
+            collection,
+            query,
+            mode=wanted.mode or "hybrid",
+            candidates=max(wanted.candidates or desk.config.candidates, keep),
+            keep=keep,
+            rerank=wanted.rerank is not False,
+        )
+    )
+    desk.metrics.searched(found.seconds)
+    return found
+
+
+async def find_collection(desk: LibraryDesk, tenant: str, name: str, *, param: str | None = None) -> Collection:
+    library = await desk.library()
+    found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
+    if found is None:
+        raise NotFound(f"There is no collection `{name[:128]}`.", param=param, code="collection_not_found")
+    return found
+
+
+async def guard(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except KnowledgeError as error:
+        raise InvalidRequest(str(error)) from error
+    except DatabaseError as error:
+        raise ServiceUnavailable("The store of collections cannot be reached at the moment.") from error
+
+
+def query_of(messages: Sequence[dict[str, Any]]) -> str:
+    """What the user asks: the last message, and the one before where the last says too little by itself."""
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked:
+        raise InvalidRequest("`rag` needs a message of the user, or `rag.query`.", param="rag")
+    telling = {word for word in words(asked[-1]) if word not in STOP_WORDS}
+    wanted = asked[-2:] if len(telling) < TELLING_WORDS else asked[-1:]
+    return "\n".join(wanted)[-QUERY_CHARACTERS:]
+
+
+def with_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation, told how to use sources: after what the system prompt says already."""
+    first, *rest = messages
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{INSTRUCTIONS}"}, *rest]
+    return [{"role": "system", "content": INSTRUCTIONS}, *messages]
+
+
+def with_sources(messages: Sequence[dict[str, Any]], context: Context) -> list[dict[str, Any]]:
+    """The conversation, with the sources in the last message of the user."""
+    changed = list(messages)
+    for index in reversed(range(len(changed))):
+        if changed[index]["role"] == "user":
+            changed[index] = {**changed[index], "content": question(context, changed[index]["content"])}
+            break
+    return changed
+
+
+def passage_body(passage: Passage) -> dict[str, Any]:
+    return {
+        **place_body(passage),
+        "heading": passage.stored.chunk.heading,
+        "url": passage.document.url or None,
+        "tokens": passage.stored.chunk.tokens,
+        "score": round(passage.score, 6),
+        "scores": {name: round(score, 6) for name, score in passage.scores.items()},
+    }
+
+
+def place_body(passage: Passage) -> dict[str, Any]:
+    """Where a passage is: the chunk, its document, its place in the document's text."""
+    return {
+        "chunk_id": passage.stored.id,
+        "document_id": passage.document.id,
+        "document": passage.document.name,
+        "position": position_body(passage.stored.chunk),
+    }
+
+
+def position_body(chunk: Chunk) -> dict[str, Any]:
+    return {"ordinal": chunk.ordinal, "start": chunk.start, "end": chunk.end, "page": chunk.page}

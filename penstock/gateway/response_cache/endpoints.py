@@ -1,0 +1,69 @@
+"""GET and DELETE /v1/cache, and the same for all tenants under /v1/admin/cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.process.service import Service
+from penstock.gateway.response_cache.cache import Recall
+from penstock.protocol.errors import InvalidRequest, NotFound
+
+
+class CacheQuery(Struct, forbid_unknown_fields=True):
+    model: str | None = None
+    """Only answers of this model."""
+
+
+class AdminCacheQuery(Struct, forbid_unknown_fields=True):
+    tenant: str | None = None
+    model: str | None = None
+
+
+async def show_cache(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json(await _described(_recall(service), exchange.caller.tenant))
+
+
+async def evict_cache(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(CacheQuery, exchange.scope)
+    await _evict(service, exchange, exchange.caller.tenant, asked.model)
+
+
+async def show_all_caches(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(AdminCacheQuery, exchange.scope)
+    if asked.model is not None:
+        raise InvalidRequest("Sizes are known per tenant, not per model.", param="model")
+    await exchange.reply_json(await _described(_recall(service), asked.tenant))
+
+
+async def evict_all_caches(service: Service, exchange: Exchange) -> None:
+    asked = decode_query(AdminCacheQuery, exchange.scope)
+    await _evict(service, exchange, asked.tenant, asked.model)
+
+
+async def _evict(service: Service, exchange: Exchange, tenant: str | None, model: str | None) -> None:
+    gone = await _recall(service).store.evict(tenant, model)
+    await exchange.reply_json({"object": "cache.evicted", "answers": gone})
+
+
+async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
+    size = await recall.store.size(tenant)
+    config = recall.config
+    return {
+        "object": "cache",
+        "exact": config.exact,
+        "semantic": config.semantic,
+        "shared": bool(config.url),
+        "ttl_s": config.ttl_s,
+        "answers": size.answers,
+        "bytes": size.bytes,
+    }
+
+
+def _recall(service: Service) -> Recall:
+    if service.recall is None:
+        raise NotFound("This server has no response cache; `cache.exact` and `cache.semantic` are off.")
+    return service.recall

@@ -1,0 +1,69 @@
+"""/v1/tools: what a caller's requests may name in `server_tools`. /v1/admin/tools: register and remove tool servers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.gateway.app.decoding import decode
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.process.service import Service
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.storage import DatabaseError
+from penstock.tools.execution import Function, ToolError, ToolRegistry
+from penstock.tools.execution.specs import ToolSpec
+
+T = TypeVar("T")
+_decoder = msgspec.json.Decoder(ToolSpec)
+
+
+async def list_tools(service: Service, exchange: Exchange) -> None:
+    found = {} if service.tools is None else await service.tools.available(exchange.caller.tenant)
+    data = [
+        {"object": "tool_server", "name": name, "functions": [_described(function) for function in functions]}
+        for name, functions in found.items()
+    ]
+    await exchange.reply_json({"object": "list", "data": data})
+
+
+async def list_tool_servers(service: Service, exchange: Exchange) -> None:
+    found = [] if service.tools is None else await service.tools.specs()
+    data = [{**spec.described(), "from": "api" if stored else "configuration"} for spec, stored in found]
+    await exchange.reply_json({"object": "list", "data": data})
+
+
+async def register_tool_server(service: Service, exchange: Exchange) -> None:
+    spec = decode(_decoder, await exchange.body(service.settings.body_limit))
+    functions = await _guard(_registry(service).register(spec))
+    described = {**spec.described(), "functions": [_described(function) for function in functions]}
+    await exchange.reply_json({**described, "from": "api"})
+
+
+async def remove_tool_server(service: Service, exchange: Exchange) -> None:
+    name = exchange.path.rpartition("/")[2]
+    if not await _guard(_registry(service).remove(name)):
+        raise NotFound(f"No tool server called `{name[:64]}` was registered through this API.")
+    await exchange.reply_json({"name": name, "object": "tool_server", "deleted": True})
+
+
+def _registry(service: Service) -> ToolRegistry:
+    if service.tools is None or service.tools.store is None:
+        raise ServiceUnavailable("This gateway runs without a store for tools.")
+    return service.tools
+
+
+def _described(function: Function) -> dict[str, Any]:
+    return {"name": function.name, "description": function.description, "parameters": function.parameters}
+
+
+async def _guard(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except (ToolError, ConfigError) as error:
+        message = str(error)
+        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+    except DatabaseError as error:
+        raise ServiceUnavailable("The store of tools cannot be reached at the moment.") from error

@@ -1,0 +1,6 @@
+"""Bytes of a document to text with structure: plain text, Markdown, HTML and PDF, each in a file of its own."""
+
+from penstock.knowledge.readers.blocks import Block, Extracted
+from penstock.knowledge.readers.media import MEDIA_TYPES, media_type_of, read
+
+__all__ = ["MEDIA_TYPES", "Block", "Extracted", "media_type_of", "read"]

@@ -1,0 +1,37 @@
+"""PDF through pypdf: the text of each page, in paragraphs that know their page."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.readers.blocks import BlockWriter, Extracted
+from penstock.knowledge.readers.plain import kind_of, read_plain
+
+_HYPHENATED = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
+
+
+def read_pdf(body: bytes) -> Extracted:
+    from pypdf import PdfReader
+    from pypdf.errors import PyPdfError
+
+    out = BlockWriter()
+    title = ""
+    try:
+        reader = PdfReader(io.BytesIO(body))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise UnreadableDocument("The PDF is protected with a password.")
+        if reader.metadata is not None and isinstance(reader.metadata.title, str):
+            title = reader.metadata.title.strip()
+        for number, page in enumerate(reader.pages, start=1):
+            text = _HYPHENATED.sub("", page.extract_text())
+            for block in read_plain(text).blocks:
+                paragraph = text[block.start : block.end]
+                out.add(kind_of(paragraph), paragraph, page=number)
+    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        # The library meets damaged files with whatever its own code happens to raise.
+        raise UnreadableDocument(f"The PDF cannot be read: {str(error)[:200] or type(error).__name__}.") from error
+    if not out.blocks:
+        raise UnreadableDocument("The PDF holds no text; a scan has to go through character recognition first.")
+    return out.extracted(title)

@@ -1,0 +1,18 @@
+"""From what a person types as an adapter to a folder on this machine: a path, `hf:ORG/NAME` or `s3://BUCKET/PREFIX`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.engine.adapters.peft import CONFIG, WEIGHTS
+
+
+def resolve_adapter(source: str) -> Path:
+    """Its folder, fetched if it is not here. A hub repository comes from the cache, a bucket is asked for changes."""
+    from penstock.sources.model_cache import Slot, cache_dir
+    from penstock.sources.object_store import fetch_files
+    from penstock.sources.resolve import cache_key, resolve
+
+    if source.startswith("s3://"):
+        return fetch_files(source, (CONFIG, WEIGHTS), Slot(cache_dir(), cache_key(source)))
+    return resolve(source)

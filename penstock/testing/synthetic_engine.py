@@ -1,0 +1,184 @@
+"""An engine without a model, behind the real protocol: what gateway benchmarks and tests put where an engine would be.
+
+It writes a text that both sides can compute, so that a reader can prove that nothing was lost, repeated or mixed up:
+stream `n` (the request's `seed`) is `text_of(n, ...)`. `top_k` tokens come per step (one when it is 0), a step takes
+`interval_s`. Its tokenizer has one token per byte and four control tokens.
+
+    python -m penstock.testing.synthetic_engine ipc:///tmp/engine FOLDER --interval 1.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.engine.process import die_with_parent
+from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine_host.pacer import Pacing
+from penstock.engine_host.server import EngineServer
+from penstock.protocol.transport import Listener
+
+SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NAP_S = 0.005
+"""The longest sleep between two looks at the socket."""
+_LETTERS = "".join(random.Random(7).choices(string.ascii_letters + string.digits, k=1 << 16))
+_STRIDE = 131
+"""Neighbouring streams read the same letters, this far apart."""
+
+
+def text_of(stream: int, start: int, count: int) -> str:
+    """What tokens `start` to `start + count` of a stream say."""
+    begin = (stream * _STRIDE + start) % len(_LETTERS)
+    text = _LETTERS[begin : begin + count]
+    while len(text) < count:
+        text += _LETTERS[: count - len(text)]
+    return text
+
+
+def write_tokenizer(folder: Path, *, chat: bool = True, context_length: int = 512) -> Tokenizer:
+    """A model folder with the text side only: every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": context_length,
+        "eos_token_id": tokenizer.token_to_id("<|end|>"),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer_config = {"eos_token": "<|end|>", **({"chat_template": TEMPLATE} if chat else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return tokenizer
+
+
+@dataclass(slots=True)
+class _Running:
+    stream: int
+    left: int
+    per_step: int
+    done: int = 0
+
+
+class SyntheticEngine:
+    """What `EngineServer` needs of an engine. With an interval of 0 a request is answered whole in its first step."""
+
+    adapters = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        interval_s: float = 0.0,
+        max_model_len: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.info = EngineInfo(
+            model="synthetic",
+            instance=uuid.uuid4().hex,
+            max_model_len=max_model_len,
+            vocab_size=tokenizer.get_vocab_size(),
+            block_size=16,
+            num_blocks=1 << 20,
+            max_running=1 << 20,
+            device="none",
+            dtype="none",
+        )
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._ids = {letter: vocabulary[letter] for letter in string.ascii_letters + string.digits}
+        self._interval_s = interval_s
+        self._clock = clock
+        self._sleep = sleep
+        self._due = clock()
+        self._running: dict[str, _Running] = {}
+        self._steps = self._generated = 0
+
+    def submit(self, request: Request) -> None:
+        params = request.params
+        per_step = params.top_k or (1 if self._interval_s else params.max_tokens)
+        self._running[request.request_id] = _Running(params.seed, params.max_tokens, per_step)
+
+    def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+
+    def unload_adapter(self, name: str) -> None:
+        raise KeyError(f"there is no adapter {name}")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> StepOutput | None:
+        """One token (or `top_k`) for everybody, when it is time; a short sleep otherwise."""
+        wait = self._due - self._clock()
+        if wait > 0:
+            self._sleep(min(wait, NAP_S))
+            return None
+        # A step that comes late is not made up for: engines have no clock to catch up with.
+        self._due = max(self._due + self._interval_s, self._clock())
+        self._steps += 1
+        deltas = [self._advance(id, running) for id, running in self._running.items()]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                del self._running[delta.request_id]
+        return StepOutput(deltas, self.load_snapshot())
+
+    def load_snapshot(self) -> Load:
+        count = len(self._running)
+        return Load(
+            running=count,
+            used_blocks=count,
+            total_blocks=self.info.num_blocks,
+            steps=self._steps,
+            generation_tokens=self._generated,
+        )
+
+    def _advance(self, id: str, running: _Running) -> Delta:
+        count = min(running.per_step, running.left)
+        delta = Delta(id, [self._ids[letter] for letter in text_of(running.stream, running.done, count)])
+        if not running.done:
+            delta.cached_tokens, delta.queue_s, delta.prefill_s = 0, 0.0, 0.0
+        running.done += count
+        running.left -= count
+        self._generated += count
+        if not running.left:
+            delta.finish_reason = "length"
+        return delta
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("endpoint", help="where to listen: ipc://PATH or tcp://127.0.0.1:PORT")
+    parser.add_argument("folder", type=Path, help="where to write the tokenizer that gateways need")
+    parser.add_argument("--interval", type=float, default=0.0, help="seconds of one step")
+    parser.add_argument("--stream-interval", type=float, default=0.0, help="least seconds between two deliveries")
+    parser.add_argument("--with-parent", action="store_true", help="end when standard input, a pipe, ends")
+    options = parser.parse_args()
+    if options.with_parent:
+        die_with_parent()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    engine = SyntheticEngine(write_tokenizer(options.folder, context_length=1 << 20), interval_s=options.interval)
+    with Listener(options.endpoint) as listener:
+        EngineServer(engine, listener, pacing=Pacing(options.stream_interval)).run()
+
+
+if __name__ == "__main__":
+    main()

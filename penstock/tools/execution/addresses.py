@@ -1,0 +1,99 @@
+"""Where tools may connect to: public addresses, and the private networks that the configuration names.
+
+A host name is resolved here, its address checked, and the connection made to exactly that address: a name that resolves
+differently a moment later leads nowhere else. TLS still verifies the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import certifi
+import httpx
+
+from penstock.errors import ConfigError
+from penstock.tools.execution.model import ToolError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+R = TypeVar("R")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PUBLIC_6 = ipaddress.ip_network("2000::/3")
+"""All that is given out of IPv6. What lies outside is local, obsolete (site-local, IPv4-compatible) or not in use."""
+
+
+class Addresses:
+    """Decides which addresses may be connected to."""
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        """`networks`: private ones that are allowed all the same, as `10.1.0.0/16`."""
+        try:
+            self._allowed = [ipaddress.ip_network(network) for network in networks]
+        except ValueError as error:
+            raise ConfigError(f"tools.networks: {error}") from error
+
+    def allows(self, address: Address) -> bool:
+        inner = _embedded(address)
+        if inner is not None:
+            return self.allows(inner)
+        if any(address in network for network in self._allowed):
+            return True
+        return address.is_global and not address.is_multicast and (address.version == 4 or address in _PUBLIC_6)
+
+    async def resolve(self, host: str, port: int) -> str:
+        """An address of `host` that may be connected to."""
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ToolError(f"the host {host} cannot be found") from error
+        for *_, where in found:
+            address = ipaddress.ip_address(str(where[0]).partition("%")[0])
+            if self.allows(address):
+                return str(address)
+        raise ToolError(f"the host {host} is at a private address, which tools may not reach")
+
+    async def pin(self, request: Any) -> None:
+        """Make an HTTP request go to an address that was checked, under the name it was meant for."""
+        url = request.url
+        port = url.port or (443 if url.scheme == "https" else 80)
+        address = await self.resolve(url.host, port)
+        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        request.url = url.copy_with(host=address)
+
+
+def trusted() -> ssl.SSLContext:
+    """The certificate authorities of this machine ($SSL_CERT_FILE among them) and those that httpx brings along."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+class PinnedTransport(httpx.AsyncBaseTransport):
+    """HTTP to checked addresses. One per tool server: connections are reused by address, and so must not be shared
+    between names."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+        self._inner = httpx.AsyncHTTPTransport(verify=trusted(), trust_env=False)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await self._addresses.pin(request)
+        return await self._inner.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _embedded(address: Address) -> Address | None:
+    """The IPv4 address that an IPv6 one stands for."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    if address.teredo is not None:
+        return address.teredo[1]
+    return address.ipv4_mapped or address.sixtofour

@@ -1,0 +1,214 @@
+"""Every tool server there is, and which functions of them a request may offer its model.
+
+A tenant sees the servers that name it or nobody in particular. Those of the configuration are fixed; those of the store
+are looked at again when they are used and `fresh_s` have passed, so that all gateways soon agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.context import ToolServerConfig
+from penstock.engine.grammar.interface import GrammarError
+from penstock.errors import ConfigError
+from penstock.storage import DatabaseError
+from penstock.text import grammars
+from penstock.tools.execution.addresses import Addresses
+from penstock.tools.execution.model import Function, Outcome, ToolError, ToolServer
+from penstock.tools.execution.specs import ToolSpec, ToolSpecStore, of_config, server_of
+
+log = logging.getLogger(__name__)
+
+MOST_OFFERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A function as a request offers it to its model."""
+
+    name: str
+    """What the model calls it: the function's own name, with the server's before it where two are alike."""
+    server: str
+    function: Function
+    strict: bool
+    """Whether the engine can hold the model to the schema."""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.server}.{self.function.name}"
+
+
+@dataclass(slots=True)
+class _Registered:
+    spec: ToolSpec
+    server: ToolServer
+    stored: bool
+
+    def open_to(self, tenant: str) -> bool:
+        return not self.spec.tenants or tenant in self.spec.tenants
+
+    def allows(self, function: str) -> bool:
+        return not self.spec.allow or function in self.spec.allow
+
+
+class ToolRegistry:
+    """One per gateway process."""
+
+    def __init__(
+        self,
+        servers: Sequence[ToolServerConfig] = (),
+        store: ToolSpecStore | None = None,
+        *,
+        networks: Sequence[str] = (),
+        fresh_s: float = 5.0,
+    ) -> None:
+        """`networks`: private ones that tools may reach."""
+        self.store = store
+        self.addresses = Addresses(networks)
+        self._fresh_s = fresh_s
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+        self._strict: dict[int, tuple[Function, bool]] = {}
+        """By identity of the function's description: whether its schema can be enforced."""
+        self._servers: dict[str, _Registered] = {}
+        for entry in servers:
+            if entry.name in self._servers:
+                raise ConfigError(f"tool_servers: two are called {entry.name}")
+            spec = of_config(entry)
+            self._servers[entry.name] = _Registered(spec, server_of(entry, spec, self.addresses), stored=False)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(entry.server.close() for entry in self._servers.values()))
+
+    async def specs(self) -> list[tuple[ToolSpec, bool]]:
+        """Every server, and whether it can be removed."""
+        await self._refresh()
+        return [(entry.spec, entry.stored) for entry in self._servers.values()]
+
+    async def available(self, tenant: str) -> dict[str, tuple[Function, ...]]:
+        """What a tenant may use, by server; one that is away offers nothing."""
+        await self._refresh()
+        found = {name: entry for name, entry in self._servers.items() if entry.open_to(tenant)}
+        lists = await asyncio.gather(*(_functions(entry) for entry in found.values()), return_exceptions=True)
+        for name, given in zip(found, lists, strict=True):
+            if isinstance(given, BaseException):
+                log.warning("the tool server %s offers nothing: %s", name, given)
+        return {
+            name: () if isinstance(given, BaseException) else given for name, given in zip(found, lists, strict=True)
+        }
+
+    async def offers(self, tenant: str, wanted: Sequence[str]) -> dict[str, Offer]:
+        """The functions that a request names, by what the model calls them: `server` or `server.function`, or `*`."""
+        await self._refresh()
+        chosen: dict[tuple[str, str], Function] = {}
+        for name in wanted:
+            for server, function in await self._named(tenant, name):
+                chosen[server, function.name] = function
+        if len(chosen) > MOST_OFFERS:
+            raise ToolError(f"{len(chosen)} functions are offered; at most {MOST_OFFERS} can be")
+        names = [function for _, function in chosen]
+        offers: dict[str, Offer] = {}
+        for (server, called), function in chosen.items():
+            plain = called if names.count(called) == 1 else f"{server}.{called}"
+            offers[plain[:64]] = Offer(plain[:64], server, function, await self._enforceable(function))
+        return offers
+
+    async def call(self, offer: Offer, arguments: dict[str, Any]) -> Outcome:
+        entry = self._servers.get(offer.server)
+        if entry is None or not entry.allows(offer.function.name):
+            return Outcome("Error: this tool is no longer there.", ok=False)
+        try:
+            return await entry.server.call(offer.function.name, arguments)
+        except ToolError as error:
+            return Outcome(f"Error: {error}.", ok=False)
+        except Exception:  # one tool's surprise is not the end of a request
+            log.exception("the tool %s failed", offer.full_name)
+            return Outcome("Error: the tool failed.", ok=False)
+
+    async def register(self, spec: ToolSpec) -> tuple[Function, ...]:
+        """Keep a server for good; what it offers. `ToolError` when it cannot be used, and nothing is kept."""
+        known = self._servers.get(spec.name)
+        if known is not None and not known.stored:
+            raise ToolError(f"the configuration has a tool server `{spec.name}`")
+        server = spec.server(self.addresses)
+        try:
+            functions = await server.functions()
+            unknown = [name for name in spec.allow if name not in {function.name for function in functions}]
+            if unknown:
+                raise ToolError(f"there is no function {', '.join(unknown[:5])}")
+        finally:
+            await server.close()
+        assert self.store is not None
+        await self.store.put(spec, time.time())
+        await self._refresh(now=True)
+        return tuple(function for function in functions if not spec.allow or function.name in spec.allow)
+
+    async def remove(self, name: str) -> bool:
+        assert self.store is not None
+        removed = await self.store.delete(name)
+        await self._refresh(now=True)
+        return removed
+
+    async def _named(self, tenant: str, name: str) -> Iterable[tuple[str, Function]]:
+        if name == "*":
+            available = await self.available(tenant)
+            return [(server, function) for server, functions in available.items() for function in functions]
+        server, _, wanted = name.partition(".")
+        entry = self._servers.get(server)
+        if entry is None or not entry.open_to(tenant):
+            raise ToolError(f"there is no tool server `{server[:64]}`")
+        functions = await _functions(entry)
+        found = [(server, function) for function in functions if wanted in ("", function.name)]
+        if not found:
+            raise ToolError(f"`{server}` has no function `{wanted[:64]}`")
+        return found
+
+    async def _enforceable(self, function: Function) -> bool:
+        known = self._strict.get(id(function))
+        if known is not None and known[0] is function:
+            return known[1]
+
+        def check() -> bool:
+            try:
+                grammars.check(grammars.json_schema(function.parameters or {}))
+            except GrammarError as error:
+                log.info("the schema of the tool %s is not enforced: %s", function.name, error)
+                return False
+            return True
+
+        strict = await asyncio.to_thread(check)
+        if len(self._strict) > 8 * MOST_OFFERS:
+            self._strict.clear()
+        self._strict[id(function)] = (function, strict)
+        return strict
+
+    async def _refresh(self, *, now: bool = False) -> None:
+        if self.store is None:
+            return
+        async with self._reading:
+            if not now and time.monotonic() - self._read_at < self._fresh_s:
+                return
+            try:
+                specs = {spec.name: spec for spec in await self.store.all()}
+            except DatabaseError as error:
+                log.warning("tool servers cannot be read from the store: %s", error)
+                return
+            self._read_at = time.monotonic()
+            gone = [name for name, entry in self._servers.items() if entry.stored and specs.get(name) != entry.spec]
+            for name in gone:
+                await self._servers.pop(name).server.close()
+            for name, spec in specs.items():
+                if name not in self._servers:
+                    try:
+                        self._servers[name] = _Registered(spec, spec.server(self.addresses), stored=True)
+                    except (ToolError, ConfigError) as error:
+                        log.warning("the tool server %s cannot be used: %s", name, error)
+
+
+async def _functions(entry: _Registered) -> tuple[Function, ...]:
+    return tuple(function for function in await entry.server.functions() if entry.allows(function.name))

@@ -1,0 +1,362 @@
+"""The engine behind its socket: streams reach their gateway, and no gateway can hurt the engine or another one."""
+
+import time
+
+import msgspec
+import pytest
+
+from penstock.engine.request import Request, SamplingParams
+from penstock.protocol.messages import (
+    ASLEEP,
+    DRAINING,
+    NOT_REGISTERED,
+    Abort,
+    Drain,
+    Goodbye,
+    Hello,
+    Ready,
+    Shutdown,
+    Sleep,
+    State,
+    Step,
+    Stopped,
+    Submit,
+    Wake,
+)
+from tests.engine_host.client import Client, connected, eventually, serving
+from tests.engine_host.scripted import ScriptedEngine
+
+
+def test_a_request_streams_its_tokens_in_order_and_finishes() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        assert client.hello().info.model == "scripted"
+        client.submit("a", first=100, tokens=5)
+        tokens, last = client.finish("a")
+        assert tokens == [100, 101, 102, 103, 104]
+        assert last.finish_reason == "length"
+
+
+def test_one_message_per_step_carries_every_request_of_a_gateway() -> None:
+    engine = ScriptedEngine(step_s=0.01)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        for name in "abc":
+            client.submit(name, tokens=20)
+        eventually(lambda: len(engine.running) == 3)
+        messages = []
+        while len(messages) < 30:
+            message = client.receive()
+            if message is None or (isinstance(message, Step) and not message.output.deltas):
+                break
+            assert isinstance(message, Step)
+            messages.append(message)
+        assert any(len(message.output.deltas) == 3 for message in messages)
+        assert len(messages) <= engine.steps
+
+
+def test_two_gateways_hear_only_of_their_own_requests() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as one, connected(running.endpoint) as two:
+        one.hello()
+        two.hello()
+        one.submit("a", first=100)
+        two.submit("b", first=200)
+        assert one.finish("a")[0] == [100, 101, 102, 103]
+        assert two.finish("b")[0] == [200, 201, 202, 203]
+        assert {delta.request_id for delta in one.deltas(0.2)} == set()
+
+
+def test_an_idle_engine_sends_heartbeats_with_its_load() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        beats = [client.receive() for _ in range(3)]
+        assert all(isinstance(beat, Step) and not beat.output.deltas for beat in beats)
+
+
+def test_an_idle_engine_does_not_burn_a_core() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.25
+
+
+def test_a_cancelled_request_stops_and_says_so() -> None:
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=10_000)
+        assert eventually(lambda: "a" in engine.running)
+        client.send(Abort("a"))
+        assert client.finish("a")[1].finish_reason == "abort"
+        client.send(Abort("unknown"))
+        client.submit("b")
+        assert client.finish("b")[1].finish_reason == "length"
+
+
+def test_a_gateway_cannot_cancel_the_request_of_another() -> None:
+    engine = ScriptedEngine(step_s=0.002)
+    with serving(engine) as running, connected(running.endpoint) as one, connected(running.endpoint) as two:
+        one.hello()
+        two.hello()
+        one.submit("a", tokens=60)
+        assert eventually(lambda: "a" in engine.running)
+        two.send(Abort("a"))
+        assert one.finish("a")[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xff\xfe\x00noise"],
+        [b"two", b"frames"],
+        [msgspec.msgpack.encode({"type": "submit", "request": {"prompt": "text"}})],
+        [msgspec.msgpack.encode({"type": "nonsense"})],
+        [b"\x91" * 50_000],
+    ],
+)
+def test_a_malformed_message_is_dropped_and_the_next_good_one_served(frames: list[bytes]) -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.socket.send_multipart(frames)
+        client.submit("a")
+        assert client.finish("a")[1].finish_reason == "length"
+
+
+def test_requests_of_a_gateway_that_vanishes_are_aborted() -> None:
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running, connected(running.endpoint) as stays:
+        stays.hello()
+        with connected(running.endpoint) as vanishes:
+            vanishes.hello()
+            vanishes.submit("orphan", tokens=100_000)
+            assert eventually(lambda: "orphan" in engine.running)
+        assert eventually(lambda: "orphan" in engine.aborted)
+        stays.submit("a")
+        assert stays.finish("a")[1].finish_reason == "length"
+
+
+def test_goodbye_aborts_what_the_gateway_runs_and_hello_starts_afresh() -> None:
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=100_000)
+        assert eventually(lambda: "a" in engine.running)
+        client.send(Goodbye())
+        assert eventually(lambda: engine.aborted == ["a"])
+        while client.receive(0.2) is not None:
+            pass
+        client.hello()
+        client.submit("b")
+        assert client.finish("b")[1].finish_reason == "length"
+
+
+def test_a_gateway_that_does_not_read_loses_its_requests_and_blocks_nobody() -> None:
+    engine = ScriptedEngine(step_s=0.002)
+    with (
+        serving(engine, send_limit=1, backlog_limit=300) as running,
+        connected(running.endpoint, receive_limit=1) as slow,
+        connected(running.endpoint) as good,
+    ):
+        slow.hello()
+        good.hello()
+        for index in range(20):
+            slow.send(_large_request(f"slow-{index}"))
+        good.submit("a", tokens=400)
+        assert good.finish("a")[1].finish_reason == "length"
+        assert eventually(lambda: len(engine.aborted) == 20)
+        slow.send(Hello("back"))
+        assert any(isinstance(slow.receive(1.0), Ready) for _ in range(2000)), "it may register again"
+
+
+def _large_request(request_id: str) -> Submit:
+    # A long id makes every delta long, so that the operating system's buffers fill within the test.
+    return Submit(Request(request_id + "x" * 20_000, [1], SamplingParams(max_tokens=10**9)))
+
+
+def test_hello_again_is_silent_and_a_new_instance_answers_it() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.send(Hello("test"))
+        assert all(isinstance(client.receive(), Step) for _ in range(3))
+
+
+def test_a_request_from_a_stranger_is_refused_not_run() -> None:
+    engine = ScriptedEngine()
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.submit("a")
+        tokens, last = client.finish("a")
+        assert tokens == [] and last.finish_reason == "error"
+        assert last.error is not None and last.error.startswith(NOT_REGISTERED)
+        assert engine.steps == 0
+
+
+def test_another_protocol_version_is_told_ours_and_not_served() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.send(Hello("old", version=999))
+        ready = client.receive()
+        assert ready is not None and type(ready).__name__ == "Ready"
+        client.submit("a")
+        assert client.finish("a")[1].finish_reason == "error"
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on() -> None:
+    failures = iter([RuntimeError("bad batch")])
+
+    def before_step() -> None:
+        for failure in failures:
+            raise failure
+
+    engine = ScriptedEngine(before_step=before_step)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a")
+        last = client.finish("a")[1]
+        assert last.finish_reason == "error" and "bad batch" in (last.error or "")
+        client.submit("b")
+        assert client.finish("b")[1].finish_reason == "length"
+
+
+def test_an_engine_that_cannot_recover_tells_its_gateways_and_exits_non_zero() -> None:
+    def before_step() -> None:
+        raise RuntimeError("device lost")
+
+    with serving(ScriptedEngine(before_step=before_step)) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a")
+        heard = []
+        while not any(isinstance(message, Stopped) for message in heard):
+            message = client.receive()
+            assert message is not None, "no Stopped message"
+            heard.append(message)
+        assert running.join() == 1
+
+
+def test_a_request_that_the_engine_rejects_by_raising_fails_alone() -> None:
+    class Picky(ScriptedEngine):
+        def submit(self, request: Request) -> None:
+            if request.prompt == [13]:
+                raise ValueError("unlucky")
+            super().submit(request)
+
+    with serving(Picky()) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", first=13)
+        assert "unlucky" in (client.finish("a")[1].error or "")
+        client.submit("b")
+        assert client.finish("b")[1].finish_reason == "length"
+
+
+def test_draining_finishes_what_runs_refuses_the_rest_and_exits_cleanly() -> None:
+    engine = ScriptedEngine(step_s=0.01)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=30)
+        assert eventually(lambda: "a" in engine.running)
+        client.send(Drain())
+        client.submit("late")
+        ends = {}
+        for delta in client.deltas(3.0):
+            if delta.finish_reason is not None:
+                ends[delta.request_id] = delta
+            if len(ends) == 2:
+                break
+        assert ends["a"].finish_reason == "length"
+        assert (ends["late"].error or "").startswith(DRAINING)
+        assert running.join() == 0
+
+
+def test_draining_has_a_limit() -> None:
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=10**9)
+        assert eventually(lambda: "a" in engine.running)
+        running.server.drain(0.1)
+        assert running.join() == 0
+
+
+def test_shutdown_stops_at_once() -> None:
+    engine = ScriptedEngine(step_s=0.005)
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=10**9)
+        client.send(Shutdown())
+        assert running.join() == 0
+
+
+class KeepingSleeper:
+    """Keeps the engine while it sleeps; counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def sleep(self, engine: ScriptedEngine) -> ScriptedEngine:
+        assert not engine.has_work
+        self.calls.append("sleep")
+        return engine
+
+    def collect(self) -> None:
+        self.calls.append("collect")
+
+    def wake(self, dormant: ScriptedEngine) -> ScriptedEngine:
+        self.calls.append("wake")
+        return dormant
+
+
+def states(client: Client, until: str) -> list[str]:
+    """The states that the engine tells of, up to `until`."""
+    seen: list[str] = []
+    while not seen or seen[-1] != until:
+        message = client.receive()
+        assert message is not None, f"never {until}: {seen}"
+        if isinstance(message, State):
+            seen.append(message.state)
+    return seen
+
+
+def test_told_to_sleep_it_finishes_what_runs_refuses_what_comes_and_wakes_again() -> None:
+    sleeper = KeepingSleeper()
+    with (
+        serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running,
+        connected(running.endpoint) as client,
+        connected(running.endpoint) as other,
+    ):
+        assert client.hello().state == "awake"
+        client.submit("a", tokens=20)
+        eventually(lambda: running.server._engine.has_work)
+        client.send(Sleep())
+        client.submit("late")
+        deltas = {delta.request_id: delta for delta in client.deltas(1.0) if delta.finish_reason}
+        assert deltas["a"].finish_reason == "length"
+        assert deltas["late"].finish_reason == "error" and str(deltas["late"].error).startswith(ASLEEP)
+        assert eventually(lambda: sleeper.calls == ["sleep", "collect"])
+        assert other.hello().state == "sleeping", "whoever comes later hears of it too"
+        other.send(Wake())
+        assert states(client, "awake")[-2:] == ["waking", "awake"]
+        client.submit("b", first=7, tokens=2)
+        assert client.finish("b")[0] == [7, 8]
+
+
+def test_woken_while_it_still_works_it_just_goes_on() -> None:
+    sleeper = KeepingSleeper()
+    with serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=50)
+        eventually(lambda: running.server._engine.has_work)
+        client.send(Sleep())
+        assert states(client, "drowsy") == ["drowsy"]
+        client.send(Wake())
+        assert states(client, "awake") == ["awake"]
+        client.submit("b", tokens=2)
+        assert client.finish("b")[1].finish_reason == "length"
+        assert sleeper.calls == []
+
+
+def test_an_engine_that_cannot_sleep_says_so() -> None:
+    with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.send(Sleep())
+        while not isinstance(message := client.receive(), State):
+            assert message is not None
+        assert message.state == "awake" and message.problem == "this engine cannot sleep"

@@ -1,0 +1,141 @@
+"""Adapters over HTTP: a real tiny engine behind a real gateway; listed, selected by name, loaded and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.backends.inprocess import InProcessBackend
+from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.gateway.process.main import serve
+from penstock.gateway.process.service import Service
+from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.routing.registry import Registry, ServedModel
+from penstock.text import TextModel
+from tests.engine.adapters.files import write_adapter
+from tests.engine.tiny import write_checkpoint
+from tests.gateway.conftest import free_port
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(root / name, base, seed=i, size=0.6) for i, name in enumerate(("one", "two"))}
+
+
+@asynccontextmanager
+async def serving(
+    base: Path, text: TextModel, *adapters: AdapterSpec, **engine: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
+    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings))
+    port = free_port()
+    names = tuple(spec.name for spec in adapters)
+    gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
+    model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
+    stop = asyncio.Event()
+    listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result))
+    await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            yield client
+    finally:
+        stop.set()
+        await task
+
+
+async def complete(client: httpx.AsyncClient, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": [1, 2, 3, 4], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return await client.post("/v1/completions", json={**body, "logprobs": 0})
+
+
+async def tokens(client: httpx.AsyncClient, model: str) -> list[str]:
+    answer = await complete(client, model)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == answer.headers["x-penstock-model"] == model
+    found: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
+    return found
+
+
+async def test_adapters_are_models(base: Path, text: TextModel, folders: dict[str, Path]) -> None:
+    specs = [AdapterSpec(name, str(folder)) for name, folder in folders.items()]
+    async with serving(base, text, *specs) as client:
+        listed = {entry["id"]: entry for entry in (await client.get("/v1/models")).json()["data"]}
+        assert list(listed) == ["tiny", "one", "two"]
+        assert listed["one"]["parent"] == listed["one"]["root"] == "tiny" and listed["tiny"]["parent"] is None
+        assert (await client.get("/v1/models/two")).json()["id"] == "two"
+        answers = [tuple(await tokens(client, name)) for name in ("tiny", "one", "two")]
+        assert len(set(answers)) == 3
+        assert tuple(await tokens(client, "one")) == answers[1]
+        metrics = (await client.get("/metrics")).text
+        assert 'penstock_adapter_loads_total{model_name="tiny",engine="0"} 2' in metrics
+        assert 'max_lora="20",running_lora_adapters="",waiting_lora_adapters=""' in metrics
+        assert 'vllm:request_success_total{model_name="tiny",engine="0",finished_reason="length"} 4' in metrics
+
+
+async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dict[str, Path]) -> None:
+    async with serving(base, text, adapter_slots=3) as client:
+        plain = await tokens(client, "tiny")
+        assert (await complete(client, "mine")).status_code == 404
+        loaded = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["one"])})
+        assert loaded.status_code == 200 and loaded.json()["state"] == "ready" and loaded.json()["rank"] == 8
+        first = await tokens(client, "mine")
+        assert first != plain
+        again = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["two"])})
+        assert again.json()["version"] != loaded.json()["version"]
+        assert await tokens(client, "mine") not in (plain, first)
+        pinned = await client.patch("/v1/admin/adapters/mine", json={"pinned": True})
+        assert pinned.json()["pinned"] and (await client.get("/v1/admin/adapters")).json()["data"][0]["pinned"]
+        assert (await client.delete("/v1/admin/adapters/mine")).json()["deleted"]
+        assert (await complete(client, "mine")).json()["error"]["code"] == "model_not_found"
+        assert (await client.delete("/v1/admin/adapters/mine")).status_code == 404
+        assert (await client.get("/v1/admin/adapters")).json()["data"] == []
+
+
+async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
+    large = write_adapter(tmp_path / "large", base, rank=32)
+    async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2) as client:
+
+        async def load(**body: Any) -> tuple[int, str]:
+            answer = await client.post("/v1/admin/adapters", json={"source": str(folders["one"]), **body})
+            return answer.status_code, answer.json()["error"]["message"]
+
+        answer = await complete(client, "large")
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "adapter_failed"
+        assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
+        assert str(tmp_path) not in answer.text, "clients need not know where it lies"
+        assert (await client.get("/v1/admin/adapters")).json()["data"][0]["state"] == "failed"
+        for body, status, sentence in (
+            ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "nor a path that exists"),
+            ({"name": "tiny"}, 400, "already the name of another model"),
+            ({"name": "small"}, 400, "already the name of another model"),
+            ({"name": "-"}, 400, "begins with a letter or digit"),
+            ({"name": "x", "model": "nobody"}, 404, "does not exist"),
+            ({"name": "x", "unknown": 1}, 400, "Unknown parameter"),
+        ):
+            found = await load(**body)
+            assert found[0] == status and sentence in found[1], found
+        assert await tokens(client, "tiny")
+
+
+async def test_engines_without_slots_say_so(base: Path, text: TextModel, folders: dict[str, Path]) -> None:
+    async with serving(base, text) as client:
+        answer = await client.post("/v1/admin/adapters", json={"name": "one", "source": str(folders["one"])})
+        assert answer.status_code == 400 and "set adapter_slots" in answer.json()["error"]["message"]
+        assert "penstock_adapter" not in [
+            line.split("{")[0] for line in (await client.get("/metrics")).text.split("\n")
+        ]

@@ -1,0 +1,345 @@
+"""R-GW-3: every bad request is refused in the OpenAI shape, before it reaches an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.gateway.api.openai import models
+from penstock.gateway.app.asgi import App
+from penstock.gateway.http.connection import Application, Receive, Send
+from penstock.gateway.http.request import Scope
+from penstock.text import TextModel
+from tests.gateway.conftest import Serving, garbage
+from tests.scripted import ScriptedEngine
+
+USER = {"role": "user", "content": "hi"}
+
+
+def assert_shape(body: dict[str, Any]) -> dict[str, Any]:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+def schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def tool(name: str, **definition: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **definition}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "regex", "regex": "(a"}}, "response_format"),
+    ({"response_format": {"type": "grammar", "grammar": "start: nothing"}}, "response_format"),
+    ({"response_format": {"type": "choice", "choice": []}}, "response_format.choice"),
+    (schema({"type": "string", "not": {}}), "response_format.json_schema.schema"),
+    (schema({"$ref": "https://example.com/x"}), "response_format.json_schema.schema"),
+    (schema({"x-guidance": {"lenient": True}}), "response_format.json_schema.schema"),
+    (schema({"description": "x" * 300_000}), "response_format.json_schema.schema"),
+    ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+    ({"tools": [tool("bad name")]}, "tools[0].function.name"),
+    ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("f", parameters={"not": {}}, strict=True)]}, "tools"),
+    ({"tools": [tool("f", parameters={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("f")], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"prediction": {"type": "content"}}, "prediction"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"store": True}, "store"),
+    ({"frobnicate": 1}, "frobnicate"),
+    ({"best_of": 2}, "best_of"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content[0].y"),
+    ({"model": ""}, "model"),
+    ({"model": 3}, "model"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"speculation": "no"}, "speculation"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 1000}, "messages"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 17}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": ""}, "stop"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"what": True}}, "stream_options.what"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+    ({"user": 5}, "user"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(serving: Serving, stream: bool) -> None:
+    async with serving() as gateway:
+        for body, param in REFUSED:
+            reply = await gateway.chat(**{"stream": stream, **body} if stream else body)
+            if stream and body == {"stream_options": {"include_usage": True}}:
+                continue  # allowed there
+            assert reply.status_code == 400, (body, reply.text)
+            error = assert_shape(reply.json())
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param, (body, error)
+            assert "x-request-id" in reply.headers
+        if not stream:
+            assert not gateway.engine.seen
+        assert (await gateway.chat()).status_code == 200
+
+
+async def test_what_means_nothing_is_accepted(serving: Serving) -> None:
+    async with serving() as gateway:
+        reply = await gateway.chat(
+            store=False,
+            tools=[],
+            tool_choice="none",
+            response_format={"type": "text"},
+            modalities=["text"],
+            user="ann",
+            metadata={"feature": "x"},
+            prompt_cache_key="k",
+            safety_identifier="s",
+            service_tier="flex",
+        )
+        assert reply.status_code == 200, reply.text
+        assert gateway.engine.seen[0].priority > 0
+
+
+async def test_context_overflow_says_both_numbers(serving: Serving) -> None:
+    async with serving() as gateway:
+        reply = await gateway.chat(messages=[{"role": "user", "content": "x" * 600}])
+        error = assert_shape(reply.json())
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"] and "603" in error["message"]
+        explicit = assert_shape((await gateway.chat(max_tokens=510)).json())
+        assert explicit["code"] == "context_length_exceeded"
+        assert "512" in explicit["message"] and "515" in explicit["message"]
+        # The default is what fits.
+        await gateway.chat()
+        assert gateway.engine.seen[-1].params.max_tokens == 507
+
+
+async def test_the_servers_own_cap_on_tokens(serving: Serving) -> None:
+    async with serving(max_tokens=50, default_max_tokens=9) as gateway:
+        assert assert_shape((await gateway.chat(max_tokens=51)).json())["param"] == "max_tokens"
+        await gateway.chat()
+        assert gateway.engine.seen[-1].params.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"{}",
+        b"\xff\xfe",
+        b'{"model":"tiny","messages":[{"role":"user","content":"\xff"}]}',
+        b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"model":"tiny","temperature":NaN}',
+        b'{"model":"tiny","temperature":1e999}',
+        b'{"model":"tiny","tools":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model":"tiny","messages":[{"role":"user","content":[' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"]}]}",
+        b"[" * 100_000,
+        b'{"model":"tiny","n":1' + b"0" * 10_000 + b"}",
+        b'{"' + b"x" * 100_000 + b'":1}',
+    ],
+)
+async def test_bodies_that_are_not_requests(serving: Serving, body: bytes) -> None:
+    async with serving() as gateway:
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize"):
+            reply = await gateway.client.post(path, content=body)
+            assert reply.status_code == 400, reply.text
+            error = assert_shape(reply.json())
+            assert len(error["message"]) < 1000
+
+
+async def test_the_content_type_does_not_matter(serving: Serving) -> None:
+    async with serving() as gateway:
+        body = json.dumps({"model": "tiny", "messages": [USER]}).encode()
+        for headers in ({}, {"content-type": "text/plain"}, {"content-type": "nonsense"}):
+            reply = await gateway.client.post("/v1/chat/completions", content=body, headers=headers)
+            assert reply.status_code == 200
+
+
+async def test_a_body_over_the_limit_is_413(serving: Serving) -> None:
+    async with serving(body_limit=2048) as gateway:
+        reply = await gateway.client.post("/v1/chat/completions", content=b"x" * 10_000_000)
+        assert reply.status_code == 413
+        message = assert_shape(reply.json())["message"]
+        assert "2048" in message and "10000000" in message
+
+        async def chunked() -> Any:
+            for _ in range(8):
+                yield b"x" * 1024
+
+        reply = await gateway.client.post("/v1/chat/completions", content=chunked())
+        assert reply.status_code == 413
+        assert (await gateway.chat()).status_code == 200
+
+
+async def test_unknown_model_path_and_method(serving: Serving) -> None:
+    async with serving() as gateway:
+        reply = await gateway.chat(model="gpt-9")
+        assert reply.status_code == 404
+        error = assert_shape(reply.json())
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "`tiny`" in error["message"]
+        reply = await gateway.client.get("/v1/nothing")
+        assert reply.status_code == 404
+        assert_shape(reply.json())
+        assert "x-request-id" in reply.headers
+        reply = await gateway.client.get("/v1/chat/completions")
+        assert reply.status_code == 405
+        assert_shape(reply.json())
+        assert reply.headers["allow"] == "POST"
+        assert (await gateway.client.delete("/v1/models")).status_code == 405
+        assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
+
+
+async def test_a_bug_is_a_500_with_the_request_id_and_the_server_goes_on(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    async with serving() as gateway:
+        monkeypatch.setattr(models, "describe", broken)
+        reply = await gateway.client.get("/v1/models")
+        assert reply.status_code == 500
+        error = assert_shape(reply.json())
+        assert error["type"] == "server_error"
+        assert reply.headers["x-request-id"] in error["message"]
+        assert "secret detail" not in reply.text
+        assert "secret detail" in caplog.text
+        assert (await gateway.chat()).status_code == 200
+
+
+async def test_what_escapes_every_handler_is_a_500_too_and_is_counted(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def front(app: App) -> Application:
+        async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+            if b"x-break" in dict(scope["headers"]):
+                raise ValueError("in front of the application")
+            await app(scope, receive, send)
+
+        return broken
+
+    def page(document: object) -> str:
+        raise ValueError("in a page")
+
+    async with serving(wrap=front) as running:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            response = await running.client.post(path, content=b"{}", headers={"x-break": "1", "x-request-id": "r-1"})
+            assert response.status_code == 500 and response.headers["x-request-id"] == "r-1"
+            assert "r-1" in response.json()["error"]["message"]
+            assert ("request_id" in response.json()) == (path == "/v1/messages"), "in the words of the API"
+        monkeypatch.setattr("penstock.gateway.app.asgi.page", page)
+        response = await running.client.get("/docs")
+        assert response.status_code == 500
+        assert_shape(response.json())
+        assert (await running.chat(max_tokens=2)).status_code == 200
+        assert (
+            await running.metric('penstock_errors_total{route="/v1/chat/completions",status="500",code="escaped"}') == 1
+        )
+        assert await running.metric('penstock_errors_total{route="unknown",status="500",code="escaped"}') == 1
+    said = [record for record in caplog.records if record.exc_info and "outside of a handler" in record.message]
+    assert len(said) == 3 and said[0].request_id == "r-1"  # type: ignore[attr-defined]
+
+
+async def test_requests_leave_nothing_for_the_garbage_collector(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    async with serving(ScriptedEngine(text, step_s=0.001), store_url=f"sqlite:///{tmp_path}/store.db") as running:
+        await running.chat(max_tokens=2)
+        with garbage() as found:
+            for _ in range(3):
+                assert (await running.chat(max_tokens=4)).status_code == 200
+                assert (await running.chat(max_tokens=4, stream=True)).status_code == 200
+                assert (await running.complete(max_tokens=2, n=2)).status_code == 200
+                assert (await running.chat(temperature=9)).status_code == 400
+                assert (await running.client.get("/v1/models")).status_code == 200
+                async with running.client.stream(
+                    "POST", "/v1/chat/completions", json={"model": "tiny", "messages": [USER], "stream": True}
+                ) as leaving:
+                    assert leaving.status_code == 200
+            await asyncio.sleep(0.2)
+        assert not found, found
+
+
+async def test_too_many_requests_in_flight_are_refused_with_a_hint(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text)
+    async with serving(engine) as gateway:
+        gateway.service.registry.route("tiny").model.backend._max_in_flight = 2  # type: ignore[attr-defined]
+        reply = await gateway.chat(n=3)
+        assert reply.status_code == 503
+        assert reply.headers["x-penstock-reason"] == "queue_full"
+        assert 1 <= int(reply.headers["retry-after"]) <= 120
+        assert await gateway.metric('penstock_rejections_total{reason="queue_full"}') == 1
+        assert (await gateway.chat()).status_code == 200

@@ -1,0 +1,101 @@
+"""Adapters from an S3 prefix: a real HTTP server that speaks as much of S3 as is used."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import SourceError
+from penstock.sources.model_cache import Slot
+from penstock.sources.object_store import fetch_files, signed_headers
+
+NAMES = ("adapter_config.json", "adapter_model.safetensors")
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+    "AWS_REGION": "us-east-1",
+}
+
+
+class Store(http.server.ThreadingHTTPServer):
+    files: dict[str, tuple[bytes, str]]
+    served: list[tuple[str, int, str | None]]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        store = self.server
+        assert isinstance(store, Store)
+        body, tag = store.files.get(self.path, (b"", ""))
+        status = 404 if not tag else 304 if self.headers.get("If-None-Match") == tag else 200
+        store.served.append((self.path, status, self.headers.get("Authorization")))
+        self.send_response(status)
+        self.send_header("ETag", tag)
+        self.send_header("Content-Length", str(len(body) if status == 200 else 0))
+        self.end_headers()
+        if status == 200:
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    server = Store(("127.0.0.1", 0), Handler)
+    server.files = {f"/bucket/a/b/{name}": (name.encode(), f'"{name}-1"') for name in NAMES}
+    server.served = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    for name in (*KEYS, "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_files_are_fetched_once_and_again_when_they_change(store: Store, tmp_path: Path) -> None:
+    slot = Slot(tmp_path, "x")
+    folder = fetch_files("s3://bucket/a/b/", NAMES, slot)
+    assert [(folder / name).read_text() for name in NAMES] == list(NAMES)
+    fetch_files("s3://bucket/a/b", NAMES, slot)
+    assert [status for _, status, _ in store.served] == [200, 200, 304, 304]
+    store.files[f"/bucket/a/b/{NAMES[1]}"] = (b"new", '"2"')
+    folder = fetch_files("s3://bucket/a/b", NAMES, slot)
+    assert [(folder / name).read_text() for name in NAMES] == [NAMES[0], "new"]
+    assert all(authorization is None for _, _, authorization in store.served), "no keys, no signature"
+
+
+def test_what_is_missing_or_misspelt_is_said(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"it has no adapter_config\.json"):
+        fetch_files("s3://bucket/elsewhere", NAMES, Slot(tmp_path, "x"))
+    with pytest.raises(SourceError, match="write s3://BUCKET/PREFIX"):
+        fetch_files("s3://bucket", NAMES, Slot(tmp_path, "x"))
+
+
+def test_requests_are_signed_where_there_are_keys(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))
+    authorization = store.served[0][2] or ""
+    assert authorization.startswith("AWS4-HMAC-SHA256 Credential=AKIAIOSFODNN7EXAMPLE/")
+
+
+def test_the_signature_is_that_of_the_published_example() -> None:
+    """`GET /test.txt` of the signature's public documentation."""
+    at = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
+    headers = signed_headers("https://examplebucket.s3.amazonaws.com/test.txt", KEYS, at, {"Range": "bytes=0-9"})
+    assert headers["Authorization"] == (
+        "AWS4-HMAC-SHA256 Credential=AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request,"
+        "SignedHeaders=host;range;x-amz-content-sha256;x-amz-date,"
+        "Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
+    )

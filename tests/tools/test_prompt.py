@@ -1,0 +1,88 @@
+"""Tools in prompts: through the template where it knows them, explained where it does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.text.chat_template import ChatTemplate
+from penstock.tools.events import gather
+from penstock.tools.formats import FORMATS
+from penstock.tools.parser import ToolCallParser
+from penstock.tools.prompt import explained, instructions, native, written
+from penstock.tools.toolbox import Tool
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [Tool("get_weather", "Weather of a city", CITY), Tool("clock")]
+KNOWING = """
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}{% for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids have nine characters") }}{% endif %}
+<call {{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}
+{%- elif message.role == "tool" %}<result {{ message.tool_call_id }} {{ message.name }} {{ message.content }}>
+{%- else %}<{{ message.role }} {{ message.content }}>{% endif %}
+{%- endfor %}"""
+
+
+def call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call("call_1", "get_weather", '{"city": "Röm"}'), call("call_2", "clock", '{"cut')],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+]
+
+
+def test_a_template_that_knows_tools_is_found_out() -> None:
+    assert ChatTemplate(KNOWING, {}).knows_tools
+    assert not ChatTemplate("{% for message in messages %}{{ message.tools }}{% endfor %}", {}).knows_tools
+    assert ChatTemplate({"default": "x", "tool_use": KNOWING}, {}).knows_tools
+
+
+def test_it_gets_arguments_as_objects_ids_it_takes_and_names_of_results() -> None:
+    form = FORMATS["mistral"]
+    described = [tool.described() for tool in TOOLS]
+    rendered = ChatTemplate(KNOWING, {}).render(native(HISTORY, form), tools=described)
+    first, second = form.known_id("call_1"), form.known_id("call_2")
+    assert f'<call {first} get_weather {{"city": "Röm"}}>' in rendered
+    assert f'<call {second} clock "{{\\"cut">' in rendered
+    assert f"<result {first} get_weather sunny><result {second} clock noon>" in rendered
+    assert json.dumps(described[0]) in rendered
+    assert HISTORY[2]["tool_calls"][0]["function"]["arguments"] == '{"city": "Röm"}', "the caller's messages stay"
+
+
+def test_other_templates_get_text() -> None:
+    prepared = explained(HISTORY, TOOLS, FORMATS["hermes"])
+    assert [message["role"] for message in prepared] == ["system", "user", "assistant", "user"]
+    system, _, assistant, results = (message["content"] for message in prepared)
+    assert system.startswith("Be brief.\n\n") and '"get_weather"' in system and "<tool_call>" in system
+    assert '{"name": "get_weather", "arguments": {"city": "Röm"}}' in assistant
+    assert results == "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+    assert all(set(message) == {"role", "content"} for message in prepared)
+    without_system = explained(HISTORY[1:2], TOOLS, FORMATS["hermes"])
+    assert [message["role"] for message in without_system] == ["system", "user"]
+    assert explained(HISTORY[:2], [], FORMATS["hermes"]) == HISTORY[:2]
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_what_models_are_told_to_write_is_what_is_read(form: Any) -> None:
+    calls = [call("a", "get_weather", '{"city": "Rome"}'), call("b", "clock", "{}")]
+    parser = ToolCallParser(form, ["get_weather", "clock", "function_name"])
+    message = gather(parser.push(written(calls, form)) + parser.flush())
+    assert message.text == ""
+    assert [(found.name, json.loads(found.arguments)) for found in message.calls] == [
+        ("get_weather", {"city": "Rome"}),
+        ("clock", {}),
+    ]
+    assert written([call("", "function_name", '{"argument_name": "value"}')], form) in instructions(TOOLS, form)
