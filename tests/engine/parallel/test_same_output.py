@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.startup.engine import part
+from penstock.engine.startup import part
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
