@@ -1,0 +1,297 @@
+"""Attention of long chunks on Hopper: bulk copies and tensor cores kept busy by specialised warps.
+
+The job of `prefill` for head dimension 128 and a 16-bit cache, written in Gluon. A program owns `BLOCK_M` rows
+(consecutive tokens times the query heads of one KV head) in two warpgroups of 64 rows. A producer warp fetches key and
+value tiles with TMA, one 16-token cache block per copy, into a ring of `STAGES` shared-memory tiles; each consumer
+warpgroup multiplies the next keys while it still accumulates the last values, so its softmax runs beside its own
+products and beside the other warpgroup's.
+
+Tiles run from the diagonal down to key 0: only the first ones need a mask. Slots past the end of a sequence may hold
+anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout
+
+DIM = 128
+BLOCK_SIZE = 16
+BLOCK_M = 128
+BLOCK_N = 128
+STAGES = 2
+_BOX = 64
+"""Numbers in one row of a TMA box: 128 bytes, the width of the swizzle."""
+_NEGATIVE = gl.constexpr(-1.0e30)
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _copy_tile(desc, blocks, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS: gl.constexpr, bar, boxes, first):
+    """Issue the copies of one tile: eight cache blocks, each in two boxes of 64 columns."""
+    ids = (blocks, b1, b2, b3, b4, b5, b6, b7)
+    for j in gl.static_range(8):
+        row = (ids[j] * KV_HEADS + kv_head) * 16
+        tma.async_copy_global_to_shared(desc, [row, 0], bar, boxes.index(first + j))
+        tma.async_copy_global_to_shared(desc, [row, 64], bar, boxes.index(first + 8 + j))
+
+
+@gluon.jit
+def _producer(
+    k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free,
+    table, last_block, tiles, kv_head, KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    TILE_BYTES: gl.constexpr = 128 * 128 * 2
+    for i in range(tiles):
+        at = (tiles - 1 - i) * 8
+        b0 = gl.load(table + gl.minimum(at, last_block))
+        b1 = gl.load(table + gl.minimum(at + 1, last_block))
+        b2 = gl.load(table + gl.minimum(at + 2, last_block))
+        b3 = gl.load(table + gl.minimum(at + 3, last_block))
+        b4 = gl.load(table + gl.minimum(at + 4, last_block))
+        b5 = gl.load(table + gl.minimum(at + 5, last_block))
+        b6 = gl.load(table + gl.minimum(at + 6, last_block))
+        b7 = gl.load(table + gl.minimum(at + 7, last_block))
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.expect(k_ready.index(stage), TILE_BYTES)
+        _copy_tile(k_desc, b0, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        mbarrier.expect(v_ready.index(stage), TILE_BYTES)
+        _copy_tile(v_desc, b0, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
+
+
+@gluon.jit
+def _scores(q_tile, k_tile, S_LAYOUT: gl.constexpr):
+    zeros = gl.zeros([64, 128], gl.float32, layout=S_LAYOUT)
+    return warpgroup_mma(q_tile, k_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask(s, position, start, S_LAYOUT: gl.constexpr):
+    n = start + gl.arange(0, 128, layout=gl.SliceLayout(0, S_LAYOUT))
+    return gl.where(n[None, :] <= position[:, None], s, _NEGATIVE)
+
+
+@gluon.jit
+def _steps(
+    begin, end, tiles, o, p, peak, total, q_tile, position, factor,
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Tiles `begin..end` in the order of the ring; on entry `p` holds the probabilities of tile `begin - 1`."""
+    for i in range(begin, end):
+        stage = i % STAGES
+        mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
+        s_next = _scores(q_tile, k_tiles.index(stage), S_LAYOUT)
+        before = (i - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), ((i - 1) // STAGES) & 1)
+        o_next = warpgroup_mma(p, v_tiles.index(before), o, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=[s_next])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        if MASKED:
+            s = _mask(s, position, (tiles - 1 - i) * 128, S_LAYOUT)
+        new_peak = gl.maximum(peak, gl.max(s, 1) * factor)
+        e = gl.exp2(s * factor - new_peak[:, None])
+        decay = gl.exp2(peak - new_peak)
+        total = total * decay + gl.sum(e, 1)
+        peak = new_peak
+        o = warpgroup_mma_wait(num_outstanding=0, deps=[o_next])
+        mbarrier.arrive(v_free.index(before), count=1)
+        o = o * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        p = gl.convert_layout(e.to(q_tile.dtype), P_LAYOUT)
+    return o, p, peak, total
+
+
+@gluon.jit
+def _consumer(
+    WHICH: gl.constexpr, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+    out_ptr, out_base, offset, length, context, past, tiles, masked, kv_head, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    O_LAYOUT: gl.constexpr = S_LAYOUT
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    m = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    token = offset + m // GROUP
+    position = past + token
+    factor = scale * _LOG2E
+    q_tile = q_tiles.index(WHICH)
+
+    mbarrier.wait(k_ready.index(0), 0)
+    s_first = _scores(q_tile, k_tiles.index(0), S_LAYOUT)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=[s_first])
+    mbarrier.arrive(k_free.index(0), count=1)
+    s = _mask(s, position, (tiles - 1) * 128, S_LAYOUT)
+    peak = gl.max(s, 1) * factor
+    e = gl.exp2(s * factor - peak[:, None])
+    total = gl.sum(e, 1)
+    p = gl.convert_layout(e.to(q_tile.dtype), P_LAYOUT)
+    if tiles * 128 > context:
+        mbarrier.wait(v_ready.index(0), 0)
+        rows = (tiles - 1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
+        v_tile = v_tiles.index(0)
+        v = v_tile.load(V_LAYOUT)
+        v_tile.store(gl.where(rows[:, None] < context, v, gl.zeros([128, 128], v.dtype, layout=V_LAYOUT)))
+        fence_async_shared()
+    o = gl.zeros([64, 128], gl.float32, layout=O_LAYOUT)
+    o, p, peak, total = _steps(
+        1, masked, tiles, o, p, peak, total, q_tile, position, factor,
+        k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, True,
+    )  # fmt: skip
+    o, p, peak, total = _steps(
+        masked, tiles, tiles, o, p, peak, total, q_tile, position, factor,
+        k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, False,
+    )  # fmt: skip
+    last = (tiles - 1) % STAGES
+    mbarrier.wait(v_ready.index(last), ((tiles - 1) // STAGES) & 1)
+    o_last = warpgroup_mma(p, v_tiles.index(last), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=[o_last])
+    o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    d = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT))
+    rows = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    tokens = offset + rows // GROUP
+    column = (kv_head * GROUP + rows % GROUP) * 128
+    target = out_ptr + ((out_base + tokens).to(gl.int64) * (KV_HEADS * GROUP * 128) + column)[:, None] + d[None, :]
+    written = (rows // GROUP < BLOCK_Q) & (tokens < length)
+    gl.store(target, o.to(out_ptr.dtype.element_ty), mask=written[:, None])
+
+
+@gluon.jit(do_not_specialize=["first_seq", "num_seqs"])
+def _hopper_prefill_kernel(
+    k_desc, v_desc, q_ptr, out_ptr, rows_ptr, starts_ptr, context_ptr, table_ptr,
+    q_stride, table_stride, scale, first_seq, num_seqs,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile = gl.program_id(0)
+    kv_head = gl.program_id(1)
+
+    # Which sequence: the last one whose first tile number is at or below ours.
+    origin = gl.load(starts_ptr + first_seq)
+    before = 0
+    for chunk in range(0, num_seqs, 256):
+        i = chunk + gl.arange(0, 256, layout=FLAT)
+        starts = gl.load(starts_ptr + first_seq + i, mask=i < num_seqs, other=0) - origin
+        at_or_below = (starts // BLOCK_Q + i <= tile) & (i < num_seqs)
+        before += gl.sum(at_or_below.to(gl.int32), axis=0)
+    index = before - 1
+    seq = first_seq + index
+    begin = gl.load(starts_ptr + seq)
+    length = gl.load(starts_ptr + seq + 1) - begin
+    count = gl.cdiv(length, BLOCK_Q)
+    local = tile - ((begin - origin) // BLOCK_Q + index)
+    if local < count:
+        # The last tile of a sequence sees the most keys: start with it, so that the launch ends on short ones.
+        offset = (count - 1 - local) * BLOCK_Q
+        context = gl.load(context_ptr + seq)
+        row = gl.maximum(gl.load(rows_ptr + seq), 0).to(gl.int64)
+        table = table_ptr + row * table_stride
+        past = context - length
+        lowest = past + offset
+        end = gl.minimum(lowest + BLOCK_Q, context)
+        tiles = gl.cdiv(end, 128)
+        clear = (lowest + 1) // 128
+        masked = gl.maximum(tiles - clear, 1)
+
+        q_tiles = gl.allocate_shared_memory(dtype, [2, 64, 128], TILE)
+        k_boxes = gl.allocate_shared_memory(dtype, [STAGES * 16, 16, 64], TILE)
+        v_boxes = gl.allocate_shared_memory(dtype, [STAGES * 16, 16, 64], TILE)
+        k_tiles = k_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
+        v_tiles = v_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for s in gl.static_range(STAGES):
+            mbarrier.init(k_ready.index(s), count=1)
+            mbarrier.init(v_ready.index(s), count=1)
+            mbarrier.init(k_free.index(s), count=2)
+            mbarrier.init(v_free.index(s), count=2)
+        d = gl.arange(0, 128, layout=gl.SliceLayout(0, LOADED))
+        for half in gl.static_range(2):
+            m = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
+            token = offset + m // GROUP
+            column = (kv_head * GROUP + m % GROUP) * 128
+            at = ((begin + token).to(gl.int64) * q_stride + column)[:, None] + d[None, :]
+            present = (m // GROUP < BLOCK_Q) & (token < length)
+            q_tiles.index(half).store(gl.load(q_ptr + at, mask=present[:, None], other=0.0))
+        fence_async_shared()
+        last_block = (context - 1) // 16
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (0, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                     context, past, tiles, masked, kv_head, scale, KV_HEADS, GROUP, BLOCK_Q, STAGES),
+                ),
+                (
+                    _consumer,
+                    (1, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                     context, past, tiles, masked, kv_head, scale, KV_HEADS, GROUP, BLOCK_Q, STAGES),
+                ),
+                (
+                    _producer,
+                    (k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, table, last_block, tiles,
+                     kv_head, KV_HEADS, STAGES),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+
+
+def boxes_of(cache: Tensor) -> Any:
+    """The cache as TMA sees it: rows of keys, taken 16 at a time in two boxes of 64 columns."""
+    rows = cache.shape[0] * cache.shape[1] * cache.shape[2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(cache, [rows, DIM], [DIM, 1], [BLOCK_SIZE, _BOX], layout)
+
+
+def prefill_attention(
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor, out: Tensor
+) -> None:
+    """Attention of every sequence after the first `num_decodes` into `out` [T, heads * head_dim]."""
+    group = layout.heads // layout.kv_heads
+    block_q = BLOCK_M // group
+    sequences = batch.context_lens.shape[0] - batch.num_decodes
+    tokens = q.shape[0] - batch.num_decodes
+    _hopper_prefill_kernel[(tokens // block_q + sequences, layout.kv_heads)](
+        boxes_of(k_cache), boxes_of(v_cache), q, out,
+        batch.rows, batch.query_starts, batch.context_lens, batch.block_tables,
+        q.stride(0), batch.block_tables.stride(0), layout.scale, batch.num_decodes, sequences,
+        KV_HEADS=layout.kv_heads, GROUP=group, BLOCK_Q=block_q, STAGES=STAGES,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def applies(layout: HeadLayout, q: Tensor, k_cache: Tensor) -> bool:
+    """Whether this kernel computes such attention."""
+    return (
+        layout.head_dim == DIM
+        and layout.window is None
+        and not layout.softcap
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype == q.dtype
+        and k_cache.shape[2] == BLOCK_SIZE
+    )
