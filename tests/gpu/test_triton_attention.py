@@ -20,7 +20,7 @@ from gpu_harness import (
     time_us,
 )
 
-from penstock.engine.backends.cuda.kernels import decode, prefill
+from penstock.engine.backends.cuda.kernels import decode, hopper_prefill, prefill
 from penstock.engine.backends.interface import HeadLayout
 
 
@@ -83,6 +83,28 @@ def test_prefill_attention() -> None:
             contexts = [a + b for a, b in zip(queries, prefix, strict=True)]
             case = build(queries, contexts, layout(heads, kv_heads, dim), dtype)
             run_case(f"prefill {heads}/{kv_heads}x{dim} {dtype}", case)
+
+
+def test_prefill_on_hopper() -> None:
+    """Chunks that end inside a block, a tile or exactly at its edge, over poisoned slots; groups that do not divide."""
+    if QUICK:  # the interpreter does not know Gluon
+        return
+    batches = [
+        ([1, 70], [40, 70]),
+        ([130], [130]),
+        ([128], [256]),
+        ([17, 300, 500], [1017, 5000, 900]),
+        ([33, 65, 129], [33, 127, 1152]),
+    ]
+    for heads, kv_heads in ((32, 8), (8, 8), (28, 4), (9, 3), (32, 1)):
+        for queries, contexts in batches:
+            for dtype in (torch.bfloat16, torch.float16):
+                case = build(queries, contexts, layout(heads, kv_heads, 128), dtype)
+                out = poison_(torch.empty_like(case.q.flatten(1)))
+                hopper_prefill.prefill_attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, out)
+                if MODE != "compile":
+                    first = case.batch.num_decodes
+                    check(f"hopper {heads}/{kv_heads} {contexts} {dtype}", out[first:], attention64(case)[first:])
 
 
 def test_prefill_with_a_sliding_window() -> None:
@@ -201,7 +223,15 @@ def prefill_flops(case: Case) -> float:
 
 
 def bench_prefill() -> Iterator[Row]:
-    for count, length, prefix in ((1, 1024, 0), (8, 1024, 0), (4, 2048, 0), (1, 8192, 0), (4, 2048, 6144)):
+    for count, length, prefix in (
+        (1, 1024, 0),
+        (8, 1024, 0),
+        (4, 2048, 0),
+        (1, 8192, 0),
+        (4, 2048, 6144),
+        (1, 8192, 21808),
+        (1, 8192, 91808),
+    ):
         case = build([length] * count, [length + prefix] * count, LLAMA, torch.bfloat16)
         us = time_us([lambda c=case: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache)])
         yield arithmetic(f"prefill {count} x {length} after {prefix}, 32/8x128", us, prefill_flops(case))

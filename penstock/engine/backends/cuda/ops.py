@@ -12,7 +12,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
+from penstock.engine.backends.cuda.kernels import (
+    activation,
+    decode,
+    filters,
+    hopper_prefill,
+    masks,
+    norm,
+    prefill,
+    rope,
+    sampler,
+)
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeyFrame
 
@@ -36,6 +46,7 @@ class TritonOps:
             self.processors = 132
         self.fixed = False
         """One launch shape for any number of sequences, so that none sees its company in its results."""
+        self.hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -94,6 +105,9 @@ class TritonOps:
             counters = self._counters_for(batch.num_decodes * layout.kv_heads)
             decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
         if batch.context_lens.shape[0] > batch.num_decodes:
+            if self.hopper and hopper_prefill.applies(layout, batch, q, k_cache):
+                hopper_prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out)
+                return out
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out

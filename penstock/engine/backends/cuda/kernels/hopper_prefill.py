@@ -12,8 +12,6 @@ anything, NaN included: scores there are masked, and the rows of the value tile 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from penstock.engine.backends.cuda.kernels.common import launch
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 
 DIM = 128
@@ -34,7 +33,9 @@ BLOCK_SIZE = 16
 BLOCK_M = 128
 BLOCK_N = 128
 STAGES = 2
-_BOX = 64
+FROM_TOKENS = 512
+"""Longest chunk of a step from which this kernel is faster than `prefill` (measured on an H200)."""
+BOX = 64
 """Numbers in one row of a TMA box: 128 bytes, the width of the swizzle."""
 _NEGATIVE = gl.constexpr(-1.0e30)
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -177,8 +178,9 @@ def _consumer(
 def _hopper_prefill_kernel(
     k_desc, v_desc, q_ptr, out_ptr, rows_ptr, starts_ptr, context_ptr, table_ptr,
     q_stride, table_stride, scale, first_seq, num_seqs,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """`PDL` is always false: it waits for its predecessors in the ordinary way."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -261,11 +263,18 @@ def _hopper_prefill_kernel(
         )  # fmt: skip
 
 
-def boxes_of(cache: Tensor) -> Any:
-    """The cache as TMA sees it: rows of keys, taken 16 at a time in two boxes of 64 columns."""
-    rows = cache.shape[0] * cache.shape[1] * cache.shape[2]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(cache, [rows, DIM], [DIM, 1], [BLOCK_SIZE, _BOX], layout)
+def applies(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor) -> bool:
+    """Whether this kernel computes such attention, and does so faster than `prefill`."""
+    return (
+        batch.max_query >= FROM_TOKENS
+        and layout.head_dim == DIM
+        and layout.heads <= BLOCK_M * layout.kv_heads
+        and layout.window is None
+        and not layout.softcap
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype == q.dtype
+        and k_cache.shape[2] == BLOCK_SIZE
+    )
 
 
 def prefill_attention(
@@ -276,22 +285,33 @@ def prefill_attention(
     block_q = BLOCK_M // group
     sequences = batch.context_lens.shape[0] - batch.num_decodes
     tokens = q.shape[0] - batch.num_decodes
-    _hopper_prefill_kernel[(tokens // block_q + sequences, layout.kv_heads)](
-        boxes_of(k_cache), boxes_of(v_cache), q, out,
-        batch.rows, batch.query_starts, batch.context_lens, batch.block_tables,
-        q.stride(0), batch.block_tables.stride(0), layout.scale, batch.num_decodes, sequences,
-        KV_HEADS=layout.kv_heads, GROUP=group, BLOCK_Q=block_q, STAGES=STAGES,
+    launch(
+        _hopper_prefill_kernel,
+        (tokens // block_q + sequences, layout.kv_heads),
+        _boxes_of(k_cache),
+        _boxes_of(v_cache),
+        q,
+        out,
+        batch.rows,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        layout.scale,
+        batch.num_decodes,
+        sequences,
+        KV_HEADS=layout.kv_heads,
+        GROUP=group,
+        BLOCK_Q=block_q,
+        STAGES=STAGES,
         num_warps=4,
-    )  # fmt: skip
-
-
-def applies(layout: HeadLayout, q: Tensor, k_cache: Tensor) -> bool:
-    """Whether this kernel computes such attention."""
-    return (
-        layout.head_dim == DIM
-        and layout.window is None
-        and not layout.softcap
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and k_cache.dtype == q.dtype
-        and k_cache.shape[2] == BLOCK_SIZE
+        pdl=False,
     )
+
+
+def _boxes_of(cache: Tensor) -> TensorDescriptor:
+    """A cache as TMA reads it: rows of keys, 16 at a time, in two boxes of 64 columns."""
+    rows = cache.shape[0] * cache.shape[1] * cache.shape[2]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(cache, [rows, DIM], [DIM, 1], [BLOCK_SIZE, BOX], layout)
