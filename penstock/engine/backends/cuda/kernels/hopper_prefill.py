@@ -42,7 +42,22 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _copy_tile(desc, blocks, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS: gl.constexpr, bar, boxes, first):
+def _copy_tile(
+    desc: tma.tensor_descriptor,
+    blocks: gl.tensor,
+    b1: gl.tensor,
+    b2: gl.tensor,
+    b3: gl.tensor,
+    b4: gl.tensor,
+    b5: gl.tensor,
+    b6: gl.tensor,
+    b7: gl.tensor,
+    kv_head: gl.tensor,
+    KV_HEADS: gl.constexpr,
+    bar: gl.shared_memory_descriptor,
+    boxes: gl.shared_memory_descriptor,
+    first: gl.tensor,
+) -> None:
     """Issue the copies of one tile: eight cache blocks, each in two boxes of 64 columns."""
     ids = (blocks, b1, b2, b3, b4, b5, b6, b7)
     for j in gl.static_range(8):
@@ -53,9 +68,21 @@ def _copy_tile(desc, blocks, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS: gl.c
 
 @gluon.jit
 def _producer(
-    k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free,
-    table, last_block, tiles, kv_head, KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    k_desc: tma.tensor_descriptor,
+    v_desc: tma.tensor_descriptor,
+    k_boxes: gl.shared_memory_descriptor,
+    v_boxes: gl.shared_memory_descriptor,
+    k_ready: gl.shared_memory_descriptor,
+    k_free: gl.shared_memory_descriptor,
+    v_ready: gl.shared_memory_descriptor,
+    v_free: gl.shared_memory_descriptor,
+    table: gl.tensor,
+    last_block: gl.tensor,
+    tiles: gl.tensor,
+    kv_head: gl.tensor,
+    KV_HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     TILE_BYTES: gl.constexpr = 128 * 128 * 2
     for i in range(tiles):
         at = (tiles - 1 - i) * 8
@@ -78,23 +105,50 @@ def _producer(
 
 
 @gluon.jit
-def _scores(q_tile, k_tile, S_LAYOUT: gl.constexpr):
+def _scores(
+    q_tile: gl.shared_memory_descriptor,
+    k_tile: gl.shared_memory_descriptor,
+    S_LAYOUT: gl.constexpr,
+) -> gl.tensor:
     zeros = gl.zeros([64, 128], gl.float32, layout=S_LAYOUT)
     return warpgroup_mma(q_tile, k_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _mask(s, position, start, S_LAYOUT: gl.constexpr):
+def _mask(
+    s: gl.tensor,
+    position: gl.tensor,
+    start: gl.tensor,
+    S_LAYOUT: gl.constexpr,
+) -> gl.tensor:
     n = start + gl.arange(0, 128, layout=gl.SliceLayout(0, S_LAYOUT))
     return gl.where(n[None, :] <= position[:, None], s, _NEGATIVE)
 
 
 @gluon.jit
 def _steps(
-    begin, end, tiles, o, p, peak, total, q_tile, position, factor,
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+    begin: gl.tensor,
+    end: gl.tensor,
+    tiles: gl.tensor,
+    o: gl.tensor,
+    p: gl.tensor,
+    peak: gl.tensor,
+    total: gl.tensor,
+    q_tile: gl.shared_memory_descriptor,
+    position: gl.tensor,
+    factor: gl.tensor,
+    k_tiles: gl.shared_memory_descriptor,
+    v_tiles: gl.shared_memory_descriptor,
+    k_ready: gl.shared_memory_descriptor,
+    k_free: gl.shared_memory_descriptor,
+    v_ready: gl.shared_memory_descriptor,
+    v_free: gl.shared_memory_descriptor,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Tiles `begin..end` in the order of the ring; on entry `p` holds the probabilities of tile `begin - 1`."""
     for i in range(begin, end):
         stage = i % STAGES
@@ -121,10 +175,29 @@ def _steps(
 
 @gluon.jit
 def _consumer(
-    WHICH: gl.constexpr, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-    out_ptr, out_base, offset, length, context, past, tiles, masked, kv_head, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    WHICH: gl.constexpr,
+    q_tiles: gl.shared_memory_descriptor,
+    k_tiles: gl.shared_memory_descriptor,
+    v_tiles: gl.shared_memory_descriptor,
+    k_ready: gl.shared_memory_descriptor,
+    k_free: gl.shared_memory_descriptor,
+    v_ready: gl.shared_memory_descriptor,
+    v_free: gl.shared_memory_descriptor,
+    out_ptr: gl.tensor,
+    out_base: gl.tensor,
+    offset: gl.tensor,
+    length: gl.tensor,
+    context: gl.tensor,
+    past: gl.tensor,
+    tiles: gl.tensor,
+    masked: gl.tensor,
+    kv_head: gl.tensor,
+    scale: gl.tensor,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     O_LAYOUT: gl.constexpr = S_LAYOUT
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -176,10 +249,25 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["first_seq", "num_seqs"])
 def _hopper_prefill_kernel(
-    k_desc, v_desc, q_ptr, out_ptr, rows_ptr, starts_ptr, context_ptr, table_ptr,
-    q_stride, table_stride, scale, first_seq, num_seqs,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    k_desc: tma.tensor_descriptor,
+    v_desc: tma.tensor_descriptor,
+    q_ptr: gl.tensor,
+    out_ptr: gl.tensor,
+    rows_ptr: gl.tensor,
+    starts_ptr: gl.tensor,
+    context_ptr: gl.tensor,
+    table_ptr: gl.tensor,
+    q_stride: gl.tensor,
+    table_stride: gl.tensor,
+    scale: gl.tensor,
+    first_seq: gl.tensor,
+    num_seqs: gl.tensor,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+) -> None:
     """`PDL` is always false: it waits for its predecessors in the ordinary way."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
