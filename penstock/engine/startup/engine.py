@@ -139,8 +139,8 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
     if scheduler.allocator.window is not None:
         log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
         return ""
-    frames = [layer.key_frame for layer in part.decoder.layers if layer.key_frame is not None]
-    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), frames)
+    smoothings = [layer.key_smoothing for layer in part.decoder.layers if layer.key_smoothing is not None]
+    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
 
 
 def _lead(part: Part, ranks: Ranks) -> Decoder:
