@@ -61,12 +61,12 @@ def gateway(
 
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
-    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.cli.terminal import flags, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.lifeline import Asked, Failed, Listening, StatusPipe
+    from penstock.supervisor.status import Asked, Failed, Listening, StatusPipe
 
     status = StatusPipe(supervised)
     if supervised is not None:
@@ -109,8 +109,8 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     """Several gateways on one port, started again when they die."""
     import asyncio
 
-    from penstock.cli.console import stderr
-    from penstock.cli.console_reporter import ConsoleReporter
+    from penstock.cli.terminal import stderr
+    from penstock.cli.terminal_reporter import ConsoleReporter
     from penstock.gateway.http.port import check_port
     from penstock.supervisor.launch import gateways, worker_coordinator
     from penstock.supervisor.runtime import RuntimeFolder

@@ -14,7 +14,7 @@ from penstock.gateway.http.port import check_port
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
 from penstock.supervisor.health import is_ready, local_url
-from penstock.supervisor.pulse import Pulse
+from penstock.supervisor.heartbeat import Pulse
 from penstock.supervisor.runtime import RuntimeFolder, sweep
 from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive

@@ -45,7 +45,7 @@ from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.slices import Slices
+from penstock.routing.time_slice_groups import Slices
 from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics

@@ -11,7 +11,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
-from penstock.config.model import ModelConfig
+from penstock.config.models import ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.schema import (

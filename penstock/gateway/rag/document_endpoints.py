@@ -19,7 +19,7 @@ from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.process.service import Service
 from penstock.gateway.rag.collection_endpoints import PageQuery, guarded, named_collection, storable
 from penstock.gateway.rag.retrieval import guard, position_body
-from penstock.knowledge.model import Collection, Document, StoredChunk
+from penstock.knowledge.entities import Collection, Document, StoredChunk
 from penstock.knowledge.readers import MEDIA_TYPES, media_type_of
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMediaType
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import QUERY_CHARACTERS, RagRequest, SearchRequest
 from penstock.knowledge.citations import Citation, Citer
-from penstock.knowledge.model import Chunk, Collection, KnowledgeError, Passage
+from penstock.knowledge.entities import Chunk, Collection, KnowledgeError, Passage
 from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
 from penstock.knowledge.retrieval import Found
 from penstock.knowledge.terms import STOP_WORDS, words
