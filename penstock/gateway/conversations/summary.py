@@ -1,7 +1,7 @@
 """The oldest turns of a conversation, condensed by the model that answers it.
 
 It happens in the background as soon as a conversation fills most of its room, so that the next turn finds the notes
-ready; a turn that arrives earlier waits for them. What the model is asked is in `penstock.conversations.notes`.
+ready; a turn that arrives earlier waits for them. What the model is asked is in `penstock.conversations.summaries`.
 When it fails, for whatever reason, turns are left out instead: no answer depends on a summary.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.conversations import Conversation, Held, Message, Summary
-from penstock.conversations.model import pack
-from penstock.conversations.notes import Room, Tokens, condense, question, with_notes
+from penstock.conversations.conversation import pack
+from penstock.conversations.summaries import Room, Tokens, condense, question, with_notes
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.attempt import Attempt

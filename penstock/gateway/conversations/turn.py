@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from penstock.conversations import Busy, Held, Message, Owner, Sessions
-from penstock.conversations.model import Overflow, leading_system
-from penstock.conversations.notes import with_notes
+from penstock.conversations.conversation import Overflow, leading_system
+from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import Prompt, summarise, summarise_ahead
