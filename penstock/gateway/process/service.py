@@ -44,9 +44,9 @@ from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
@@ -74,7 +74,7 @@ INLINE_CHARACTERS = 4096
 class Service:
     """One gateway process."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self.settings = settings
         self.registry = registry
         self.encoders = encoders or Encoders((), ())
@@ -87,7 +87,7 @@ class Service:
         )
         self.recall = self._recall()
         self.readiness = Readiness()
-        self.slices = Slices(registry, settings.time_slice_s)
+        self.slices = TimeSlices(registry, settings.time_slice_s)
         self.draining = False
         self._generations: set[Generation] = set()
         self._requests = 0
