@@ -157,13 +157,17 @@ def _run(
         from penstock.engine.core import Engine
         from penstock.engine.sleep.sleep import Slumber
         from penstock.engine_host.gpu_meter import open_meter
+        from penstock.sources.adapters import resolve_adapter
         from penstock.text.vocabulary import grammars_of
 
         imported = round(time.perf_counter() - begin, 3)
 
         def load(config: EngineConfig) -> Engine:
             engine = Engine.load(
-                config, lambda phase, fraction: status.send(Progress(phase, fraction)), grammars=grammars_of(path)
+                config,
+                lambda phase, fraction: status.send(Progress(phase, fraction)),
+                grammars=grammars_of(path),
+                find_adapter=resolve_adapter,
             )
             engine.meter = open_meter(engine.info.device, engine.info.ranks)
             if engine.ranks is not None:

@@ -39,7 +39,9 @@ def gateway(
     control: Annotated[Path | None, typer.Option(hidden=True, help="Socket of the supervisor.")] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
-    desk: Annotated[Path | None, typer.Option(hidden=True, help="Where the workers of one port meet.")] = None,
+    coordinator: Annotated[
+        Path | None, typer.Option("--desk", hidden=True, help="Socket of the coordinator of this port's workers.")
+    ] = None,
     worker: Annotated[int, typer.Option(hidden=True, help="Which of the workers this is.")] = 0,
 ) -> None:
     """
@@ -94,7 +96,7 @@ def gateway(
             curve,
             ask=lambda encoder: status.send(EncoderNeeded(encoder)),
             control=control,
-            worker=None if desk is None else Worker(worker, desk),
+            worker=None if coordinator is None else Worker(worker, coordinator),
             listening=lambda: status.send(Listening()),
             wrap=Console if config.server.console else lambda app: app,
         )
@@ -109,8 +111,8 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
 
     from penstock.cli.terminal import stderr
     from penstock.cli.terminal_reporter import TerminalReporter
-    from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import desk, gateways
+    from penstock.gateway.http.port import check_port
+    from penstock.supervisor.launch import gateways, worker_coordinator
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.supervisor import Supervisor
 
@@ -121,7 +123,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     options = [] if key is None or engines is None else ["--curve-key", str(key), "--curve-engines", str(engines)]
 
     async def run(folder: RuntimeFolder) -> None:
-        async with desk(config, folder) as gateways_up:
+        async with worker_coordinator(config, folder) as gateways_up:
             await Supervisor(
                 engines=[],
                 gateways=gateways(config, folder, endpoints, options),

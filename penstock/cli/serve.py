@@ -48,11 +48,11 @@ def serve(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
+    from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
     from penstock.supervisor.catalogue import ModelCatalogue
     from penstock.supervisor.control import ControlServer
-    from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import desk, resolved, units
+    from penstock.supervisor.launch import resolved, units, worker_coordinator
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.saved_models import SavedModels
@@ -84,7 +84,7 @@ def serve(
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)
-        async with desk(config, folder) as gateways_up:
+        async with worker_coordinator(config, folder) as gateways_up:
             supervisor = Supervisor(
                 engines=engines,
                 gateways=gateways,
