@@ -114,8 +114,6 @@ class App:
             await self._guarded(exchange, _fail(error))
         finally:
             in_flight.dec()
-            if exchange.release is not None:
-                exchange.release()
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
