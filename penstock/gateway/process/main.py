@@ -34,10 +34,10 @@ from penstock.gateway.process.model_follower import Follower, served
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.gateway.process.supervisor_link import ControlLine
-from penstock.identity.exposure import check_doors
+from penstock.identity.exposure import check_exposure
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry import logging as telemetry_logging
 
@@ -84,10 +84,10 @@ async def _run(
     listening: Callable[[], None],
     wrap: Callable[[App], Application],
 ) -> None:
-    await check_doors(settings.host, settings.store_url or "")
+    await check_exposure(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
-        await check_doors(settings.admin_host, settings.store_url or "")
-    registry = Registry(
+        await check_exposure(settings.admin_host, settings.store_url or "")
+    registry = ModelRegistry(
         (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
         (_remote(settings, remote) for remote in settings.remotes),
     )
@@ -138,7 +138,7 @@ def served_encoder(
 
 async def serve(
     settings: GatewaySettings,
-    registry: Registry,
+    registry: ModelRegistry,
     stop: asyncio.Event,
     listening: Callable[[Service], None] | None = None,
     encoders: Encoders | None = None,
