@@ -155,7 +155,7 @@ def _run(
         begin = time.perf_counter()
         from penstock.engine.config import EngineConfig
         from penstock.engine.core import Engine
-        from penstock.engine.sleep.sleep import Slumber
+        from penstock.engine.sleep.sleep import EngineSleep
         from penstock.engine_host.gpu_meter import open_meter
         from penstock.text.vocabulary import grammars_of
 
@@ -171,9 +171,9 @@ def _run(
             return engine
 
         config = replace(model.engine_config(str(path)), role=role)
-        slumber = Slumber(config, load)
+        sleeper = EngineSleep(config, load)
         # One that takes turns is loaded when its turn comes: others may have the memory now.
-        first = slumber.unborn() if model.time_slice else load(config)
+        first = sleeper.not_loaded() if model.time_slice else load(config)
         info = first.info
         phases = {"import": imported, **info.startup}
         info.startup.clear()
@@ -181,7 +181,7 @@ def _run(
         server = EngineServer(
             first,
             listener,
-            sleeper=slumber,
+            sleeper=sleeper,
             state="sleeping" if model.time_slice else "awake",
             watchdog=Watchdog(model.watchdog_s),
             pacing=Pacing(pick_interval(model.stream_interval_s, info.device)),

@@ -112,9 +112,9 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    from penstock.engine.backends.cpu import status
+    from penstock.engine.backends.select import native_status
 
-    found = status()
+    found = native_status()
     if found.available:
         yield Finding("kernels", State.OK, found.detail)
     else:

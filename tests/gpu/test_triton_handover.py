@@ -150,7 +150,7 @@ def _steps(shape: str, device: str, num_blocks: int) -> Iterator[Row]:
         for _ in range(120):
             begin = time.perf_counter()
             if come:
-                exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+                exchange.slots.extend(slot for slot in emptying if exchange.is_idle(slot))
                 emptying = [slot for slot in emptying if slot not in exchange.slots]
                 arrived = []
                 for _ in range(min(count, len(exchange.slots))):
@@ -165,12 +165,12 @@ def _steps(shape: str, device: str, num_blocks: int) -> Iterator[Row]:
         usual = usual or statistics.median(times)
         rate = f", {moved / sum(times) / 1e9:.1f} GB/s come in" if come else ""
         while emptying:
-            exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+            exchange.slots.extend(slot for slot in emptying if exchange.is_idle(slot))
             emptying = [slot for slot in emptying if slot not in exchange.slots]
         note = f"p99 {1e3 * ordered[-2]:.2f} ms, {statistics.median(times) / usual:.2f}x{rate}"
         yield f"decode step of 32, {label}", 1e6 * statistics.median(times), note
 
 
 def _settle(exchange: BlockExchange, slots: list[int]) -> None:
-    while not all(exchange.settled(slot) for slot in slots):
+    while not all(exchange.is_idle(slot) for slot in slots):
         pass

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
 from penstock.engine.backends import copy_streams as lanes  # noqa: E402
-from penstock.engine.backends.cpu.large_pages import Slabs  # noqa: E402
+from penstock.engine.backends.host_memory import Slabs  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402

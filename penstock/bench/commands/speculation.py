@@ -48,8 +48,8 @@ def speculation(
     from rich.console import Console
 
     from penstock.bench import speculation as measured
+    from penstock.engine.backends.select import pick_device, pick_dtype
     from penstock.engine.config import EngineConfig
-    from penstock.engine.startup.device import pick_device, pick_dtype
     from penstock.errors import ConfigError
     from penstock.sources.resolve import resolve
     from penstock.text import load_text

@@ -7,14 +7,12 @@ the others their precision. Invariant: block `b` of the scales belongs to block 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cpu.large_pages import in_large_pages
+from penstock.engine.backends.host_memory import zeros
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
 
 
@@ -57,11 +55,11 @@ class KVCache:
         self.shape = shape
         self.num_blocks = num_blocks
         per_block = (shape.kv_heads, shape.block_size)
-        self.values = _zeros((shape.layers, 2, num_blocks, *per_block, shape.head_dim), shape.dtype, device)
+        self.values = zeros((shape.layers, 2, num_blocks, *per_block, shape.head_dim), shape.dtype, device)
         """[layers, 2, num_blocks, kv_heads, block_size, head_dim]: keys, then values."""
         self.scales: Tensor | None = None
         if shape.dtype == INT8:
-            self.scales = _zeros((shape.layers, 2, num_blocks, *per_block), SCALE_DTYPE, device)
+            self.scales = zeros((shape.layers, 2, num_blocks, *per_block), SCALE_DTYPE, device)
         self.layers = [self._layer(index) for index in range(shape.layers)]
 
     @property
@@ -80,11 +78,3 @@ class KVCache:
     def _layer(self, index: int) -> LayerCache:
         scales = None if self.scales is None else (self.scales[index, 0], self.scales[index, 1])
         return LayerCache(self.values[index, 0], self.values[index, 1], scales)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Pages come from the system on first touch, so that a large cache costs nothing to make.
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return in_large_pages(memory).view(dtype).view(shape)
