@@ -2,8 +2,9 @@
 
 All requests of a workload that run together are submitted at once. The steps until every one of them decodes are one
 recording, a few of those behind it another. On CUDA a recording is the device's own timeline; on CPU it is Python's
-profiler, in which the native kernels are calls, and, for recorded steps, their own times of each kernel. Python's share of a decoding step is measured before that and without a profiler: what the engine's thread
-computes outside of native calls, so that other processes do not count.
+profiler, in which the native kernels are calls, and, for recorded steps, their own times of each kernel. Python's share
+of a decoding step is measured before that and without a profiler: what the engine's thread computes outside of native
+calls, so that other processes do not count.
 """
 
 from __future__ import annotations

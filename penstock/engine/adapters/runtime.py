@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -15,7 +18,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.scheduler import Batch
 from penstock.errors import ConfigError
-from penstock.sources.adapters import resolve_adapter
 
 
 class AdapterRuntime:
@@ -75,9 +77,10 @@ def slot_count(config: EngineConfig) -> int:
 
 
 def make_adapters(
-    config: EngineConfig, backend: Backend, decoder: Decoder, *, dtype: torch.dtype
+    config: EngineConfig, backend: Backend, decoder: Decoder, find: Callable[[str], Path], *, dtype: torch.dtype
 ) -> AdapterRuntime | None:
-    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here."""
+    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here.
+    `find` gives the local folder of an adapter's source."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -88,8 +91,7 @@ def make_adapters(
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
 
     def read(name: str, source: str) -> LoadedAdapter:
-        path = resolve_adapter(source)
-        return read_adapter(name, path, layout, max_rank=config.adapter_rank, dtype=dtype, pin=pin)
+        return read_adapter(name, find(source), layout, max_rank=config.adapter_rank, dtype=dtype, pin=pin)
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
     kernel = backend.lora_kernel(layout, slots, config.adapter_rank, dtype)

@@ -1,9 +1,9 @@
 """Blocks out of one engine's cache and into another's, by name.
 
-Names are digests of everything up to a block's end (`block_hash`), salt and adapter included, so a block of the name that
-is looked for holds what would be computed here. Between cache and network lie slots of host memory, each one
-block in one piece, filled and emptied by a `BlockMover`: its copies may run beside the steps, so a slot is touched
-again only when its copy is over (`is_idle`). Nothing here knows where blocks go or come from.
+Names are digests of everything up to a block's end (`block_hash`), salt and adapter included, so blocks of equal names
+are interchangeable. Between cache and network lie slots of host memory, each one block in one piece, filled and
+emptied by a `BlockMover`: its copies may run beside the steps, so a slot is touched again only when its copy is over
+(`is_idle`). Nothing here knows where blocks go or come from.
 
 Invariant: blocks taken in (`take_in`) are held until given up (`release`); only then can they be evicted. Slots come
 from `slots` and go back there.

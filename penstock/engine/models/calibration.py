@@ -1,7 +1,7 @@
 """Calibration after loading: a prompt through the decoder shows the numbers that are about to be rounded.
 
-Keys for an int8 cache are centred and scaled (`rotated_keys`); a backend may adapt the linears it keeps in int8 to
-their inputs. Both depend on the weights alone: random tokens show them as well as a text.
+Keys of an int8 cache are smoothed (`key_smoothing`); a backend may adapt the linears it keeps in int8 to their inputs.
+Both depend on the weights alone: random tokens show them as well as a text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch, Backend, InputObserver
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.rotated_keys import key_frame
+from penstock.engine.models.key_smoothing import key_smoothing
 
 _TOKENS: Final = 128
 _BLOCK_SIZE: Final = 16
@@ -35,7 +35,7 @@ def calibrate(decoder: Decoder, backend: Backend, *, int8_cache: bool) -> Decode
     if not int8_cache:
         return decoder
     layers = [
-        dataclasses.replace(layer, key_frame=key_frame(seen, layer))
+        dataclasses.replace(layer, key_smoothing=key_smoothing(seen, layer))
         for layer, seen in zip(decoder.layers, keys, strict=True)
     ]
     return dataclasses.replace(decoder, layers=layers)

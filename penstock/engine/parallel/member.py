@@ -1,7 +1,7 @@
 """A rank's membership in its engine: which part it holds, and how it agrees with the others while starting.
 
-Rank 0 and the worker ranks load their part of the model with the same code (`startup.part`); they differ only in how they
-agree on a number.
+Rank 0 and the worker ranks load their part of the model with the same code (`startup.part`); they differ only in how
+they agree on a number.
 """
 
 from __future__ import annotations

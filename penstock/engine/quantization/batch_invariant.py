@@ -1,7 +1,7 @@
 """Batch-invariant linears, for deterministic mode: a result never depends on what else is in the step.
 
-Few-bit blocks on CPU use the same kernel for any number of rows; everything else is dense, through kernels with a single
-order of summation.
+Few-bit blocks on CPU use the same kernel for any number of rows; everything else is dense, through kernels with a
+single order of summation.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Everything that the engine holds on the device is found by walking its objects, and moved storage by storage: tensors
 keep their identity, their views and their sharing; only the memory under them goes and comes back. On the host it lies
-in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes (`copy_streams` copies it).
+in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes.
 The KV cache is not kept; what executors have captured is captured again, since it remembers addresses.
 """
 

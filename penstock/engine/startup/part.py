@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -77,10 +78,12 @@ def load_part(
     *,
     backend: Backend | None = None,
     beside: int = 0,
+    find_adapter: Callable[[str], Path] = Path,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    `find_adapter`: see `Engine.load`.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     torch.set_num_threads(threads)
@@ -124,7 +127,7 @@ def load_part(
     if backend.calibrates and member is None:
         with phases("calibration"):
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8)
-    adapters = make_adapters(config, backend, decoder, dtype=dtype)
+    adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
     if backend.compiles:
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))

@@ -1,5 +1,5 @@
-"""The executor of the CPU backend: steps run natively from a recording, from tokens to tokens where nothing but sampling
-by temperature is asked for."""
+"""The executor of the CPU backend: steps run natively from a recording, from tokens to tokens where sampling needs only
+a temperature."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.conversations.model import Conversation, Message, Summary, Turn
+from penstock.conversations.conversation import Conversation, Message, Summary, Turn
 
 Ask = Callable[[list[Message], int], Awaitable[str]]
 """The model's answer to messages, of so many tokens at most."""
@@ -25,7 +25,7 @@ _HEADING = "Notes on the earlier part of this conversation:"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SummaryBudget:
     """Token counts that bound a summary."""
 
     note: int
@@ -53,7 +53,7 @@ def with_notes(system: str, summary: Summary) -> list[Message]:
 
 
 async def condense(
-    conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: Room
+    conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: SummaryBudget
 ) -> Summary:
     """Notes on everything before turn `upto`. What the model leaves empty is covered all the same."""
     notes = list(summary.notes)
