@@ -321,7 +321,8 @@ class DeviceMemory(Protocol):
 class InputObserver(Protocol):
     """Sees the inputs of one linear during calibration."""
 
-    linear: Linear
+    @property
+    def linear(self) -> Linear: ...
 
     def see(self, x: Tensor) -> None:
         """Note the inputs [T, in] of a call."""
