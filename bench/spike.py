@@ -32,7 +32,6 @@ import httpx
 from gateway_harness import free_port
 from rich.console import Console
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.bench import report
 from penstock.bench.charts import lines
 from penstock.bench.stats import percentile
@@ -44,6 +43,7 @@ from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.testing.synthetic_engine import write_tokenizer
 from penstock.testing.timed_engine import Speed, TimedEngine
 from penstock.text import load_text

@@ -26,9 +26,9 @@ def doctor(
 
         penstock doctor --json
     """
-    from penstock.cli.console import stderr
+    from penstock.cli.terminal import stderr
     from penstock.config import load
-    from penstock.supervisor.checkup import State, examine
+    from penstock.supervisor.diagnostics import State, examine
 
     config = load(config_file)
     with stderr().status("looking around"):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.engine.config import Role
     from penstock.engine_host.server import EngineServer
     from penstock.protocol.transport import CurveServer
-    from penstock.supervisor.lifeline import StatusPipe
+    from penstock.supervisor.status import StatusPipe
 
 
 class _Role(StrEnum):
@@ -85,11 +85,11 @@ def engine(
     """
     from dataclasses import replace
 
-    from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
+    from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
     from penstock.errors import ConfigError
-    from penstock.supervisor.lifeline import StatusPipe
+    from penstock.supervisor.status import StatusPipe
 
     if make_curve_key is not None:
         _write_key(make_curve_key)
@@ -146,7 +146,7 @@ def _run(
     from penstock.engine_host.server import EngineServer
     from penstock.engine_host.watchdog import Watchdog
     from penstock.protocol.transport import Listener
-    from penstock.supervisor.lifeline import Progress, Started
+    from penstock.supervisor.status import Progress, Started
 
     log = logging.getLogger("penstock.engine")
     # Listen first: an endpoint that cannot be used is found before the model is loaded.
@@ -157,13 +157,17 @@ def _run(
         from penstock.engine.core import Engine
         from penstock.engine.sleep.sleep import Slumber
         from penstock.engine_host.gpu_meter import open_meter
+        from penstock.sources.adapters import resolve_adapter
         from penstock.text.vocabulary import grammars_of
 
         imported = round(time.perf_counter() - begin, 3)
 
         def load(config: EngineConfig) -> Engine:
             engine = Engine.load(
-                config, lambda phase, fraction: status.send(Progress(phase, fraction)), grammars=grammars_of(path)
+                config,
+                lambda phase, fraction: status.send(Progress(phase, fraction)),
+                grammars=grammars_of(path),
+                find_adapter=resolve_adapter,
             )
             engine.meter = open_meter(engine.info.device, engine.info.ranks)
             if engine.ranks is not None:
@@ -204,7 +208,7 @@ def _run_encoder(
     from penstock.engine_host.watchdog import Watchdog
     from penstock.protocol.transport import Listener
     from penstock.sources.resolve import resolve
-    from penstock.supervisor.lifeline import Progress, Started
+    from penstock.supervisor.status import Progress, Started
 
     with Listener(endpoint, curve=curve) as listener:
         path = resolve(encoder.source, lambda what, done, all: status.send(Progress(what, done / all if all else 0.0)))
@@ -249,7 +253,7 @@ def _stop_on_signals(server: EngineServer, drain_s: float) -> None:
 def _reported(status: StatusPipe) -> Iterator[None]:
     """Let the supervisor know why starting failed."""
     from penstock.errors import PenstockError
-    from penstock.supervisor.lifeline import Failed
+    from penstock.supervisor.status import Failed
 
     try:
         yield

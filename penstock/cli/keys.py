@@ -230,7 +230,7 @@ def _with_store(
     """Run `work(config, store)` on the configured store."""
     import asyncio
 
-    from penstock.cli.console import flags
+    from penstock.cli.terminal import flags
     from penstock.config import load
 
     config = load(config_file, flags=flags(settings))

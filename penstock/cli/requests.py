@@ -34,7 +34,7 @@ def requests(
     """
     import asyncio
 
-    from penstock.cli.console import flags
+    from penstock.cli.terminal import flags
     from penstock.config import load
     from penstock.errors import ConfigError
     from penstock.metering.reports import moment

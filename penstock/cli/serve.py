@@ -45,17 +45,17 @@ def serve(
     import asyncio
     from pathlib import Path
 
-    from penstock.cli.console import flags, resolve_drafts, resolve_models, stderr
-    from penstock.cli.console_reporter import ConsoleReporter
+    from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
+    from penstock.cli.terminal_reporter import ConsoleReporter
     from penstock.config import load
+    from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_doors
     from penstock.supervisor.catalogue import Catalogue
     from penstock.supervisor.control import Control
-    from penstock.supervisor.health import check_port
-    from penstock.supervisor.kept_models import KeptModels
-    from penstock.supervisor.launch import desk, resolved, units
+    from penstock.supervisor.launch import resolved, units, worker_coordinator
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
+    from penstock.supervisor.saved_models import KeptModels
     from penstock.supervisor.supervisor import Supervisor
 
     config = load(
@@ -84,7 +84,7 @@ def serve(
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)
-        async with desk(config, folder) as gateways_up:
+        async with worker_coordinator(config, folder) as gateways_up:
             supervisor = Supervisor(
                 engines=engines,
                 gateways=gateways,

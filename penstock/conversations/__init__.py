@@ -3,7 +3,7 @@
 Nothing here knows HTTP or an engine. Messages are the flat dictionaries that chat templates read.
 """
 
-from penstock.conversations.model import Conversation, Message, Owner, Summary, Turn
+from penstock.conversations.conversation import Conversation, Message, Owner, Summary, Turn
 from penstock.conversations.sessions import Busy, Held, Sessions
 from penstock.conversations.store import ConversationStore, Listed, Stored
 

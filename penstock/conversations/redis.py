@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.conversations.model import Owner
+from penstock.conversations.conversation import Owner
 from penstock.conversations.store import ConversationStore, Listed, Stored
 from penstock.errors import ConfigError
 from penstock.storage import DatabaseError

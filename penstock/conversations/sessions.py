@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conversations.model import (
+from penstock.conversations.conversation import (
     Conversation,
     Owner,
     Summary,

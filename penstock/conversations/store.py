@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.conversations.model import Owner
+from penstock.conversations.conversation import Owner
 from penstock.storage import Database
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
-from penstock.identity.model import SCOPES, Key, Scope, Tenant
+from penstock.identity.entities import SCOPES, Key, Scope, Tenant
 from penstock.identity.secrets import Minted, mint
 from penstock.storage import Database, Row
 

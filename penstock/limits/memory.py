@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.limits.model import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
+from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
 
 _SWEEP = 4096
 """Subjects counted before those whose windows have passed are forgotten; then twice as many as are left."""

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
 from penstock.limits.memory import MemoryLimits
-from penstock.limits.model import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
 from penstock.protocol.errors import Overloaded
 from penstock.storage.redis import Away, Turns, connect
 

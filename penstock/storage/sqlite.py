@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.storage.database import Database, DatabaseError, Row, Statement
-from penstock.storage.log_index import LogIndex
+from penstock.storage.wal_index import LogIndex
 
 BUSY_S = 10.0
 LOG_BYTES = 32 * 2**20

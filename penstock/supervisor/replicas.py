@@ -13,7 +13,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
 from penstock.supervisor.catalogue import Catalogue
-from penstock.supervisor.kept_models import KeptModels
+from penstock.supervisor.saved_models import KeptModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 

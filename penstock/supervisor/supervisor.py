@@ -19,9 +19,9 @@ from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.lifeline import Alive, Asked, Failed, Listening, Progress, Started, Status
-from penstock.supervisor.pulse import PULSE_S, Pulse
+from penstock.supervisor.heartbeat import PULSE_S, Pulse
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.status import Alive, Asked, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.unit import Unit
 
 ENGINE_GRACE_S = 5.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import Child
-from penstock.supervisor.pulse import Pulse
+from penstock.supervisor.heartbeat import Pulse
 
 
 @dataclass(slots=True, eq=False)

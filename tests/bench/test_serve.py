@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.bench import serve as bench
 from penstock.bench import shapes
 from penstock.bench.commands.app import app
@@ -27,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.scripted import make_text
 

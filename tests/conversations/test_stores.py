@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.conversations import Busy, Conversation, ConversationStore, Owner, Sessions
-from penstock.conversations.model import pack
+from penstock.conversations.conversation import pack
 from penstock.conversations.redis import RedisConversations
 from penstock.conversations.store import SqlConversations
 from penstock.storage import DatabaseError, open_database

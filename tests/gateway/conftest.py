@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from penstock.backends.base import Backend
-from penstock.backends.inprocess import InProcessBackend
 from penstock.gateway.app.asgi import App
 from penstock.gateway.process.main import Application, serve
 from penstock.gateway.process.service import Service
@@ -21,6 +20,7 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.remotes import RemoteModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.scripted import ScriptedEngine, make_text
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.knowledge.entities import Collection, CollectionExists, Document, KnowledgeError, TooMany
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.model import Collection, CollectionExists, Document, KnowledgeError, TooMany
 from penstock.knowledge.queue import LEASE_S, ReadingQueue
 from penstock.protocol.errors import EngineUnavailable
 from tests.knowledge.embedding import HashingEmbedder

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.workers.client import DeskClient, DeskLimits
-from penstock.gateway.workers.coordinator import Desk
+from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
+from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.limits import Amounts, Limit, LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.limits.redis import RedisLimits
@@ -40,11 +40,11 @@ def clock() -> Clock:
 
 
 @asynccontextmanager
-async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[DeskClient]]:
+async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[CoordinatorClient]]:
     """Workers at one desk, each with a connection of its own."""
-    async with Desk(path, MemoryLimits(clock) if clock is not None else None):
+    async with WorkerCoordinator(path, MemoryLimits(clock) if clock is not None else None):
         clients = [
-            DeskClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
+            CoordinatorClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
             for number in range(workers)
         ]
         for client in clients:
@@ -56,9 +56,9 @@ async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> Async
 
 async def test_a_change_is_known_to_every_worker_when_it_was_told(tmp_path: Path) -> None:
     noted: list[int] = []
-    async with Desk(tmp_path / "desk"):
+    async with WorkerCoordinator(tmp_path / "desk"):
         clients = [
-            DeskClient(
+            CoordinatorClient(
                 tmp_path / "desk", number, readings=list, changed=partial(noted.append, number), traces=lambda query: []
             )
             for number in range(4)
@@ -80,7 +80,7 @@ async def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) ->
         return
     if request.param == "desk":
         async with at_desk(tmp_path / "desk", 1, clock) as (client,):
-            yield DeskLimits(client)
+            yield CoordinatedLimits(client)
         return
     server = request.getfixturevalue("valkey")
     opened = RedisLimits(f"redis://127.0.0.1:{server.port}", clock=clock, fallback="closed")
@@ -247,7 +247,7 @@ async def test_while_redis_does_not_answer_one_call_tries_it_and_the_others_go_o
 
 async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:
     async with at_desk(tmp_path / "desk", 3) as clients:
-        stores = [DeskLimits(client) for client in clients]
+        stores = [CoordinatedLimits(client) for client in clients]
         limit = Limit("shared", "requests", 100, 60.0)
         decisions = await asyncio.gather(
             *(stores[index % 3].reserve(f"r{index}", [limit], Amounts()) for index in range(200))

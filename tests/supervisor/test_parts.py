@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.gateway.http.port import check_port
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
-from penstock.supervisor.health import check_port, is_ready, local_url
-from penstock.supervisor.pulse import Pulse
+from penstock.supervisor.health import is_ready, local_url
+from penstock.supervisor.heartbeat import Pulse
 from penstock.supervisor.runtime import RuntimeFolder, sweep
 from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive

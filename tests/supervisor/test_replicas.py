@@ -22,9 +22,9 @@ from penstock.supervisor import replicas as module
 from penstock.supervisor.catalogue import Catalogue
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.control import Control
-from penstock.supervisor.kept_models import KeptModels
 from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.runtime import RuntimeFolder
+from penstock.supervisor.saved_models import KeptModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 from tests.supervisor.test_supervisor import alive, folder, supervised, until

@@ -18,8 +18,8 @@ import pytest
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.lifeline import Asked
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.status import Asked
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
 from tests.engine_host.client import connected, eventually

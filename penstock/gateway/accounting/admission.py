@@ -13,7 +13,7 @@ from penstock.gateway.process.settings import GatewaySettings
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.admission.controller import Admission, Ticket, Wish
-from penstock.routing.admission.model import BATCH, CLASSES, PREMIUM
+from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
 from penstock.routing.registry import Registry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
-from penstock.routing.admission.model import Room
+from penstock.routing.admission.queue import Room
 from penstock.routing.replicas import ReplicaSet
 
 

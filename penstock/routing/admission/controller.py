@@ -18,7 +18,8 @@ from penstock.protocol.errors import Overloaded, Reason
 from penstock.routing.admission.capacity import Capacity
 from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.model import (
+from penstock.routing.admission.prefix_sketch import PrefixSketch
+from penstock.routing.admission.queue import (
     CLASSES,
     AdmissionQueue,
     Entry,
@@ -27,7 +28,6 @@ from penstock.routing.admission.model import (
     cost_of,
     patience_of,
 )
-from penstock.routing.admission.sketch import PrefixSketch
 from penstock.routing.registry import Registry, ServedModel
 from penstock.telemetry.admission_metrics import AdmissionMetrics
 from penstock.telemetry.exposition import Registry as MetricRegistry

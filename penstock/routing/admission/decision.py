@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Reason
-from penstock.routing.admission.model import BATCH, Entry, Room, Standing, most_waiting, patience_of
+from penstock.routing.admission.queue import BATCH, Entry, Room, Standing, most_waiting, patience_of
 
 TYPICAL_COST = 2000.0
 """Cost at which a request counts as neither short nor long."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.decision import fits
-from penstock.routing.admission.line import Changes, Line
-from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.routing.admission.fair_queue import Changes, Line
+from penstock.routing.admission.queue import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
 
 LOOK_S = 0.25
 """How often room is looked for while somebody waits: it can appear without a release, when other gateways finish."""

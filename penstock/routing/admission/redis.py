@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.model import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.routing.admission.queue import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
 from penstock.storage.redis import TIMEOUT_S, connect
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ DEAD_S = 5.0
 """A gateway that was silent for this long has died."""
 TENANTS = 4096
 """Tenants whose own standing is remembered between calls."""
-SCRIPT = resources.files("penstock.routing.admission").joinpath("line.lua").read_text()
+SCRIPT = resources.files("penstock.routing.admission").joinpath("fair_queue.lua").read_text()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.process.main import serve
@@ -18,6 +17,7 @@ from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually, free_port
 from tests.scripted import ScriptedEngine

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -19,6 +18,7 @@ from penstock.gateway.process.main import serve
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import Registry, ServedModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import clamp_retry_after
 from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated, shed_share, value_of
-from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room, Standing
+from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Entry, Room, Standing
 
 amounts = st.integers(0, 20_000)
 entries = st.builds(

@@ -14,7 +14,7 @@ import pytest
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission import redis as redis_queue
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.model import PREMIUM, AdmissionQueue, Entry, Outcome, Room
+from penstock.routing.admission.queue import PREMIUM, AdmissionQueue, Entry, Outcome, Room
 from penstock.routing.admission.redis import RedisQueue
 
 _models = itertools.count()

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.decision import Ask, decide
-from penstock.routing.admission.line import Line
-from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room, cost_of
+from penstock.routing.admission.fair_queue import Line
+from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Entry, Room, cost_of
 
 RULES = AdmissionConfig(wait_s=10.0)
 ABOVE = 4.5

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.storage.log_index import LogIndex
 from penstock.storage.sqlite import LOOK_EVERY, SQLiteDatabase
+from penstock.storage.wal_index import LogIndex
 
 IN_USE = 128
 """The byte of the index that every process which uses it has a shared lock on."""

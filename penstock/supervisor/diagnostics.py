@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.errors import PenstockError
-from penstock.supervisor.health import check_port
+from penstock.gateway.http.port import check_port
 
 GiB = 2**30
 LEAST_MEMORY = 2 * GiB

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.conversations.model import Conversation, Message, Summary, Turn
+from penstock.conversations.conversation import Conversation, Message, Summary, Turn
 
 Ask = Callable[[list[Message], int], Awaitable[str]]
 """The model's answer to messages, of so many tokens at most."""

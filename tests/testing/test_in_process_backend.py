@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineLost
+from penstock.testing.in_process_backend import InProcessBackend
 from tests.gateway.conftest import eventually
 from tests.scripted import ScriptedEngine, make_text
 

@@ -1,7 +1,7 @@
-"""A real engine on a thread of this process: the same interface as the ZeroMQ client, for tests and embedding.
+"""An engine on a thread of this process, behind the interface of the ZeroMQ client.
 
-The thread alone touches the engine. Requests reach it through a queue, step outputs come back by
-`call_soon_threadsafe`. torch is imported only when `load` is called.
+Only that thread touches the engine. Requests reach it through a queue; step outputs come back by
+`call_soon_threadsafe`. torch is imported only when `load_engine` is called.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from penstock.engine_host.adapters import operate
 from penstock.engine_host.interfaces import EngineLike
 from penstock.protocol.errors import EngineLost, InvalidRequest
 from penstock.protocol.messages import AdapterOperation, Sleep, Wake
+from penstock.sources.adapters import resolve_adapter
 from penstock.text.vocabulary import grammars_of
 
-log = logging.getLogger("penstock.backends.inprocess")
+log = logging.getLogger(__name__)
 
 
 class InProcessBackend(EngineClient):
@@ -48,7 +49,9 @@ class InProcessBackend(EngineClient):
     ) -> InProcessBackend:
         from penstock.engine.core import Engine
 
-        return cls(Engine.load(config, progress, grammars=grammars_of(config.model)), name=name)
+        return cls(
+            Engine.load(config, progress, grammars=grammars_of(config.model), find_adapter=resolve_adapter), name=name
+        )
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.cli.console_reporter import ConsoleReporter
+from penstock.cli.terminal_reporter import ConsoleReporter
 from penstock.config import Config, LoggingConfig, ModelConfig, load_resolved
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.launch import resolved, units

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.conversations import Conversation, Message, Summary
-from penstock.conversations.notes import Room, Tokens, condense, transcripts, with_notes
+from penstock.conversations.summaries import Room, Tokens, condense, transcripts, with_notes
 
 
 def cut(text: str, most: int) -> str:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.knowledge.late import max_sims, pack, unpack
+from penstock.knowledge.late_interaction import max_sims, pack, unpack
 
 
 def unit(rows: np.ndarray) -> np.ndarray:

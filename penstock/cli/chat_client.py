@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import httpx
 import msgspec
 
-from penstock.cli.console import show_error, stderr
+from penstock.cli.terminal import show_error, stderr
 from penstock.errors import PenstockError
 
 Message: TypeAlias = dict[str, str]

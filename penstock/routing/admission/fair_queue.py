@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.routing import OrderName
 from penstock.routing.admission.decision import fits
-from penstock.routing.admission.model import CLASSES, Entry, Room, Standing
+from penstock.routing.admission.queue import CLASSES, Entry, Room, Standing
 from penstock.routing.rate import SETTLED_S, BusyRate
 
 AGEING_EVERY = 10

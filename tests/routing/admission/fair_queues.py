@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from penstock.config.routing import OrderName
-from penstock.routing.admission.line import Changes, Line
-from penstock.routing.admission.model import Entry, Room, Standing
+from penstock.routing.admission.fair_queue import Changes, Line
+from penstock.routing.admission.queue import Entry, Room, Standing
 from penstock.routing.admission.redis import DEAD_S, SCRIPT, arguments_of, read_standing
 
 

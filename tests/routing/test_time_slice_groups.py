@@ -15,7 +15,7 @@ from penstock.backends.native import NativeBackend
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, ModelAsleep
 from penstock.routing.registry import ServedModel
-from penstock.routing.slices import Slices
+from penstock.routing.time_slice_groups import Slices
 from tests.engine_host.client import serving
 from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually

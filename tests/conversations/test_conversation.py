@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conversations import Conversation, Message, Owner, Summary
-from penstock.conversations.model import pack, split_turns, unpack_conversation, unpack_summary
+from penstock.conversations.conversation import pack, split_turns, unpack_conversation, unpack_summary
 
 
 def said(role: str, content: str, **more: object) -> Message:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.request import EngineInfo
-from penstock.supervisor.pulse import PULSE_S
+from penstock.supervisor.heartbeat import PULSE_S
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

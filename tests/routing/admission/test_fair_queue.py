@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.config.routing import OrderName
-from penstock.routing.admission.line import Line
-from penstock.routing.admission.model import BATCH, PREMIUM, STANDARD, Entry, Room
-from tests.routing.admission.lines import AnyLine, ScriptLine, make_line
+from penstock.routing.admission.fair_queue import Line
+from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Entry, Room
+from tests.routing.admission.fair_queues import AnyLine, ScriptLine, make_line
 
 KINDS = ("memory", "redis")
 ORDERS = ("fair", "priority", "fcfs", "sjf")
