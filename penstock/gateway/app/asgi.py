@@ -98,31 +98,29 @@ class App:
         service = self.service
         exchange.route = exchange.record.route = endpoint.path
         exchange.dialect = endpoint.dialect
-        service.watch.begin(exchange)
+        service.tracing.begin(exchange)
         in_flight = service.metrics.in_flight(endpoint.path)
         in_flight.inc()
         try:
             if endpoint.serves_tokens:
-                service.enter()
+                service.drain.enter()
                 try:
                     await self._guarded(exchange, self._handle(exchange, endpoint))
                 finally:
-                    service.leave()
+                    service.drain.leave()
             else:
                 await self._guarded(exchange, self._handle(exchange, endpoint))
         except ApiError as error:  # draining
             await self._guarded(exchange, _fail(error))
         finally:
             in_flight.dec()
-            if exchange.release is not None:
-                exchange.release()
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
         if exchange.line is not None:
             exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
         elif endpoint.scope is not None:
-            caller = exchange.caller = await self.service.authenticate(exchange, endpoint.scope)
+            caller = exchange.caller = await self.service.authentication.caller(exchange, endpoint.scope)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
         await endpoint.handler(self.service, exchange)
@@ -165,11 +163,11 @@ class App:
         if logged:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)
-            log_request(exchange.record, self.service.watch.texts(exchange))
+            log_request(exchange.record, self.service.tracing.texts(exchange))
             if self.service.request_log is not None:
                 self.service.request_log.add(exchange.record)
             if timed:
-                self.service.watch.finish(exchange)
+                self.service.tracing.finish(exchange)
 
     def _routes(self) -> FastAPI:
         api = FastAPI(

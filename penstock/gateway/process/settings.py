@@ -89,8 +89,8 @@ class Worker:
     """One of several gateway processes that share a port."""
 
     number: int
-    desk: Path
-    """Where the supervisor's desk listens."""
+    coordinator: Path
+    """The socket of the supervisor's worker coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ BULK = 1
 """Priority of documents at the encoder: behind everybody who waits for an answer."""
 
 
-class LibraryDesk:
+class KnowledgeLibrary:
     """Opens the library once, for whoever comes first."""
 
     def __init__(

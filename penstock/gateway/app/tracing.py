@@ -1,4 +1,4 @@
-"""What is kept of a request besides its record: a place in a trace, a timeline, a line in the log when it was slow."""
+"""What is kept of a request besides its record: its span in a trace, its timeline, and a log line if it was slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.telemetry.tracing import Tracer
 slow_log = logging.getLogger("penstock.slow")
 
 
-class Watch:
+class RequestTracing:
     """One per gateway process."""
 
     def __init__(self, config: TelemetryConfig, metrics: Metrics) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.config.schema import TelemetryConfig
 from penstock.errors import ConfigError
-from penstock.gateway.process.tracing import Watch
+from penstock.gateway.app.tracing import RequestTracing
 from penstock.identity import IdentityStore
 from penstock.storage import open_database
 from penstock.telemetry.logging import configure
@@ -206,7 +206,7 @@ async def test_latencies_are_pushed_under_the_names_of_the_conventions(serving: 
 def test_an_address_that_cannot_be_is_said_at_the_start(wrong: dict[str, Any]) -> None:
     config = TelemetryConfig(**{"otlp_endpoint": "http://collector:4318", **wrong})
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Watch(config, Metrics(list))
+        RequestTracing(config, Metrics(list))
 
 
 async def test_an_error_is_an_error_in_its_span(serving: Serving) -> None:
