@@ -53,7 +53,7 @@ def plain_engine(folder: Path) -> Iterator[Engine]:
     with (
         patch("penstock.engine.startup.part.pick_ops", lambda device, threads: ReferenceOps()),
         patch("penstock.engine.models.build.make_linear", lambda w, bias=None: linear.DenseLinear(w.clone(), bias)),
-        patch("penstock.engine.kv.cache._zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)),
+        patch("penstock.engine.kv.kinds.zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)),
     ):
         yield make_engine(folder)
 
