@@ -29,9 +29,9 @@ from retrieval_questions import DESCRIBED, NAMED, QUESTIONS
 from rich.console import Console
 from rich.table import Table
 
+from penstock.knowledge.entities import Collection, SearchMode
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.model import Collection, SearchMode
 
 CANDIDATES = 20
 TENANT, NAME = "bench", "stdlib"

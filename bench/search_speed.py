@@ -40,11 +40,11 @@ from rich.table import Table
 
 from penstock.knowledge.chunks.base import EmbeddedChunk
 from penstock.knowledge.chunks.sqlite import SQLiteChunks
+from penstock.knowledge.entities import Chunk, Collection
 from penstock.knowledge.fusion import fuse
-from penstock.knowledge.late import LateInteraction, joined
+from penstock.knowledge.late_interaction import LateInteraction, joined
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.model import Chunk, Collection
 from penstock.knowledge.retrieval import Candidate, Question
 from penstock.knowledge.terms import search_terms
 

@@ -65,6 +65,12 @@ def console() -> Console:
     return Console()
 
 
+def stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
 def reported(command: Callable[P, None]) -> Callable[P, None]:
     """An error raised on purpose is one red line and exit code 1, not a traceback."""
 

@@ -13,7 +13,7 @@ def main() -> None:
     try:
         app()
     except PenstockError as error:
-        from penstock.cli.console import show_error
+        from penstock.cli.terminal import show_error
 
         show_error(str(error))
         sys.exit(2)

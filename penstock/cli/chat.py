@@ -44,7 +44,7 @@ def chat(
 
         cat notes.txt | penstock chat - --max-tokens 200
     """
-    from penstock.cli.conversation import Client, Options, converse, one_shot
+    from penstock.cli.chat_client import Client, Options, converse, one_shot
 
     options = Options(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     with Client(url, key) as client:

@@ -39,7 +39,9 @@ def gateway(
     control: Annotated[Path | None, typer.Option(hidden=True, help="Socket of the supervisor.")] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
-    desk: Annotated[Path | None, typer.Option(hidden=True, help="Where the workers of one port meet.")] = None,
+    coordinator: Annotated[
+        Path | None, typer.Option("--desk", hidden=True, help="Socket of the coordinator of this port's workers.")
+    ] = None,
     worker: Annotated[int, typer.Option(hidden=True, help="Which of the workers this is.")] = 0,
 ) -> None:
     """
@@ -59,12 +61,12 @@ def gateway(
 
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
-    from penstock.cli.console import flags, resolve_models, stderr
+    from penstock.cli.terminal import flags, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.lifeline import Asked, Failed, Listening, StatusPipe
+    from penstock.supervisor.status import EncoderNeeded, Failed, Listening, StatusPipe
 
     status = StatusPipe(supervised)
     if supervised is not None:
@@ -92,9 +94,9 @@ def gateway(
             config,
             endpoints,
             curve,
-            ask=lambda encoder: status.send(Asked(encoder)),
+            ask=lambda encoder: status.send(EncoderNeeded(encoder)),
             control=control,
-            worker=None if desk is None else Worker(worker, desk),
+            worker=None if coordinator is None else Worker(worker, coordinator),
             listening=lambda: status.send(Listening()),
             wrap=Console if config.server.console else lambda app: app,
         )
@@ -107,10 +109,10 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     """Several gateways on one port, started again when they die."""
     import asyncio
 
-    from penstock.cli.console import stderr
-    from penstock.cli.console_reporter import ConsoleReporter
-    from penstock.supervisor.health import check_port
-    from penstock.supervisor.launch import desk, gateways
+    from penstock.cli.terminal import stderr
+    from penstock.cli.terminal_reporter import TerminalReporter
+    from penstock.gateway.http.port import check_port
+    from penstock.supervisor.launch import gateways, worker_coordinator
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.supervisor import Supervisor
 
@@ -121,14 +123,14 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     options = [] if key is None or engines is None else ["--curve-key", str(key), "--curve-engines", str(engines)]
 
     async def run(folder: RuntimeFolder) -> None:
-        async with desk(config, folder) as gateways_up:
+        async with worker_coordinator(config, folder) as gateways_up:
             await Supervisor(
                 engines=[],
                 gateways=gateways(config, folder, endpoints, options),
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
-                reporter=ConsoleReporter(stderr(), config, bars=False),
+                reporter=TerminalReporter(stderr(), config, bars=False),
                 gateways_up=gateways_up,
             ).run()
 

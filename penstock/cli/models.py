@@ -85,7 +85,7 @@ def load(
 
     import yaml
 
-    from penstock.cli.console import stderr
+    from penstock.cli.terminal import stderr
     from penstock.errors import PenstockError
 
     options = {}

@@ -29,7 +29,7 @@ def pull(
 
         penstock pull --list
     """
-    from penstock.cli.console import download_bar, stderr
+    from penstock.cli.terminal import download_bar, stderr
     from penstock.sources.resolve import resolve
 
     if show:

@@ -60,7 +60,7 @@ def quantize(
 
         penstock serve ./smollm2-135m-gptq-int4
     """
-    from penstock.cli.console import download_bar, stderr
+    from penstock.cli.terminal import download_bar, stderr
     from penstock.engine.quantization.quantize import Recipe
     from penstock.errors import ConfigError
     from penstock.sources.resolve import resolve

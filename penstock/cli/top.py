@@ -39,7 +39,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from penstock.cli.frame import Screen
+    from penstock.cli.top_screen import Screen
     from penstock.errors import PenstockError
     from penstock.telemetry.scrapes import Interval
 

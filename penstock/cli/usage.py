@@ -52,7 +52,7 @@ def _rows(
 ) -> list[Row]:
     import asyncio
 
-    from penstock.cli.console import flags
+    from penstock.cli.terminal import flags
     from penstock.config import load
     from penstock.metering.ledger import Ledger
     from penstock.metering.reports import dimensions, moment, rows

@@ -4,7 +4,7 @@
 """
 
 from penstock.config.load import dump, load, load_resolved
-from penstock.config.model import ModelConfig
+from penstock.config.models import ModelConfig
 from penstock.config.schema import Config, GenerationConfig, LoggingConfig, ServerConfig
 
 __all__ = [

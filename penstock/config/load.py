@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.config import guardrails
 from penstock.config.check import Checker
-from penstock.config.model import ModelConfig
+from penstock.config.models import ModelConfig
 from penstock.config.schema import Config
 from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
 from penstock.engine.adapters.spec import name_problem

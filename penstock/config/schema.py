@@ -17,7 +17,7 @@ from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
-from penstock.config.model import DEFAULT_MODEL, ModelConfig
+from penstock.config.models import DEFAULT_MODEL, ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 

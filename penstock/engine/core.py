@@ -20,7 +20,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -34,6 +35,7 @@ from penstock.engine.request import (
     GRAMMAR_REFUSED,
     QUEUE_FULL,
     Delta,
+    DeviceLoad,
     EngineInfo,
     FinishReason,
     Load,
@@ -44,13 +46,23 @@ from penstock.engine.runner.runner import PendingStep, Runner
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
-from penstock.engine_host.gpu_meter import DeviceMeter
 from penstock.errors import ConfigError, ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
 log = logging.getLogger(__name__)
+
+
+class DeviceMeter(Protocol):
+    """Reads the memory and utilization of an engine's devices in the background."""
+
+    @property
+    def latest(self) -> list[DeviceLoad] | None:
+        """The newest reading; None while there is none."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Engine:
@@ -77,7 +89,7 @@ class Engine:
         self.ranks = ranks
         """The processes of the other devices, when there are several."""
         self.meter: DeviceMeter | None = None
-        """Reads its GPUs; given by the process that serves the engine."""
+        """Reads its GPUs; set by the process that hosts the engine."""
         self.exchange: BlockExchange | None = None
         """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
         self.clock = clock
@@ -96,12 +108,14 @@ class Engine:
         progress: Callable[[str, float], None] | None = None,
         checkpoint: object | None = None,
         grammars: MakeCompiler | None = None,
+        find_adapter: Callable[[str], Path] = Path,
     ) -> Engine:
         """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is; `grammars`
-        makes the compiler for requests with a grammar, when the first of them comes."""
+        makes the compiler for requests with a grammar, when the first of them comes; `find_adapter` turns an adapter's
+        source into a local folder, and may download it (it runs on a loader thread)."""
         from penstock.engine.startup.engine import load_engine
 
-        return load_engine(config, progress, checkpoint, grammars)
+        return load_engine(config, progress, checkpoint, grammars, find_adapter)
 
     def close(self) -> None:
         """End what runs beside it: the other ranks, the meter. The engine cannot be used afterwards."""

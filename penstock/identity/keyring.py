@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.identity.model import OPEN_CALLER, Caller
+from penstock.identity.entities import OPEN_CALLER, Caller
 from penstock.identity.secrets import key_id, matches
 from penstock.identity.store import IdentityStore, StoredKey
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.knowledge.model import Collection, CollectionExists, Document, DocumentStatus
+from penstock.knowledge.entities import Collection, CollectionExists, Document, DocumentStatus
 from penstock.storage import Database, Row
 
 _VERSIONS = (

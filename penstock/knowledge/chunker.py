@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.knowledge.model import Chunk
+from penstock.knowledge.entities import Chunk
 from penstock.knowledge.readers import Block, Extracted
 
 Count = Callable[[str], int]

@@ -16,10 +16,7 @@ from penstock.knowledge.chunks.base import ChunkStores
 from penstock.knowledge.chunks.files import SQLiteStores
 from penstock.knowledge.chunks.postgres import PostgresStores
 from penstock.knowledge.embedder import Embedder
-from penstock.knowledge.ingest import Ingestor, Meter
-from penstock.knowledge.late import LateInteraction
-from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.model import (
+from penstock.knowledge.entities import (
     CHUNK_PREFIX,
     Collection,
     Document,
@@ -27,7 +24,10 @@ from penstock.knowledge.model import (
     StoredChunk,
     TooMany,
 )
-from penstock.knowledge.queue import ReadingQueue
+from penstock.knowledge.ingest import Ingestor, Meter
+from penstock.knowledge.late_interaction import LateInteraction
+from penstock.knowledge.limits import LibraryLimits
+from penstock.knowledge.queue import IngestQueue
 from penstock.knowledge.retrieval import Reranker, Retriever
 from penstock.storage import Database, open_database
 
@@ -54,7 +54,7 @@ class Library:
         self._database = database
         self._owned = True
         self.stores = stores
-        self.queue = ReadingQueue(database)
+        self.queue = IngestQueue(database)
         self._ingestor = Ingestor(
             self.queue,
             stores,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.knowledge.model import Passage
+from penstock.knowledge.entities import Passage
 
 Count = Callable[[str], int]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.knowledge.catalogue import COLLECTION, DOCUMENT, collection_of, document_of
-from penstock.knowledge.model import Collection, Document
+from penstock.knowledge.entities import Collection, Document
 from penstock.storage import Database
 
 LEASE_S = 120.0
@@ -31,7 +31,7 @@ class Claim:
     attempts: int
 
 
-class ReadingQueue:
+class IngestQueue:
     """Claims, progress and ends."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.knowledge.catalogue import Catalogue
 from penstock.knowledge.embedder import Embedded, Embedder
+from penstock.knowledge.entities import Collection, Document, KnowledgeError, Passage, SearchMode, StoredChunk
 from penstock.knowledge.fusion import fuse
-from penstock.knowledge.model import Collection, Document, KnowledgeError, Passage, SearchMode, StoredChunk
 from penstock.knowledge.terms import search_terms
 
 if TYPE_CHECKING:

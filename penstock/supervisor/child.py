@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
-from penstock.supervisor.lifeline import Status, decode_status
+from penstock.supervisor.status import Status, decode_status
 
 LINE_LIMIT = 16384
 STATUS_FD = "{status}"

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.config import Config, ModelConfig, dump
-from penstock.gateway.workers.coordinator import Desk
+from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
@@ -69,17 +69,18 @@ def gateways(
             command += ["--engine", f"{name}={endpoint}"]
     if config.server.workers == 1:
         return [Unit("gateway", command)]
-    desk = ["--desk", str(folder.desk), "--worker"]
-    return [Unit(f"gateway {number}", [*command, *desk, str(number)]) for number in range(config.server.workers)]
+    worker = ["--desk", str(folder.coordinator), "--worker"]
+    return [Unit(f"gateway {number}", [*command, *worker, str(number)]) for number in range(config.server.workers)]
 
 
 @asynccontextmanager
-async def desk(config: Config, folder: RuntimeFolder) -> AsyncIterator[Callable[[], bool]]:
-    """Where several gateways count together; gives whether all of them are there. Nothing for one."""
+async def worker_coordinator(config: Config, folder: RuntimeFolder) -> AsyncIterator[Callable[[], bool]]:
+    """Runs the coordinator of several gateway workers; yields a function that says whether all have joined. A single
+    gateway needs none."""
     if config.server.workers == 1:
         yield lambda: True
         return
-    async with Desk(folder.desk) as found:
+    async with WorkerCoordinator(folder.coordinator) as found:
         yield lambda: found.workers == config.server.workers
 
 

@@ -37,9 +37,9 @@ class RuntimeFolder:
         return f"ipc://{self.path}/engine-{model}-{replica}"
 
     @property
-    def desk(self) -> Path:
-        """Where gateway workers meet."""
-        return self.path / "desk"
+    def coordinator(self) -> Path:
+        """The socket of the coordinator of gateway workers."""
+        return self.path / "coordinator"
 
     @property
     def control(self) -> Path:

@@ -3,7 +3,7 @@
 from penstock.text.chat_template import ChatTemplateError
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.loader import load_text
-from penstock.text.model import TextModel
 from penstock.text.stop_strings import StopStrings
+from penstock.text.text_model import TextModel
 
 __all__ = ["ChatTemplateError", "IncrementalDetokenizer", "StopStrings", "TextModel", "load_text"]

@@ -14,7 +14,7 @@ from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.gguf_tokenizer import CONTROL, tokenizer_from_gguf
-from penstock.text.model import TextModel
+from penstock.text.text_model import TextModel
 
 END_TOKENS = (
     "<|im_end|>",

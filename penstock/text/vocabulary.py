@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, Vocabulary
 from penstock.text.loader import load_text
-from penstock.text.model import TextModel
+from penstock.text.text_model import TextModel
 
 
 def vocabulary(text: TextModel) -> Vocabulary:

@@ -161,7 +161,7 @@ def test_a_new_engine_key_is_private_and_never_overwritten(tmp_path: Path) -> No
 
 
 def test_a_draft_models_source_becomes_a_path(tmp_path: Path) -> None:
-    from penstock.cli.console import resolve_drafts, stderr
+    from penstock.cli.terminal import resolve_drafts, stderr
     from penstock.config import load
 
     (tmp_path / "small").mkdir()

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.frame import Screen, duration, sparkline
+from penstock.cli.top_screen import Screen, duration, sparkline
 from penstock.engine.request import DeviceLoad, Load
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.scrapes import Interval, Scrape

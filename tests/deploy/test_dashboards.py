@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
 from penstock.engine.request import DeviceLoad, HandoverLoad, Load
 from penstock.gateway.process.settings import ModelSettings
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.deploy.prometheus import ROOT, SCRAPE_S, need_prometheus, scraping
 from tests.gateway.conftest import Serving

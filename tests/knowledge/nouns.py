@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.knowledge.model import Chunk, Document, Passage, StoredChunk
+from penstock.knowledge.entities import Chunk, Document, Passage, StoredChunk
 
 
 def passage(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.knowledge.chunker import chunk
-from penstock.knowledge.model import Chunk
+from penstock.knowledge.entities import Chunk
 from penstock.knowledge.readers import read
 
 

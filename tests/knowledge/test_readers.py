@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers import Extracted, blocks, media_type_of, read
 from penstock.knowledge.readers.process import ReaderProcess
 from tests.knowledge.files import make_pdf

@@ -15,7 +15,7 @@ from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.chunks.files import SQLiteStores
 from penstock.knowledge.chunks.frequencies import affordable
 from penstock.knowledge.chunks.postgres import PostgresStores
-from penstock.knowledge.model import Chunk, Collection
+from penstock.knowledge.entities import Chunk, Collection
 from penstock.storage import open_database
 from tests.knowledge.embedding import DIMENSIONS, HashingEmbedder
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.workers.client import DeskClient, DeskLimits
-from penstock.gateway.workers.coordinator import Desk
+from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
+from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.limits import Amounts, Limit, LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.limits.redis import RedisLimits
@@ -40,11 +40,11 @@ def clock() -> Clock:
 
 
 @asynccontextmanager
-async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[DeskClient]]:
+async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[CoordinatorClient]]:
     """Workers at one desk, each with a connection of its own."""
-    async with Desk(path, MemoryLimits(clock) if clock is not None else None):
+    async with WorkerCoordinator(path, MemoryLimits(clock) if clock is not None else None):
         clients = [
-            DeskClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
+            CoordinatorClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
             for number in range(workers)
         ]
         for client in clients:
@@ -56,9 +56,9 @@ async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> Async
 
 async def test_a_change_is_known_to_every_worker_when_it_was_told(tmp_path: Path) -> None:
     noted: list[int] = []
-    async with Desk(tmp_path / "desk"):
+    async with WorkerCoordinator(tmp_path / "desk"):
         clients = [
-            DeskClient(
+            CoordinatorClient(
                 tmp_path / "desk", number, readings=list, changed=partial(noted.append, number), traces=lambda query: []
             )
             for number in range(4)
@@ -80,7 +80,7 @@ async def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) ->
         return
     if request.param == "desk":
         async with at_desk(tmp_path / "desk", 1, clock) as (client,):
-            yield DeskLimits(client)
+            yield CoordinatedLimits(client)
         return
     server = request.getfixturevalue("valkey")
     opened = RedisLimits(f"redis://127.0.0.1:{server.port}", clock=clock, fallback="closed")
@@ -97,7 +97,7 @@ BUDGET = Limit("tenant:acme:day", "budget", 5_000_000_000, 86400.0)
 async def test_what_fits_is_granted_and_the_rest_is_told_when(store: LimitStore, clock: Clock) -> None:
     for index in range(10):
         decision = await store.reserve(f"r{index}", [REQUESTS], Amounts())
-        assert decision.refusal is None and decision.standings[0].remaining == 9 - index
+        assert decision.refusal is None and decision.states[0].remaining == 9 - index
         clock.now += 1.0
     refused = await store.reserve("r10", [REQUESTS], Amounts())
     assert refused.refusal is not None and refused.refusal.limit == REQUESTS
@@ -111,7 +111,7 @@ async def test_all_limits_or_none(store: LimitStore) -> None:
     assert (await store.reserve("a", [REQUESTS, TOKENS], Amounts(tokens=900))).refusal is None
     refused = await store.reserve("b", [REQUESTS, TOKENS], Amounts(tokens=200))
     assert refused.refusal is not None and refused.refusal.limit == TOKENS
-    assert [standing.used for standing in refused.standings] == [1, 900]
+    assert [state.used for state in refused.states] == [1, 900]
     assert (await store.reserve("c", [REQUESTS, TOKENS], Amounts(tokens=100))).refusal is None
 
 
@@ -131,7 +131,7 @@ async def test_what_was_not_used_is_given_back_once(store: LimitStore) -> None:
     await store.settle("never", limits, reserved, used)
     decision = await store.reserve("c", limits, Amounts(tokens=700, budget=4_000_000_000))
     assert decision.refusal is None
-    assert [standing.used for standing in decision.standings] == [1000, 1, 5_000_000_000]
+    assert [state.used for state in decision.states] == [1000, 1, 5_000_000_000]
 
 
 async def test_using_more_than_was_reserved_counts(store: LimitStore) -> None:
@@ -247,7 +247,7 @@ async def test_while_redis_does_not_answer_one_call_tries_it_and_the_others_go_o
 
 async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:
     async with at_desk(tmp_path / "desk", 3) as clients:
-        stores = [DeskLimits(client) for client in clients]
+        stores = [CoordinatedLimits(client) for client in clients]
         limit = Limit("shared", "requests", 100, 60.0)
         decisions = await asyncio.gather(
             *(stores[index % 3].reserve(f"r{index}", [limit], Amounts()) for index in range(200))
@@ -266,7 +266,7 @@ async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_no
         while decision.refusal is not None:
             await asyncio.sleep(0.01)
             decision = await stores[1].reserve("f", both, Amounts(tokens=1))
-        assert [standing.used for standing in decision.standings] == [1, 301], "what it may have used still counts"
+        assert [state.used for state in decision.states] == [1, 301], "what it may have used still counts"
         with pytest.raises(Overloaded):
             await stores[0].reserve("g", both, Amounts())
 

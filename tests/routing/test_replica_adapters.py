@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -14,6 +13,7 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing import replicas as module
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 from tests.gateway.conftest import eventually

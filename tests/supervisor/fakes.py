@@ -13,7 +13,7 @@ from penstock.engine.process import die_with_parent
 from penstock.engine_host.server import EngineServer
 from penstock.errors import ConfigError
 from penstock.protocol.transport import Listener
-from penstock.supervisor.lifeline import Failed, Progress, Started, StatusPipe
+from penstock.supervisor.status import Failed, Progress, Started, StatusPipe
 from tests.engine_host.scripted import ScriptedEngine
 
 

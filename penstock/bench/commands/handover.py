@@ -52,7 +52,7 @@ def handover(
     import os
 
     from penstock.bench import handover as measured
-    from penstock.cli.console import stderr
+    from penstock.bench.options import stderr
 
     settings = measured.Settings(
         model=model,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -15,7 +18,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.scheduler import Batch
 from penstock.errors import ConfigError
-from penstock.sources.adapters import resolve_adapter
 
 
 class AdapterRuntime:
@@ -74,8 +76,11 @@ def slot_count(config: EngineConfig) -> int:
     return DEFAULT_SLOTS if config.adapters else 0
 
 
-def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype) -> AdapterRuntime | None:
-    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here."""
+def make_adapters(
+    config: EngineConfig, decoder: Decoder, find: Callable[[str], Path], *, dtype: torch.dtype
+) -> AdapterRuntime | None:
+    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here.
+    `find` gives the local folder of an adapter's source."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -87,8 +92,9 @@ def make_adapters(config: EngineConfig, decoder: Decoder, *, dtype: torch.dtype)
     dtype = _adapter_dtype(decoder, layout, dtype)
 
     def read(name: str, source: str) -> LoadedAdapter:
-        path = resolve_adapter(source)
-        return read_adapter(name, path, layout, max_rank=config.adapter_rank, dtype=dtype, pin=device.type == "cuda")
+        return read_adapter(
+            name, find(source), layout, max_rank=config.adapter_rank, dtype=dtype, pin=device.type == "cuda"
+        )
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
     kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)

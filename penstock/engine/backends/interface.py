@@ -37,16 +37,17 @@ INT8_MAX = 127.0
 FP8_MAX = 448.0
 
 
-class KeyFrame(NamedTuple):
-    """In what coordinates a layer's keys are cached: (key - centre) / stretch, and queries are multiplied by `stretch`.
+class KeySmoothing(NamedTuple):
+    """How a layer's keys are smoothed before quantization: the cache holds (key - centre) / scale, and queries are
+    multiplied by `scale`.
 
-    Scores of a query change by one constant, of which softmax knows nothing, while few bits hold more of the keys: some
-    of their numbers are nearly the same in every token, and some are far larger than others. Float32
-    [kv_heads, head_dim] each. With `softcap` scores must stay as they are: its centre has to be zero.
+    All scores of a query change by the same constant, which softmax cancels, and quantization loses less: some channels
+    of the keys are nearly constant over tokens, some are far larger than the others. Float32 [kv_heads, head_dim] each.
+    With `softcap` the scores themselves matter, so there the centre must be zero.
     """
 
     centre: Tensor
-    stretch: Tensor
+    scale: Tensor
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ class Ops(ActivationOps, Protocol):
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
-        key_frame: KeyFrame | None = None,
+        key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
 
@@ -190,8 +191,8 @@ class Ops(ActivationOps, Protocol):
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
         each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_frame` applies to what was
-        rotated, before it is stored or returned.
+        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_smoothing` is applied
+        after the rotation, before keys are stored and queries returned.
         """
         ...
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.engine.backends.interface import KeyFrame
+from penstock.engine.backends.interface import KeySmoothing
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVShape
 
@@ -18,20 +18,20 @@ _PIECES = 256
 _PIECE_BYTES = 512
 
 
-def kv_format(config: EngineConfig, shape: KVShape, dtype: str, frames: Sequence[KeyFrame] = ()) -> str:
-    """`dtype`: of the activations, from which keys and values are computed. `frames`: of the keys, layer by layer."""
+def kv_format(config: EngineConfig, shape: KVShape, dtype: str, smoothings: Sequence[KeySmoothing] = ()) -> str:
+    """`dtype`: of the activations, from which keys and values are computed. `smoothings`: of the keys, by layer."""
     kind = str(shape.dtype).removeprefix("torch.")
     return (
         f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape.layers} layers of "
         f"{shape.kv_heads} heads of {shape.head_dim} in {kind}, {shape.block_size} tokens in a block"
-        + (f", keys in frames {_digest_of(frames)}" if frames else "")
+        + (f", keys in frames {_digest_of(smoothings)}" if smoothings else "")
     )
 
 
-def _digest_of(frames: Sequence[KeyFrame]) -> str:
+def _digest_of(smoothings: Sequence[KeySmoothing]) -> str:
     digest = blake2b(digest_size=8)
-    for frame in frames:
-        for part in frame:
+    for smoothing in smoothings:
+        for part in smoothing:
             digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
 

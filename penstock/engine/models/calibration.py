@@ -1,6 +1,6 @@
 """A prompt through a decoder that was just loaded, and what it shows of numbers that are about to be rounded.
 
-Keys for an int8 cache get coordinates of their own (`frames`). Weights kept in int8 by columns for matrix tiles are
+Keys of an int8 cache are smoothed (`key_smoothing`). Weights kept in int8 by columns for matrix tiles are
 rounded more finely at those inputs that are large: what their rounding adds to outputs is weighed by the inputs.
 Both are properties of the weights: tokens drawn at random show them as well as a text.
 """
@@ -18,7 +18,7 @@ from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache, KVShape
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.rotated_keys import key_frame
+from penstock.engine.models.key_smoothing import key_smoothing
 
 _TOKENS: Final = 128
 _BLOCK_SIZE: Final = 16
@@ -40,7 +40,7 @@ def settle(decoder: Decoder, *, int8_cache: bool) -> Decoder:
     if not int8_cache:
         return decoder
     layers = [
-        dataclasses.replace(layer, key_frame=key_frame(seen, layer))
+        dataclasses.replace(layer, key_smoothing=key_smoothing(seen, layer))
         for layer, seen in zip(decoder.layers, keys, strict=True)
     ]
     return dataclasses.replace(decoder, layers=layers)

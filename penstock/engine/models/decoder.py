@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout, KeyFrame, KVScales, Ops
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout, KeySmoothing, KVScales, Ops
 from penstock.engine.kv.cache import KVCache, LayerCache
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import FusedLinear, Linear
@@ -39,8 +39,8 @@ class DecoderLayer:
     """With sandwich norms: what attention and feed-forward give is normalized before it is added."""
     kv_scales: KVScales | None = None
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
-    key_frame: KeyFrame | None = None
-    """With an int8 cache: the coordinates of this layer's keys there (`models.frames`)."""
+    key_smoothing: KeySmoothing | None = None
+    """With an int8 cache: how this layer's keys are smoothed there."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -106,7 +106,7 @@ class Decoder:
         scales = kv.scales or layer.kv_scales
         q = self.ops.rope_and_cache(
             qkv, layer.heads, layer.cos_sin, batch, kv.k, kv.v,
-            layer.q_norm, layer.k_norm, self.config.rms_eps, scales, layer.key_frame,
+            layer.q_norm, layer.k_norm, self.config.rms_eps, scales, layer.key_smoothing,
         )  # fmt: skip
         return self.ops.attention(q, layer.heads, batch, kv.k, kv.v, scales)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,15 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(
-    config: EngineConfig, progress: Progress | None, checkpoint: object | None, grammars: MakeCompiler | None = None
+    config: EngineConfig,
+    progress: Progress | None,
+    checkpoint: object | None,
+    grammars: MakeCompiler | None = None,
+    find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
     if config.ranks == 1:
-        return _assemble(config, checkpoint, grammars, Phases(progress), None)
+        return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     if config.host_memory:
         raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
     if config.role != "both":
@@ -46,7 +51,7 @@ def load_engine(
 
     ranks = Ranks(config, checkpoint)
     try:
-        return _assemble(config, checkpoint, grammars, Phases(progress), ranks)
+        return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:
         ranks.close(grace_s=0.0)
         raise
@@ -56,6 +61,7 @@ def _assemble(
     config: EngineConfig,
     checkpoint: object | None,
     grammars: MakeCompiler | None,
+    find_adapter: Callable[[str], Path],
     phases: Phases,
     ranks: Ranks | None,
 ) -> Engine:
@@ -67,6 +73,7 @@ def _assemble(
         ranks,
         ops=None if draft is None else draft.decoder.ops,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
+        find_adapter=find_adapter,
     )
     host, mover = _host_tier(config, part.kv, phases)
     pool = BlockPool(part.kv.num_blocks, host)
@@ -139,8 +146,8 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
     if scheduler.allocator.window is not None:
         log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
         return ""
-    frames = [layer.key_frame for layer in part.decoder.layers if layer.key_frame is not None]
-    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), frames)
+    smoothings = [layer.key_smoothing for layer in part.decoder.layers if layer.key_smoothing is not None]
+    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
 
 
 def _lead(part: Part, ranks: Ranks) -> Decoder:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -83,10 +84,12 @@ def load_part(
     *,
     ops: Ops | None = None,
     beside: int = 0,
+    find_adapter: Callable[[str], Path] = Path,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` stands in for the one that `config` names.
 
     `ops`: kernels to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    `find_adapter`: see `Engine.load`.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     torch.set_num_threads(threads)
@@ -133,7 +136,7 @@ def load_part(
     if on_cpu and member is None:
         with phases("trial"):
             decoder = settle(decoder, int8_cache=kv_dtype == INT8)
-    adapters = make_adapters(config, decoder, dtype=dtype)
+    adapters = make_adapters(config, decoder, find_adapter, dtype=dtype)
     if ops.name == "triton":
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))

@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from penstock.backends.embedder import Embedder
+from penstock.gateway.accounting.answer_ids import AnswerIds
+from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.app.exchange import ClientGone, Exchange
 from penstock.gateway.process.service import Service
@@ -17,13 +19,7 @@ T = TypeVar("T")
 
 def find_encoder(service: Service, exchange: Exchange, name: str) -> Embedder:
     embedder = service.encoders.find(name)
-    exchange.record.model_version = embedder.name
-    exchange.timeline.asked_model = name[:256]
-    why = b"direct" if name == embedder.name else b"alias"
-    exchange.extra_headers += [
-        (b"x-penstock-model", embedder.name.encode("latin-1", "replace")),
-        (b"x-penstock-route", why),
-    ]
+    note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
     return embedder
 
 
@@ -31,7 +27,7 @@ async def metered(
     service: Service, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
 ) -> T:
     """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
-    counted = FixedWork(ModelName(embedder.name), tokens, id=exchange.new_answer_id())
+    counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
     begin = time.monotonic()
     exchange.timeline.follow("prepare")
     try:

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, UnsetType
 
-from penstock.gateway.generation.schemas import Unsupported
 from penstock.protocol.errors import InvalidRequest
 
 T = TypeVar("T")
+Unsupported = Raw | UnsetType
+"""The type of a field that exists in a public API and is not supported here."""
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)

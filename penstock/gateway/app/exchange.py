@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
@@ -62,25 +61,20 @@ class Exchange:
         "_given",
         "_receive",
         "_send",
-        "because",
         "body_read",
         "body_size",
         "caller",
         "dialect",
         "extra_headers",
-        "generations",
         "line",
         "method",
-        "others_can",
         "path",
         "receive_s",
         "record",
-        "release",
         "request_id",
         "route",
         "scope",
         "stalled_reader_s",
-        "stands_in",
         "started_at",
         "status",
         "timeline",
@@ -105,42 +99,15 @@ class Exchange:
         self.caller: Caller = OPEN_CALLER
         self.line: BatchLine | None = None
         """Set on a request of a batch; its caller is known then."""
-        self.generations = 0
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
-        self.release: Callable[[], None] | None = None
-        """Called once the exchange is over: gives back what the request held."""
-        self.because = ""
-        """Why this model answers, when it is not the one that was asked for."""
-        self.stands_in = False
-        """Whether it answers because another one cannot."""
-        self.others_can = False
-        """Whether there is somebody else to ask: no need to wait for an engine that is away."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
 
-    def start_over(self, headers: int) -> None:
-        """Forget an attempt to answer, all but the first `headers` headers."""
-        del self.extra_headers[headers:]
-        if self.release is not None:
-            self.release()
-            self.release = None
-        record = self.record
-        record.prompt_tokens = record.cached_tokens = record.completion_tokens = 0
-        record.finish_reason = None
-
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
-
-    def new_answer_id(self) -> str:
-        """For what is generated next: its name in the ledger, in the engine and to the client. A batch's line has the
-        same one however often it is tried, so that it is billed once."""
-        self.generations += 1
-        if self.line is None:
-            return new_id()
-        return uuid.uuid5(uuid.NAMESPACE_URL, f"{self.line.batch}/{self.line.number}/{self.generations}").hex
 
     @property
     def elapsed_s(self) -> float:
@@ -186,14 +153,6 @@ class Exchange:
     def _content_length(self) -> int | None:
         given = self.header(b"content-length")
         return int(given) if given is not None and given.isdigit() else None
-
-    def affinity(self, asked: str | None) -> str:
-        """What keeps requests together on one replica: what the request says, or its session."""
-        return asked or (self.header(b"x-session-id") or b"").decode("latin-1")
-
-    def name_replica(self, name: str) -> None:
-        """The reply will say where the request ran."""
-        self.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
 
     @contextmanager
     def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:

@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.multipart import Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
 from penstock.gateway.batches.files import File, FileStore
-from penstock.gateway.batches.multipart import Field, read_form
 from penstock.gateway.process.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
 from penstock.storage import DatabaseError

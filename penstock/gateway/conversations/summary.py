@@ -1,7 +1,7 @@
 """The oldest turns of a conversation, condensed by the model that answers it.
 
 It happens in the background as soon as a conversation fills most of its room, so that the next turn finds the notes
-ready; a turn that arrives earlier waits for them. What the model is asked is in `penstock.conversations.notes`.
+ready; a turn that arrives earlier waits for them. What the model is asked is in `penstock.conversations.summaries`.
 When it fails, for whatever reason, turns are left out instead: no answer depends on a summary.
 """
 
@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.conversations import Conversation, Held, Message, Summary
-from penstock.conversations.model import pack
-from penstock.conversations.notes import Room, Tokens, condense, question, with_notes
+from penstock.conversations import Conversation, HeldConversation, Message, Summary
+from penstock.conversations.conversation import pack
+from penstock.conversations.summaries import SummaryBudget, Tokens, condense, question, with_notes
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.engine import Prompt as Tokenized
 from penstock.gateway.generation.respond import complete
@@ -69,24 +69,24 @@ class Prompt:
         return for_template(messages, self.toolbox.tools if self.toolbox is not None else (), self.model)
 
 
-async def summarise(prompt: Prompt, exchange: Exchange, held: Held, summary: Summary, room: int) -> Summary:
+async def summarise(prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int) -> Summary:
     """Notes that make the conversation fit, or the ones there are. Waits for those under way in the background."""
     service = prompt.service
     assert service.sessions is not None
-    if await service.sessions.settled_aside(held.owner, held.id):
+    if await service.sessions.wait_background(held.owner, held.id):
         newer = await service.sessions.get(held.owner, held.id)
         if newer is not None:
             summary = prompt.conversation.own(newer[2])
             if len(await prompt.encoded(summary, summary.covers)) <= room:
                 return summary
     try:
-        summary = await _condensed(prompt, exchange, summary, room, priority=0)
+        summary = await _condensed(prompt, attempt, summary, room, priority=0)
         await service.sessions.store.summarise(held.owner, held.id, held.created_at, pack(summary))
     except (ApiError, DatabaseError) as error:
         log.warning(
             "turns could not be condensed, or their notes not kept: %s",
             error,
-            extra={"request_id": exchange.request_id},
+            extra={"request_id": attempt.exchange.request_id},
         )
         service.metrics.context.summary("waited", "failed")
     else:
@@ -94,24 +94,26 @@ async def summarise(prompt: Prompt, exchange: Exchange, held: Held, summary: Sum
     return summary
 
 
-async def summarise_ahead(prompt: Prompt, exchange: Exchange, held: Held, summary: Summary, room: int) -> None:
+async def summarise_ahead(
+    prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int
+) -> None:
     """The same behind the request's back."""
     service = prompt.service
     assert service.sessions is not None
     outcome = "failed"
     try:
-        summary = await _condensed(prompt, exchange, summary, room, priority=_AHEAD_PRIORITY)
+        summary = await _condensed(prompt, attempt, summary, room, priority=_AHEAD_PRIORITY)
         stored = await service.sessions.store.get(held.owner, held.id)
         if stored is not None and await service.sessions.store.summarise(
             held.owner, held.id, stored.created_at, pack(summary)
         ):
             outcome = "done"
     except (ApiError, DatabaseError) as error:
-        log.warning("turns could not be condensed ahead: %s", error, extra={"request_id": exchange.request_id})
+        log.warning("turns could not be condensed ahead: %s", error, extra={"request_id": attempt.exchange.request_id})
     service.metrics.context.summary("ahead", "done" if outcome == "done" else "failed")
 
 
-async def _condensed(prompt: Prompt, exchange: Exchange, summary: Summary, room: int, *, priority: int) -> Summary:
+async def _condensed(prompt: Prompt, attempt: Attempt, summary: Summary, room: int, *, priority: int) -> Summary:
     service, model = prompt.service, prompt.model
     config, text = service.settings.conversations, model.text
     note = min(config.note_tokens, max(16, room // 8))
@@ -133,15 +135,15 @@ async def _condensed(prompt: Prompt, exchange: Exchange, summary: Summary, room:
         generation = EngineGeneration(
             model,
             [Tokenized(asked, [params])],
-            id=exchange.new_answer_id(),
+            id=attempt.ids.next(),
             metrics=service.metrics,
-            started_at=exchange.started_at,
+            started_at=attempt.exchange.started_at,
             stops=[],
             priority=priority,
-            cache_salt=service.cache_salt(exchange.caller),
+            cache_salt=service.cache_salt(attempt.exchange.caller),
             time_limit_s=service.settings.time_limit_s,
         )
-        return await complete(service, exchange, generation, aside=FEATURE)
+        return await complete(service, attempt, generation, aside=FEATURE)
 
     def cut(words: str, most: int) -> str:
         ids = text.encode(words, special=False)
@@ -151,5 +153,5 @@ async def _condensed(prompt: Prompt, exchange: Exchange, summary: Summary, room:
     frame = len(await service.encode_chat(model, question("")))
     transcript = max(64, room - note - frame)
     return await condense(
-        conversation, summary, upto, ask=ask, tokens=tokens, room=Room(note, max(note, room // 4), transcript)
+        conversation, summary, upto, ask=ask, tokens=tokens, room=SummaryBudget(note, max(note, room // 4), transcript)
     )

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.conversations import Busy, Held, Message, Owner, Sessions
-from penstock.conversations.model import Overflow, leading_system
-from penstock.conversations.notes import with_notes
+from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
+from penstock.conversations.conversation import Overflow, leading_system
+from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import Prompt, summarise, summarise_ahead
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.engine import EngineGeneration
@@ -50,7 +51,7 @@ _ID = re.compile("[A-Za-z0-9._:-]{1,128}")
 class OpenTurn:
     """A turn that is being answered."""
 
-    def __init__(self, held: Held, overflow: Overflow, *, keep_system: bool) -> None:
+    def __init__(self, held: HeldConversation, overflow: Overflow, *, keep_system: bool) -> None:
         self.held = held
         self._overflow = overflow
         self._keep_system = keep_system
@@ -80,7 +81,7 @@ class OpenTurn:
     async def tokens(
         self,
         service: Service,
-        exchange: Exchange,
+        attempt: Attempt,
         messages: list[Message],
         model: ServedModel,
         toolbox: Toolbox | None,
@@ -104,7 +105,7 @@ class OpenTurn:
         before = self._start
         tokens = await prompt.encoded(self._summary, self._start)
         if len(tokens) > room and self._overflow == "summarise":
-            self._summary = await summarise(prompt, exchange, self.held, self._summary, room)
+            self._summary = await summarise(prompt, attempt, self.held, self._summary, room)
             self._start = max(self._start, self._summary.covers)
             metrics.dropped("summarised", self._start - before)
             before = self._start
@@ -121,13 +122,13 @@ class OpenTurn:
             )
             metrics.dropped("truncated", self._start - before)
             tokens = await prompt.encoded(self._summary, self._start)
-        self._tell(exchange)
+        self._tell(attempt.exchange)
         return tokens
 
     def messages(
         self,
         service: Service,
-        exchange: Exchange,
+        attempt: Attempt,
         messages: list[Message],
         window: int,
         limit: Limits,
@@ -155,7 +156,7 @@ class OpenTurn:
             count=lambda start: sum(map(estimated_tokens, prompt(start))),
         )
         service.metrics.context.dropped("truncated", self._start - before)
-        self._tell(exchange)
+        self._tell(attempt.exchange)
         return prompt(self._start)
 
     def _tell(self, exchange: Exchange) -> None:
@@ -173,7 +174,7 @@ class OpenTurn:
         if room <= WIDER * self._draft.room:
             self._start = max(self._start, self._draft.start)
 
-    async def keep(self, service: Service, exchange: Exchange, generation: Generation, said: Sequence[Message]) -> None:
+    async def keep(self, service: Service, attempt: Attempt, generation: Generation, said: Sequence[Message]) -> None:
         """Store the turn with its answer; the next one may begin."""
         conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start, room=self._room)
         sessions = _sessions(service)
@@ -187,16 +188,16 @@ class OpenTurn:
         ahead = self._overflow == "summarise" and used > AHEAD * self._room
         if ahead and isinstance(generation, EngineGeneration):
             prompt = Prompt(service, generation.model, None, self._system, self.held.conversation)
-            work = summarise_ahead(prompt, exchange, self.held, self._summary, self._room)
-            sessions.begin_aside(self.held.owner, self.held.id, work)
+            work = summarise_ahead(prompt, attempt, self.held, self._summary, self._room)
+            sessions.start_background(self.held.owner, self.held.id, work)
 
 
 class Recorder:
     """Writes down what the assistant says in a turn, and keeps it at the end."""
 
-    def __init__(self, service: Service, exchange: Exchange, generation: Generation, turn: OpenTurn) -> None:
+    def __init__(self, service: Service, attempt: Attempt, generation: Generation, turn: OpenTurn) -> None:
         self._service = service
-        self._exchange = exchange
+        self._attempt = attempt
         self.generation = generation
         """The last one of the turn."""
         self._turn = turn
@@ -220,7 +221,7 @@ class Recorder:
             if self._calls:
                 message["tool_calls"] = self._calls
             said = [message]
-        await self._turn.keep(self._service, self._exchange, self.generation, said)
+        await self._turn.keep(self._service, self._attempt, self.generation, said)
 
 
 def open_turn(
@@ -269,7 +270,7 @@ async def _turn(
     try:
         async with _sessions(service).turn(owner_of(exchange), id) as held:
             yield OpenTurn(held, overflow, keep_system=keep_system)
-    except Busy as busy:
+    except SessionBusy as busy:
         raise ConversationBusy(f"The conversation `{id}` is busy: {busy}; send this one again.") from busy
     except DatabaseError as error:
         raise _away() from error

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.gateway.process.service import Service
@@ -28,28 +30,24 @@ def said_by_users(messages: list[ChatMessage]) -> list[str]:
     ]
 
 
-Attempt = Callable[[str], Awaitable[None]]
-"""Answers the request with the model of this name."""
-
-
 async def answered(
     service: Service,
     exchange: Exchange,
     model: str,
-    attempt: Attempt,
+    answer: Callable[[Attempt], Awaitable[None]],
     said: Callable[[], list[str]],
     wanted_tokens: int | None = None,
 ) -> None:
-    """Answer with `model`, or with who stands in for it. `said` and `wanted_tokens` decide where `model` is a route."""
+    """Answer with `model`, or with a fallback of it. `said` and `wanted_tokens` decide where `model` is a route."""
     model, chosen = await service.routes.choose(model, exchange, said, wanted_tokens)
     chain = service.registry.chain(model, service.admissions.waiting)
-    headers = len(exchange.extra_headers)
+    ids = AnswerIds(exchange)
     first: ApiError | None = None
     for place, (name, why) in enumerate(chain):
         last = place == len(chain) - 1
-        exchange.because, exchange.stands_in, exchange.others_can = why or chosen, bool(why), not last
+        attempt = Attempt(exchange, name, ids, reason=why or chosen, is_fallback=bool(why), has_fallback=not last)
         try:
-            await attempt(name)
+            await answer(attempt)
             return
         except (EngineUnavailable, Overloaded, ServerError) as error:
             failure: ApiError = error
@@ -61,6 +59,8 @@ async def answered(
             # What is wrong for a stand-in only is passed over: what was asked for would have been right.
             if exchange.response_started or not why:
                 raise
+        finally:
+            attempt.release()
         if last:
             assert first is not None, "the model itself is in the chain, and failed"
             raise first
@@ -68,4 +68,4 @@ async def answered(
         about = {"request_id": exchange.request_id, "model": name, "next": to, "why": failure.message}
         log.warning("answered by another model", extra=about)
         service.metrics.fell_back(name, to, code)
-        exchange.start_over(headers)
+        attempt.withdraw()

@@ -13,6 +13,7 @@ import msgspec
 from penstock.engine.request import EngineInfo
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.turn import OpenTurn, known_calls
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.engine import EngineGeneration, Prompt
@@ -31,7 +32,7 @@ from penstock.gateway.process.service import Service
 from penstock.gateway.rag.retrieval import Retrieval, with_instructions
 from penstock.gateway.response_cache.replay import LONGEST_QUESTION, Question
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import Route, ServedModel
+from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Toolbox
 
 DEFAULT_ANSWER = 512
@@ -42,15 +43,9 @@ SEAMS = 16
 """What a template and the joints of texts may cost on top."""
 
 
-def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
-    """Note for whom the request is. A key that belongs to a user says who it is; otherwise the request may."""
-    exchange.record.user_id = exchange.caller.user or user
-    exchange.record.metadata = metadata
-
-
 async def prepare_chat(
     service: Service,
-    exchange: Exchange,
+    attempt: Attempt,
     request: ChatRequest,
     limit: Limits,
     turn: OpenTurn | None = None,
@@ -60,6 +55,7 @@ async def prepare_chat(
 
     `turn`: of a stored conversation. `following`: what the assistant and tools said since the request's messages.
     """
+    exchange = attempt.exchange
     check_tools(request)
     check_choices(1, request.n or 1, service.settings)
     messages = template_messages(request.messages, known_calls(turn))
@@ -78,21 +74,21 @@ async def prepare_chat(
         if turn is not None:
             window, quota = remote.context_window or REMOTE_WINDOW, service.quotas.context_tokens(exchange.caller)
             window = window if quota is None else min(window, quota)
-            said = turn.messages(service, exchange, messages, window, limit, following)
-        return relay(service, exchange, request, said, limit, remote)
+            said = turn.messages(service, attempt, messages, window, limit, following)
+        return relay(service, attempt, request, said, limit, remote)
     if request.rag is None:
-        return await _prepare(service, exchange, request, limit, messages, turn, following)
+        return await _prepare(service, attempt, request, limit, messages, turn, following)
     said = messages if turn is None else [*turn.history, *messages]
     retrieval = Retrieval(service.knowledge, exchange.caller.tenant, request.rag, said)
     try:
-        return await _prepare(service, exchange, request, limit, messages, turn, following, retrieval)
+        return await _prepare(service, attempt, request, limit, messages, turn, following, retrieval)
     finally:
         await retrieval.close()
 
 
 async def _prepare(
     service: Service,
-    exchange: Exchange,
+    attempt: Attempt,
     request: ChatRequest,
     limit: Limits,
     messages: list[dict[str, Any]],
@@ -100,9 +96,10 @@ async def _prepare(
     following: Sequence[dict[str, Any]],
     retrieval: Retrieval | None = None,
 ) -> Generation:
+    exchange = attempt.exchange
     stops = stop_strings(request)
     priority = service.admissions.priority(exchange, request.service_tier)
-    model, info = await open_route(service, exchange, request.model, limit)
+    model, info = await open_route(service, attempt, request.model, limit)
     toolbox = toolbox_of(request, model)
     params = sampling_params(
         request,
@@ -124,7 +121,7 @@ async def _prepare(
                 room if turn is None else min(room, window // 2),
             )
     if turn is not None:
-        tokens = await turn.tokens(service, exchange, messages, model, toolbox, window, limit, following, retrieved)
+        tokens = await turn.tokens(service, attempt, messages, model, toolbox, window, limit, following, retrieved)
     else:
         said = [*messages, *following]
         tokens = await chat_tokens(service, model, said if retrieved is None else retrieved.dressed(said), toolbox)
@@ -132,12 +129,12 @@ async def _prepare(
     generation = EngineGeneration(
         model,
         [Prompt(tokens, [with_seed(params, i) for i in range(request.n or 1)])],
-        id=exchange.new_answer_id(),
+        id=attempt.ids.next(),
         metrics=service.metrics,
         started_at=exchange.started_at,
         cache_salt=service.cache_salt(exchange.caller),
-        affinity=exchange.affinity(request.prompt_cache_key),
-        patient=not exchange.others_can,
+        affinity=attempt.affinity(request.prompt_cache_key),
+        patient=not attempt.has_fallback,
         stops=stops,
         priority=priority,
         speculation=request.speculation is not False,
@@ -191,32 +188,17 @@ async def chat_tokens(
     return await service.encode_chat(model, messages, tools=tools)
 
 
-async def open_route(service: Service, exchange: Exchange, name: str, limit: Limits) -> tuple[ServedModel, EngineInfo]:
+async def open_route(service: Service, attempt: Attempt, name: str, limit: Limits) -> tuple[ServedModel, EngineInfo]:
     """The model, once its engine is up and, if it takes turns, awake; waits for each up to `engine_wait_s`."""
+    exchange = attempt.exchange
     # A token has at least a byte, so this is the most that the request can need.
     route = service.admissions.reroute(
         exchange, service.registry.route(name), lambda: exchange.body_size + (limit.max_tokens or 1)
     )
-    model = take_route(exchange, name, route)
-    within = 0.0 if exchange.others_can else service.settings.engine_wait_s
+    model = route.model
+    attempt.note_model(name, model, route.why)
+    within = 0.0 if attempt.has_fallback else service.settings.engine_wait_s
     info = await model.backend.wait_ready(within)
-    exchange.release = await service.slices.acquire(model, within)
+    attempt.hold(await service.slices.acquire(model, within))
     # One that woke for the first time knows more of itself now.
     return model, model.backend.info or info
-
-
-def find_model(service: Service, exchange: Exchange, name: str) -> ServedModel:
-    return take_route(exchange, name, service.registry.route(name))
-
-
-def take_route(exchange: Exchange, name: str, route: Route) -> ServedModel:
-    """The model that answers for `name`; the reply says which, and why."""
-    model = route.model
-    exchange.timeline.asked_model = name[:256]
-    exchange.record.model_version = model.base_name
-    exchange.record.adapter_id = model.adapter or None
-    exchange.extra_headers += [
-        (b"x-penstock-model", model.name.encode("latin-1", "replace")),
-        (b"x-penstock-route", (exchange.because or route.why).encode()),
-    ]
-    return model

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.remote import Relay
 from penstock.gateway.generation.sampling import Limits, stop_strings
 from penstock.gateway.generation.schemas import ChatRequest
@@ -42,7 +42,7 @@ UNLIMITED = 4096
 
 def relay(
     service: Service,
-    exchange: Exchange,
+    attempt: Attempt,
     request: ChatRequest,
     messages: Sequence[dict[str, Any]],
     limit: Limits,
@@ -65,29 +65,17 @@ def relay(
     most = limit.default if limit.max_tokens is None else limit.max_tokens
     if most is not None:
         body[model.limit_field] = most
-    note(exchange, model, request.model)
+    attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
     n = request.n or 1
     characters = sum(len(message["content"]) for message in messages)
     return Relay(
         model,
         body,
         choices=n,
-        request_id=exchange.request_id,
+        request_id=attempt.exchange.request_id,
         metrics=service.metrics,
-        started_at=exchange.started_at,
+        started_at=attempt.exchange.started_at,
         prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
         most_tokens=n * (most or model.context_window or UNLIMITED),
         time_limit_s=service.settings.time_limit_s,
     )
-
-
-def note(exchange: Exchange, model: RemoteModel, asked: str) -> None:
-    """Say which model answers and why."""
-    exchange.timeline.asked_model = asked[:256]
-    exchange.record.model_version = model.name
-    exchange.record.adapter_id = None
-    why = exchange.because or ("direct" if asked == model.name else "alias")
-    exchange.extra_headers += [
-        (b"x-penstock-model", model.name.encode("latin-1", "replace")),
-        (b"x-penstock-route", why.encode()),
-    ]

@@ -18,6 +18,7 @@ from penstock.config.cache import CacheConfig
 from penstock.gateway.accounting.admission import leave
 from penstock.gateway.accounting.charges import Account
 from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.engine import EngineGeneration
@@ -73,13 +74,14 @@ class Renderer(ABC):
 
 
 async def answer(
-    service: Service, exchange: Exchange, generation: Generation, renderer: Renderer, *, stream: bool
+    service: Service, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool
 ) -> None:
+    exchange = attempt.exchange
     guard_output(service, exchange, generation)
     exchange.timeline.response_id = renderer.response_id
     plan = await _recalled(service, exchange, generation)
     with exchange.watched(generation.fail):
-        async with engaged(service, exchange, generation) as account:
+        async with engaged(service, attempt, generation) as account:
             if stream:
                 await _stream(service, exchange, generation, renderer, account)
             else:
@@ -112,7 +114,7 @@ def guard_output(service: Service, exchange: Exchange, generation: Generation) -
 
 @asynccontextmanager
 async def engaged(
-    service: Service, exchange: Exchange, generation: Generation, *, aside: str = "", further: bool = False
+    service: Service, attempt: Attempt, generation: Generation, *, aside: str = "", further: bool = False
 ) -> AsyncIterator[Account | None]:
     """A generation that runs, with its charge; limits are reserved before, and however it ends it is settled.
 
@@ -120,6 +122,7 @@ async def engaged(
     limits, the ledger has it under that feature, and the request does not end as it does. `further`: it is another step
     of the answer: no request of its own either, but part of what the client asked for.
     """
+    exchange = attempt.exchange
     timeline = exchange.timeline
     timeline.follow("prepare")
     try:
@@ -138,7 +141,7 @@ async def engaged(
         if service.accounts is not None:
             account = service.accounts.open(exchange, generation, feature=aside)
         if not (aside or further):
-            generation.on_submit = exchange.name_replica
+            generation.on_submit = attempt.note_replica
         generation.submit(None if ticket is None or ticket.granted else ticket)
         yield account
     finally:
@@ -160,10 +163,10 @@ async def engaged(
                 service.in_background(service.quotas.settle(reservation, generation))
 
 
-async def complete(service: Service, exchange: Exchange, generation: Generation, *, aside: str) -> str:
+async def complete(service: Service, attempt: Attempt, generation: Generation, *, aside: str) -> str:
     """The text of a generation that serves the request without being its answer; see `engaged`."""
     parts: list[str] = []
-    async with engaged(service, exchange, generation, aside=aside) as account:
+    async with engaged(service, attempt, generation, aside=aside) as account:
         while not generation.done:
             parts += (piece.text for piece in await generation.next())
             if account is not None:

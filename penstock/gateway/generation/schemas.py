@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct
 
+from penstock.gateway.app.decoding import Unsupported
 from penstock.gateway.rag.schemas import RagRequest
-
-Unsupported = Raw | UnsetType
 
 INT64 = 2**63 - 1
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

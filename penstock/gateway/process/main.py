@@ -2,17 +2,15 @@
 
 HTTP is parsed on the same event loop that answers (`http/`): handing requests between threads costs more than parsing
 them. Sockets are bound with SO_REUSEPORT, so several gateway processes can share one port; each has its own engine
-connections, and they count together at the supervisor's desk (`workers/`).
+connections, and the supervisor's coordinator counts for all of them (`workers/`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,20 +23,24 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.gateway.app.asgi import App
-from penstock.gateway.app.endpoint import Door
+from penstock.gateway.app.docs_page import PAGES, Documentation
+from penstock.gateway.app.endpoint import Door, bind
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
+from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection as interpreter
 from penstock.gateway.process.limits import connections
 from penstock.gateway.process.model_follower import Follower, served
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.gateway.process.supervisor_link import ControlLine
-from penstock.identity.exposure import check_doors
+from penstock.identity.exposure import check_exposure
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry import logging as telemetry_logging
 
@@ -85,10 +87,10 @@ async def _run(
     listening: Callable[[], None],
     wrap: Callable[[App], Application],
 ) -> None:
-    await check_doors(settings.host, settings.store_url or "")
+    await check_exposure(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
-        await check_doors(settings.admin_host, settings.store_url or "")
-    registry = Registry(
+        await check_exposure(settings.admin_host, settings.store_url or "")
+    registry = ModelRegistry(
         (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
         (_remote(settings, remote) for remote in settings.remotes),
     )
@@ -139,7 +141,7 @@ def served_encoder(
 
 async def serve(
     settings: GatewaySettings,
-    registry: Registry,
+    registry: ModelRegistry,
     stop: asyncio.Event,
     listening: Callable[[Service], None] | None = None,
     encoders: Encoders | None = None,
@@ -155,8 +157,8 @@ async def serve(
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    apps = [App(service, door) for door, _, _ in doors]
-    # What administrates stands where administration is.
+    apps = [_app(service, door) for door, _, _ in doors]
+    # The console is an administration tool: it is served on the admin port where there is one.
     fronts: list[Application] = [
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
@@ -167,8 +169,8 @@ async def serve(
         for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
     ]
     watched = [asyncio.create_task(stop.wait(), name="stop signal")]
-    if service.desk is not None:
-        watched.append(asyncio.create_task(service.desk.lost.wait(), name="desk lost"))
+    if service.coordinator is not None:
+        watched.append(asyncio.create_task(service.coordinator.lost.wait(), name="coordinator lost"))
     try:
         for (_, host, port), listener in zip(doors, listeners, strict=True):
             await listener.start()
@@ -179,7 +181,7 @@ async def serve(
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             log.info("draining", extra={"seconds": settings.drain_s})
-            await service.drain(settings.drain_s)
+            await service.drain_requests(settings.drain_s)
     finally:
         # A client that does not read must not keep the process alive.
         await asyncio.gather(*(listener.close(CLOSE_S) for listener in listeners))
@@ -188,8 +190,25 @@ async def serve(
             task.cancel()
         await asyncio.gather(*watched, return_exceptions=True)
     if not stop.is_set():
-        raise PenstockError("the desk of the supervisor ended by itself")
+        raise PenstockError("the connection to the supervisor's worker coordinator was lost")
     log.info("stopped")
+
+
+def _app(service: Service, door: Door) -> App:
+    settings = service.settings
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
+    owners = [*service.owners(), Documentation(endpoints, REPLIES)]
+    return App(
+        bind((*endpoints, *PAGES), owners, service),
+        authentication=service.authentication,
+        drain=service.drain,
+        metrics=service.metrics,
+        tracing=service.tracing,
+        record=service.record,
+        cors_origins=settings.cors_origins,
+        stalled_reader_s=settings.stalled_reader_s,
+        receive_s=settings.receive_s,
+    )
 
 
 @contextlib.contextmanager
@@ -210,18 +229,3 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def check_port(host: str, port: int) -> None:
-    """Fail early and clearly: with SO_REUSEPORT a second server would silently share the first one's clients."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host} is in use by another program; stop it or choose another port"
-            ) from error
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

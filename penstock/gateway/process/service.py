@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
@@ -19,82 +16,78 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.openai.responses.store import ResponseStore
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.authentication import Authentication, OpenAuthentication
+from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.drain import Drain
+from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.runner import Answerer, BatchRunner
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.response_format import GrammarDesk
+from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.process.readiness import Readiness
 from penstock.gateway.process.request_log import open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.supervisor_link import ControlLine
-from penstock.gateway.process.tracing import Watch
 from penstock.gateway.quality.feedback import Feedback
 from penstock.gateway.quality.judge import Judge
-from penstock.gateway.rag.library import LibraryDesk
+from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.response_cache.cache import Recall, open_store
-from penstock.gateway.workers.client import DeskClient, DeskLimits
-from penstock.identity import OPEN_CALLER, Caller, IdentityStore, KeyRing, Scope
+from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
+from penstock.identity import Caller, IdentityStore, KeyRing
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
-from penstock.protocol.errors import Draining, EngineLost, InvalidRequest, PermissionDenied
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.slices import Slices
+from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
-from penstock.text import ChatTemplateError
 from penstock.tools.execution import ToolRegistry
 from penstock.tools.execution.specs import ToolSpecStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CUT_S = 1.0
-"""After the drain: how long requests that were cut may take to say so."""
 UPLOADS = 4
 """Files that are read at one time: each is in memory while it is."""
-INLINE_CHARACTERS = 4096
-"""Text up to this size is tokenized on the event loop: it takes less time than a thread's round trip."""
 
 
 class Service:
     """One gateway process."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self.settings = settings
         self.registry = registry
         self.encoders = encoders or Encoders((), ())
         self.metrics = Metrics(self._views, settings.telemetry.most_series)
         self.encoder_metrics = EncoderMetrics(self.metrics.registry, lambda: self.encoders)
-        self.watch = Watch(settings.telemetry, self.metrics)
+        self.tracing = RequestTracing(settings.telemetry, self.metrics)
         add_replica_metrics(self.metrics.registry, registry)
-        self.knowledge = LibraryDesk(
+        self.knowledge = KnowledgeLibrary(
             settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
         )
         self.recall = self._recall()
         self.readiness = Readiness()
-        self.slices = Slices(registry, settings.time_slice_s)
-        self.draining = False
-        self._generations: set[Generation] = set()
-        self._requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.slices = TimeSlices(registry, settings.time_slice_s)
+        self.drain = Drain(lambda: self.metrics.draining.set(1))
+        self.background = BackgroundTasks()
+        self.tokenization = Tokenization()
+        self.authentication = OpenAuthentication(settings.default_tier)
         self.grammars = GrammarDesk(self.metrics)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
@@ -112,36 +105,36 @@ class Service:
         self.control: ControlLine | None = None
         """The line to the supervisor, where there is one."""
         self.judge: Judge | None = None
-        self._keyring: KeyRing | None = None
-        self.desk: DeskClient | None = None
+        self.coordinator: CoordinatorClient | None = None
         if settings.worker is not None:
-            self.desk = DeskClient(
-                settings.worker.desk,
+            self.coordinator = CoordinatorClient(
+                settings.worker.coordinator,
                 settings.worker.number,
                 readings=self.metrics.registry.readings,
-                changed=self._identities_changed_elsewhere,
-                traces=self.watch.recent.find,
+                changed=self._refresh_keys,
+                traces=self.tracing.recent.find,
             )
         self.prices = settings.price_book()
-        self.quotas = Quotas(_counters(settings.counters, self.desk), settings.tiers, settings.limits, self.prices)
+        self.quotas = Quotas(
+            _counters(settings.counters, self.coordinator), settings.tiers, settings.limits, self.prices
+        )
         self.admissions = Admissions(settings, registry, self.metrics)
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
-        self._background: set[asyncio.Task[None]] = set()
-        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=settings.default_tier)
 
     async def start(self) -> None:
-        if self.desk is not None:
-            await self.desk.start()
+        if self.coordinator is not None:
+            await self.coordinator.start()
         if self.settings.store_url is not None:
             self.database = await open_database(self.settings.store_url)
             self.identities = IdentityStore(self.database)
             await self.identities.prepare()
-            self._keyring = KeyRing(
+            keyring = KeyRing(
                 self.identities,
                 default_tier=self.settings.default_tier,
                 fresh_s=self.settings.key_fresh_s,
                 grace_s=self.settings.key_grace_s,
             )
+            self.authentication = Authentication(keyring, self.settings.default_tier)
             if self.settings.responses_per_tenant:
                 self.responses = ResponseStore(
                     self.database, keep_s=self.settings.keep_responses_s, most=self.settings.responses_per_tenant
@@ -192,7 +185,7 @@ class Service:
                 self.batches,
                 self.files,
                 answer,
-                self.holder,
+                self.authentication.holder,
                 lines_at_once=config.lines_at_once,
                 most_lines=config.most_lines,
                 lease_s=self.settings.gateway_timeout_s,
@@ -232,19 +225,18 @@ class Service:
         if self.recall is not None:
             await self.recall.close()
         await self.encoders.close()
-        if self._background:
-            await asyncio.wait(self._background, timeout=CUT_S)
+        await self.background.close()
         await self.quotas.close()
-        if self.desk is not None:
-            await self.desk.close()
+        if self.coordinator is not None:
+            await self.coordinator.close()
         if self.accounts is not None:
             await self.accounts.close()
         if self.request_log is not None:
             await self.request_log.close()
-        await self.watch.close()
+        await self.tracing.close()
         if self.database is not None:
             await self.database.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.tokenization.close()
         self.grammars.close()
 
     async def _open_tools(self) -> ToolRegistry | None:
@@ -258,24 +250,6 @@ class Service:
         networks = settings.tools.networks
         return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
 
-    async def authenticate(self, exchange: Exchange, scope: Scope) -> Caller:
-        """Who sends this, allowed to do what `scope` covers; raises otherwise."""
-        if self._keyring is None:
-            return self._open_caller
-        sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
-        caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
-        if caller is OPEN_CALLER:
-            return self._open_caller
-        if scope not in caller.scopes:
-            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
-        return caller
-
-    async def holder(self, tenant: str, key: str) -> Caller:
-        """Who asked, earlier, for something that is done only now; raises when the key is not good any more."""
-        if self._keyring is None or not key:
-            return dataclasses.replace(self._open_caller, tenant=tenant)
-        return await self._keyring.holder(key)
-
     def _recall(self) -> Recall | None:
         """The response caches, if there are any."""
         config = self.settings.cache
@@ -287,77 +261,55 @@ class Service:
         return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Finish something after its request is over; waited for at the end."""
-        task = asyncio.create_task(work, name="after a request")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self.background.start(work)
+
+    def owners(self) -> list[object]:
+        """The objects whose methods answer endpoints."""
+        return []
+
+    def record(self, record: RequestRecord) -> None:
+        if self.request_log is not None:
+            self.request_log.add(record)
 
     async def identities_changed(self) -> None:
-        """Tenants or keys were changed here: when this returns, every gateway of this machine goes by it."""
-        self._identities_changed_elsewhere()
-        if self.desk is not None:
-            await self.desk.tell_changed()
+        """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""
+        self._refresh_keys()
+        if self.coordinator is not None:
+            await self.coordinator.tell_changed()
 
-    def _identities_changed_elsewhere(self) -> None:
-        if self._keyring is not None:
-            self._keyring.refresh()
+    def _refresh_keys(self) -> None:
+        self.authentication.refresh()
 
     async def metrics_text(self, openmetrics: bool = False) -> bytes:
         """Everything measured, by all gateways on this port."""
-        if self.desk is None:
+        if self.coordinator is None:
             return self.metrics.render(openmetrics)
-        return render(await self.desk.collect(), openmetrics)
+        return render(await self.coordinator.collect(), openmetrics)
 
     async def traces(self, query: TraceQuery) -> list[Shown]:
         """Timelines of recent requests, whichever gateway of this port answered them; the newest first."""
-        found = self.watch.recent.find(query)
-        if self.desk is not None:
-            found = newest(found + await self.desk.seek(query), query.limit)
+        found = self.tracing.recent.find(query)
+        if self.coordinator is not None:
+            found = newest(found + await self.coordinator.seek(query), query.limit)
         return found
 
     def cache_salt(self, caller: Caller) -> str:
         """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
         return "" if self.settings.share_prefixes or not caller.key else caller.tenant
 
-    async def drain(self, seconds: float) -> None:
-        """Take nothing new; let what runs finish for `seconds`, then cut it and let it say so."""
-        self.draining = True
-        self.metrics.draining.set(1)
+    async def drain_requests(self, seconds: float) -> None:
         if self._batch_runner is not None:
             self._batch_runner.hold()
-        for wait in (seconds, CUT_S):
-            try:
-                async with asyncio.timeout(wait):
-                    await self._idle.wait()
-                return
-            except TimeoutError:
-                for generation in list(self._generations):
-                    generation.fail(
-                        EngineLost("The server is shutting down and could not finish this request in time.")
-                    )
-
-    def enter(self) -> None:
-        """A request for tokens begins; refused while draining."""
-        if self.draining:
-            raise Draining
-        self._requests += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        self._requests -= 1
-        if not self._requests:
-            self._idle.set()
+        await self.drain.run(seconds)
 
     def track(self, generation: Generation) -> None:
-        self._generations.add(generation)
+        self.drain.track(generation)
 
     def untrack(self, generation: Generation) -> None:
-        self._generations.discard(generation)
+        self.drain.untrack(generation)
 
     async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= INLINE_CHARACTERS:
-            return model.text.encode(text, add_special_tokens=add_special_tokens)
-        return await self.in_thread(model.text.encode, text, add_special_tokens=add_special_tokens)
+        return await self.tokenization.encode(model, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
         self,
@@ -367,26 +319,12 @@ class Service:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation, as the model's template writes it."""
-        if not model.text.has_chat_template:
-            raise InvalidRequest(
-                f"`{model.name}` has no chat template; use /v1/completions.",
-                param="model",
-                code="no_chat_template",
-            )
-        size = sum(len(message["content"]) for message in messages)
-        encode = functools.partial(
-            model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
+        return await self.tokenization.encode_chat(
+            model, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
-        try:
-            return encode() if size <= INLINE_CHARACTERS and not tools else await self.in_thread(encode)
-        except ChatTemplateError as error:
-            message = str(error)
-            raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        return await self.tokenization.run(function, *args, **kwargs)
 
     def _backends(self) -> Iterator[Backend]:
         return (model.backend for model in self.registry)
@@ -416,8 +354,8 @@ def open_sessions(config: ConversationsConfig, database: Database | None) -> Ses
     return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
 
 
-def _counters(config: CountersConfig, desk: DeskClient | None) -> LimitStore:
-    local = MemoryLimits() if desk is None else DeskLimits(desk)
+def _counters(config: CountersConfig, coordinator: CoordinatorClient | None) -> LimitStore:
+    local = MemoryLimits() if coordinator is None else CoordinatedLimits(coordinator)
     if not config.url:
         return local
     from penstock.limits.redis import RedisLimits

@@ -11,7 +11,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
-from penstock.config.model import ModelConfig
+from penstock.config.models import ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.schema import (
@@ -89,8 +89,8 @@ class Worker:
     """One of several gateway processes that share a port."""
 
     number: int
-    desk: Path
-    """Where the supervisor's desk listens."""
+    coordinator: Path
+    """The socket of the supervisor's worker coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.prepare import identify
 from penstock.gateway.process.service import Service
 from penstock.gateway.quality.feedback import Feedback, Rating, Selection
 from penstock.metering.ledger import LedgerError

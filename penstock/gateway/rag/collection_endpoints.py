@@ -19,7 +19,7 @@ from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.process.service import Service
 from penstock.gateway.rag.retrieval import find_collection, guard, passage_body, search
 from penstock.gateway.rag.schemas import SearchRequest
-from penstock.knowledge.model import (
+from penstock.knowledge.entities import (
     STATUSES,
     Collection,
     CollectionExists,

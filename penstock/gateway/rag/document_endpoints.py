@@ -12,14 +12,14 @@ from msgspec import Meta, Struct
 
 from penstock.gateway.app.decoding import convert_query, decode, decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.multipart import read_form
 from penstock.gateway.app.pagination import NoQuery, listed
 from penstock.gateway.batches.file_endpoints import FORM_ROOM
-from penstock.gateway.batches.multipart import read_form
 from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.process.service import Service
 from penstock.gateway.rag.collection_endpoints import PageQuery, guarded, named_collection, storable
 from penstock.gateway.rag.retrieval import guard, position_body
-from penstock.knowledge.model import Collection, Document, StoredChunk
+from penstock.knowledge.entities import Collection, Document, StoredChunk
 from penstock.knowledge.readers import MEDIA_TYPES, media_type_of
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedMediaType
 

@@ -16,8 +16,8 @@ from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
+from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.model import KnowledgeError
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 from penstock.protocol.errors import NotFound, ServiceUnavailable
 from penstock.routing.encoders import Encoders
@@ -37,7 +37,7 @@ BULK = 1
 """Priority of documents at the encoder: behind everybody who waits for an answer."""
 
 
-class LibraryDesk:
+class KnowledgeLibrary:
     """Opens the library once, for whoever comes first."""
 
     def __init__(

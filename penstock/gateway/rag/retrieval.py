@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from penstock.gateway.rag.library import LibraryDesk
+from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import QUERY_CHARACTERS, RagRequest, SearchRequest
 from penstock.knowledge.citations import Citation, Citer
-from penstock.knowledge.model import Chunk, Collection, KnowledgeError, Passage
+from penstock.knowledge.entities import Chunk, Collection, KnowledgeError, Passage
 from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
 from penstock.knowledge.retrieval import Found
 from penstock.knowledge.terms import STOP_WORDS, words
@@ -84,7 +84,9 @@ class Retrieved:
 class Retrieval:
     """A search that runs while the rest of a request is prepared. Close it, whatever happens."""
 
-    def __init__(self, desk: LibraryDesk, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, desk: KnowledgeLibrary, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]
+    ) -> None:
         self._query = wanted.query or query_of(messages)
         self._wanted = wanted
         self._most = desk.config.context_tokens
@@ -110,12 +112,14 @@ class Retrieval:
         with suppress(asyncio.CancelledError, Exception):  # whoever wanted the result has been told
             await self._task
 
-    async def _search(self, desk: LibraryDesk, tenant: str, query: str) -> tuple[Collection, Found]:
+    async def _search(self, desk: KnowledgeLibrary, tenant: str, query: str) -> tuple[Collection, Found]:
         collection = await find_collection(desk, tenant, self._wanted.collection, param="rag.collection")
         return collection, await search(desk, collection, query, self._wanted)
 
 
-async def search(desk: LibraryDesk, collection: Collection, query: str, wanted: RagRequest | SearchRequest) -> Found:
+async def search(
+    desk: KnowledgeLibrary, collection: Collection, query: str, wanted: RagRequest | SearchRequest
+) -> Found:
     keep = wanted.top_k or desk.config.passages
     library = await desk.library()
     found = await guard(
@@ -132,7 +136,7 @@ async def search(desk: LibraryDesk, collection: Collection, query: str, wanted: 
     return found
 
 
-async def find_collection(desk: LibraryDesk, tenant: str, name: str, *, param: str | None = None) -> Collection:
+async def find_collection(desk: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None) -> Collection:
     library = await desk.library()
     found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
     if found is None:

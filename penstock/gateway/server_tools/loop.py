@@ -19,6 +19,7 @@ from penstock.config.cache import CacheConfig
 from penstock.conversations import Message
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.turn import OpenTurn, Recorder
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.prepare import prepare_chat
@@ -42,15 +43,16 @@ Render = Callable[[Generation, "Recorder | None", Totals], StepsRenderer]
 
 async def answer_with_tools(
     service: Service,
-    exchange: Exchange,
+    attempt: Attempt,
     request: ChatRequest,
     limit: Limits,
     turn: OpenTurn | None,
     render: Render,
 ) -> None:
     """Answer a chat request that names tools of the server. Tools may answer otherwise next time: nothing is cached."""
+    exchange = attempt.exchange
     wish_of(exchange, CacheConfig())
-    loop = _Loop(service, exchange, request, limit, turn, await offered(service, exchange, request), render)
+    loop = _Loop(service, attempt, request, limit, turn, await offered(service, exchange, request), render)
     with exchange.watched(loop.fail):
         if request.stream:
             await loop.stream()
@@ -85,7 +87,7 @@ class _Loop:
     def __init__(
         self,
         service: Service,
-        exchange: Exchange,
+        attempt: Attempt,
         request: ChatRequest,
         limit: Limits,
         turn: OpenTurn | None,
@@ -98,7 +100,8 @@ class _Loop:
         self._recorder: Recorder | None = None
         self._spoke = False
         """Whether the client has been shown any words: those of the next step then begin a line of their own."""
-        self._exchange = exchange
+        self._attempt = attempt
+        self._exchange = attempt.exchange
         self._limit = limit
         self._turn = turn
         self._offers = offers
@@ -215,11 +218,11 @@ class _Loop:
             request = msgspec.structs.replace(request, tools=None, tool_choice=None, parallel_tool_calls=None)
         elif number > 1:
             request = msgspec.structs.replace(request, tool_choice=None)
-        if exchange.release is not None:
-            exchange.release()
-            exchange.release = None
+        self._attempt.release()
         told = len(exchange.extra_headers)
-        generation = await prepare_chat(self._service, exchange, request, self._limit, self._turn, following=self._said)
+        generation = await prepare_chat(
+            self._service, self._attempt, request, self._limit, self._turn, following=self._said
+        )
         if number > 1:
             del exchange.extra_headers[told:]
         guard_output(self._service, exchange, generation)
@@ -230,7 +233,7 @@ class _Loop:
         self.generation = generation
         if self._made is None:
             if self._turn is not None:
-                self._recorder = Recorder(self._service, self._exchange, generation, self._turn)
+                self._recorder = Recorder(self._service, self._attempt, generation, self._turn)
             self._made = self._render(generation, self._recorder, self._totals)
             self._exchange.timeline.response_id = self._made.response_id
         elif self._recorder is not None:
@@ -243,7 +246,7 @@ class _Loop:
 
     async def _run(self, generation: Generation, number: int) -> AsyncGenerator[list[Piece], None]:
         settings = self._service.settings
-        async with engaged(self._service, self._exchange, generation, further=number > 1) as account:
+        async with engaged(self._service, self._attempt, generation, further=number > 1) as account:
             wait = settings.hold_status_s if number == 1 else settings.keep_alive_s
             opened = account is None
             try:

@@ -17,11 +17,10 @@ from penstock.gateway.workers.messages import (
     Changed,
     Collect,
     Collected,
+    CoordinatorProtocolError,
     Decided,
-    DeskError,
     Found,
     Frames,
-    FromDesk,
     Join,
     Known,
     Noted,
@@ -30,10 +29,11 @@ from penstock.gateway.workers.messages import (
     Seek,
     Settle,
     Sought,
-    ToDesk,
+    ToCoordinator,
     Told,
+    ToWorker,
     frame,
-    from_desk,
+    worker_decoder,
 )
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.protocol.errors import Overloaded
@@ -48,7 +48,7 @@ REPORT_S = 1.0
 """How old the count of a worker that dies may be."""
 
 
-class DeskClient:
+class CoordinatorClient:
     """Connection of one worker. When it breaks, the supervisor is gone and so is the worker's reason to live."""
 
     def __init__(
@@ -79,7 +79,7 @@ class DeskClient:
             raise PenstockError(f"the supervisor's desk at {self._path} cannot be reached: {error.strerror}") from error
         self._send(Join(self._worker))
         self._tasks = [
-            asyncio.create_task(self._read(Frames(reader, from_desk)), name="desk reader"),
+            asyncio.create_task(self._read(Frames(reader, worker_decoder)), name="desk reader"),
             asyncio.create_task(self._report(), name="desk reporter"),
         ]
 
@@ -122,7 +122,7 @@ class DeskClient:
         assert isinstance(answer, Found)
         return answer.traces
 
-    async def _call(self, message: Callable[[int], ToDesk]) -> Answer:
+    async def _call(self, message: Callable[[int], ToCoordinator]) -> Answer:
         call = next(self._numbers)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
@@ -134,11 +134,11 @@ class DeskClient:
         finally:
             del self._calls[call]
 
-    def _send(self, message: ToDesk) -> None:
+    def _send(self, message: ToCoordinator) -> None:
         assert self._writer is not None
         self._writer.write(frame(message))
 
-    async def _read(self, frames: Frames[FromDesk]) -> None:
+    async def _read(self, frames: Frames[ToWorker]) -> None:
         try:
             while (message := await frames.next()) is not None:
                 match message:
@@ -153,7 +153,7 @@ class DeskClient:
                     case Changed(number):
                         self._changed()
                         self._send(Noted(number))
-        except DeskError as error:
+        except CoordinatorProtocolError as error:
             log.error("the supervisor's desk sent %s", error)
         finally:
             self.lost.set()
@@ -174,10 +174,10 @@ def _gone() -> Overloaded:
     return Overloaded("Limits cannot be checked at the moment; try again.", retry_after=1.0)
 
 
-class DeskLimits(LimitStore):
+class CoordinatedLimits(LimitStore):
     """Limits counted at the desk, for all workers of this machine together. See `LimitStore`."""
 
-    def __init__(self, desk: DeskClient) -> None:
+    def __init__(self, desk: CoordinatorClient) -> None:
         self._desk = desk
 
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:

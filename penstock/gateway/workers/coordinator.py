@@ -21,11 +21,10 @@ from penstock.gateway.workers.messages import (
     Changed,
     Collect,
     Collected,
+    CoordinatorProtocolError,
     Decided,
-    DeskError,
     Found,
     Frames,
-    FromDesk,
     Join,
     Known,
     Noted,
@@ -34,10 +33,11 @@ from penstock.gateway.workers.messages import (
     Seek,
     Settle,
     Sought,
-    ToDesk,
+    ToCoordinator,
     Told,
+    ToWorker,
+    coordinator_decoder,
     frame,
-    to_desk,
 )
 from penstock.limits import Amounts, Limit
 from penstock.limits.memory import MemoryLimits
@@ -65,7 +65,7 @@ class _Worker:
         self.answered = 0
         self.heard = asyncio.Event()
 
-    def tell(self, message: FromDesk) -> None:
+    def tell(self, message: ToWorker) -> None:
         if self.writer.transport.get_write_buffer_size() < MOST_UNREAD:
             self.writer.write(frame(message))
 
@@ -86,7 +86,7 @@ class _Round:
             self.done.set()
 
 
-class Desk:
+class WorkerCoordinator:
     """Serves the workers of one supervisor; an async context manager."""
 
     def __init__(self, path: Path, limits: MemoryLimits | None = None) -> None:
@@ -104,7 +104,7 @@ class Desk:
         """How many have joined and are still there."""
         return sum(worker.joined for worker in self._workers)
 
-    async def __aenter__(self) -> Desk:
+    async def __aenter__(self) -> WorkerCoordinator:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         self._path.chmod(0o600)
         return self
@@ -129,7 +129,7 @@ class Desk:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = _Worker(writer)
-        frames = Frames(reader, to_desk)
+        frames = Frames(reader, coordinator_decoder)
         self._workers.add(worker)
         try:
             while (message := await frames.next()) is not None:
@@ -137,7 +137,7 @@ class Desk:
                 await writer.drain()
         except ConnectionError:
             pass  # it died; what follows is the same as for one that left
-        except DeskError as error:
+        except CoordinatorProtocolError as error:
             log.error("gateway worker %s sent %s", worker.name, error)
         finally:
             self._workers.discard(worker)
@@ -149,7 +149,7 @@ class Desk:
             for id, (limits, reserved) in worker.held.items():
                 await self._limits.settle(id, limits, reserved, reserved)
 
-    async def _handle(self, worker: _Worker, message: ToDesk) -> None:
+    async def _handle(self, worker: _Worker, message: ToCoordinator) -> None:
         match message:
             case Reserve(call, id, limits, amounts):
                 decision = await self._limits.reserve(id, limits, amounts)
@@ -205,7 +205,7 @@ class Desk:
         await self._round(asker, Changed, "that it has noted a change of tenants or keys")
         asker.tell(Known(call))
 
-    async def _round(self, asker: _Worker, message: Callable[[int], FromDesk], what: str) -> _Round:
+    async def _round(self, asker: _Worker, message: Callable[[int], ToWorker], what: str) -> _Round:
         """Tell all workers but the one that asks, and wait for their answers, though not forever."""
         self._asked += 1
         number = self._asked

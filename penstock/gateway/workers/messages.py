@@ -122,18 +122,18 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     traces: list[Shown]
 
 
-ToDesk: TypeAlias = Join | Reserve | Settle | Change | Noted | Report | Collect | Seek | Told
-FromDesk: TypeAlias = Decided | Changed | Known | Ask | Collected | Sought | Found
+ToCoordinator: TypeAlias = Join | Reserve | Settle | Change | Noted | Report | Collect | Seek | Told
+ToWorker: TypeAlias = Decided | Changed | Known | Ask | Collected | Sought | Found
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-class DeskError(PenstockError):
+class CoordinatorProtocolError(PenstockError):
     """The other side of the socket does not speak this protocol."""
 
 
-def frame(message: ToDesk | FromDesk) -> bytes:
+def frame(message: ToCoordinator | ToWorker) -> bytes:
     body = _encoder.encode(message)
     return _length.pack(len(body)) + body
 
@@ -150,13 +150,13 @@ class Frames(Generic[T]):
         try:
             (size,) = _length.unpack(await self._stream.readexactly(_length.size))
             if size > LARGEST:
-                raise DeskError(f"a message of {size} bytes")
+                raise CoordinatorProtocolError(f"a message of {size} bytes")
             return self._decoder.decode(await self._stream.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         except msgspec.MsgspecError as error:
-            raise DeskError(f"an unreadable message: {error}") from error
+            raise CoordinatorProtocolError(f"an unreadable message: {error}") from error
 
 
-to_desk: msgspec.msgpack.Decoder[ToDesk] = msgspec.msgpack.Decoder(ToDesk)
-from_desk: msgspec.msgpack.Decoder[FromDesk] = msgspec.msgpack.Decoder(FromDesk)
+coordinator_decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
+worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

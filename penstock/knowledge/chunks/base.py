@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.knowledge.model import Chunk, Collection, StoredChunk
+from penstock.knowledge.entities import Chunk, Collection, StoredChunk
 
 if TYPE_CHECKING:
     from penstock.knowledge.embedder import Vectors

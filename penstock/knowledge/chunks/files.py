@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.knowledge.chunks.base import ChunkStores
 from penstock.knowledge.chunks.sqlite import SQLiteChunks
-from penstock.knowledge.model import Collection
+from penstock.knowledge.entities import Collection
 
 MOST_OPEN = 64
 """Each holds its vectors in memory; the one unused for longest is closed, unless it is in use right now."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.knowledge.chunks.base import ChunkStore, ChunkStores, EmbeddedChunk, Ranked
 from penstock.knowledge.chunks.frequencies import Frequencies, affordable
 from penstock.knowledge.chunks.sqlite import stored_of
-from penstock.knowledge.model import Collection, KnowledgeError, StoredChunk
+from penstock.knowledge.entities import Collection, KnowledgeError, StoredChunk
 from penstock.storage import Database, DatabaseError, Row, Statement
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.knowledge.chunks.base import ChunkStore, EmbeddedChunk, Ranked
 from penstock.knowledge.chunks.index import Mark, SavedIndex, VectorIndex
 from penstock.knowledge.chunks.words import HEADING, TOKENIZER, Words
-from penstock.knowledge.model import Chunk, Collection, StoredChunk
+from penstock.knowledge.entities import Chunk, Collection, StoredChunk
 from penstock.storage import Row, Statement
 from penstock.storage.sqlite import SQLiteDatabase
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 
 Kind = Literal["heading", "prose", "lines"]
 

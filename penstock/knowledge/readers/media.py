@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers.blocks import Extracted, bounded
 from penstock.knowledge.readers.html import read_html
 from penstock.knowledge.readers.markdown import read_markdown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers.blocks import BlockWriter, Extracted
 from penstock.knowledge.readers.plain import kind_of, read_plain
 

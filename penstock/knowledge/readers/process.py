@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers.blocks import Extracted
 from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
 

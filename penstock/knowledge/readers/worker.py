@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from penstock.knowledge.model import UnreadableDocument
+from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers.blocks import Extracted
 from penstock.knowledge.readers.media import read
 

@@ -4,7 +4,7 @@ Invariant: whatever a tool does (answer late, with too much, from a private addr
 with an `Outcome` that the model can read; only a request that names a tool which does not exist is an error.
 """
 
-from penstock.tools.execution.model import Function, Outcome, ToolError, ToolServer
+from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer
 from penstock.tools.execution.registry import Offer, ToolRegistry
 
 __all__ = ["Function", "Offer", "Outcome", "ToolError", "ToolRegistry", "ToolServer"]

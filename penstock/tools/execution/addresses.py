@@ -17,7 +17,7 @@ import certifi
 import httpx
 
 from penstock.errors import ConfigError
-from penstock.tools.execution.model import ToolError
+from penstock.tools.execution.base import ToolError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 R = TypeVar("R")

@@ -12,7 +12,7 @@ import httpx
 
 from penstock.telemetry.context import outgoing_headers
 from penstock.tools.execution.addresses import Addresses, PinnedTransport
-from penstock.tools.execution.model import Function, Outcome, ToolError, ToolServer
+from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer
 from penstock.tools.execution.openapi import Operation, base_url, operations
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.tools.execution.addresses import Addresses, trusted
-from penstock.tools.execution.model import Function, Outcome, ToolError, ToolServer, clipped
+from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer, clipped
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from penstock.tools.execution.model import Function, ToolError
+from penstock.tools.execution.base import Function, ToolError
 
 METHODS = ("get", "post", "put", "patch", "delete")
 _NAME = re.compile("[^a-zA-Z0-9-]+")

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.storage import DatabaseError
 from penstock.text import grammars
 from penstock.tools.execution.addresses import Addresses
-from penstock.tools.execution.model import Function, Outcome, ToolError, ToolServer
+from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer
 from penstock.tools.execution.specs import ToolSpec, ToolSpecStore, of_config, server_of
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from penstock.config.context import ToolServerConfig
 from penstock.errors import ConfigError
 from penstock.storage import Database
 from penstock.tools.execution.addresses import Addresses
+from penstock.tools.execution.base import ToolError, ToolServer
 from penstock.tools.execution.http import HttpTools
 from penstock.tools.execution.mcp import McpTools, stdio, streamable_http
-from penstock.tools.execution.model import ToolError, ToolServer
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _VERSIONS = (

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.adapters import runtime
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
+from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta
 from penstock.errors import ConfigError
@@ -185,7 +186,7 @@ def broken(folder: Path, good: Path, how: str) -> Path:
 
 
 PROBLEMS = {
-    "no such folder": "no model",
+    "no such folder": "no-such-folder is not an adapter",
     "no weights": "no adapter_model.safetensors",
     "no config": "no adapter_config.json",
     "damaged": "damaged or incomplete",
@@ -218,6 +219,20 @@ def test_a_bad_adapter_is_a_clear_error_and_hurts_nobody(base: Path, folders: li
         assert end.finish_reason == "error" and sentence in (end.error or ""), (how, end.error)
         assert end.error is not None and end.error.startswith("the adapter cannot be used")
     assert_idle(engine)
+
+
+def test_the_host_decides_where_an_adapter_comes_from(base: Path, folders: list[Path]) -> None:
+    asked: list[str] = []
+
+    def find(source: str) -> Path:
+        asked.append(source)
+        return folders[0]
+
+    config = EngineConfig(model=str(base), adapters=(AdapterSpec("a0", "store:a0"),))
+    found = generate(Engine.load(config, find_adapter=find), ask("x", [1, 2, 3], "a0", 12))["x"]
+    plain = make_engine(base, adapters=specs_of(folders[:1]))
+    assert found == generate(plain, ask("x", [1, 2, 3], "a0", 12))["x"]
+    assert asked == ["store:a0"]
 
 
 def test_unknown_adapters_are_refused(base: Path, folders: list[Path]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
-from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, HeadLayout, KeyFrame, KVScales, Ops
+from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, HeadLayout, KeySmoothing, KVScales, Ops
 from penstock.engine.backends.reference.ops import ReferenceOps
 from tests.engine.backends.test_cpu_ops import CASES, DTYPES, TOLERANCE, exact_attention, make_batch
 
@@ -89,7 +89,7 @@ def test_int8_scales_fit_each_token_and_head_and_zeros_stay_zero(ops: Ops) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [None, INT8], ids=["as computed", "int8"])
-def test_a_frame_changes_how_keys_are_kept_and_not_what_is_seen(
+def test_smoothing_changes_how_keys_are_stored_and_not_the_attention(
     ops: Ops, dtype: torch.dtype, kind: torch.dtype | None
 ) -> None:
     torch.manual_seed(3)
@@ -98,12 +98,12 @@ def test_a_frame_changes_how_keys_are_kept_and_not_what_is_seen(
         batch, num_blocks = make_batch([(40, 40), (70, 70)], 16, seed=2)
         width = (heads + 2 * kv_heads) * dim
         qkv = torch.randn(110, width).to(dtype)
-        frame = KeyFrame(5 * torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) * 2 + 0.1)
+        smoothing = KeySmoothing(5 * torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) * 2 + 0.1)
         keys = qkv.view(110, -1, dim)[:, heads : heads + kv_heads]
-        keys.copy_(keys.float() * frame.stretch + frame.centre)
+        keys.copy_(keys.float() * smoothing.scale + smoothing.centre)
         table = torch.cat((torch.ones(128, dim // 4), torch.zeros(128, dim // 4)), dim=1)  # half of a head turns, by 0
         outs, errors = [], []
-        for using in (None, frame):
+        for using in (None, smoothing):
             if kind is None:
                 k, v = (torch.zeros(num_blocks, kv_heads, 16, dim, dtype=dtype) for _ in range(2))
                 scales = None
@@ -114,7 +114,7 @@ def test_a_frame_changes_how_keys_are_kept_and_not_what_is_seen(
             block, offset = batch.slots // 16, batch.slots % 16
             got = (k.double() if scales is None else widened(k, scales[0]))[block, :, offset]
             if using is not None:
-                got = got * using.stretch + using.centre
+                got = got * using.scale + using.centre
             errors.append((got - keys.double()).abs().mean())
         tolerance = {torch.float32: 1e-4}.get(dtype, 0.1) if kind is None else 0.3
         torch.testing.assert_close(outs[1], outs[0], rtol=tolerance, atol=tolerance)

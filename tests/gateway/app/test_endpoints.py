@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import ConfigError
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.reply_schemas import REPLIES
-from penstock.gateway.process.main import check_port
+from penstock.gateway.http.port import check_port
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually, until
@@ -196,7 +196,7 @@ async def test_documents(serving: Serving) -> None:
         assert {"messages", "model", "temperature", "top_k"} <= set(schema["properties"])
         assert {"/v1/completions", "/v1/models", "/v1/tokenize", "/health/ready", "/metrics"} <= set(document["paths"])
         handlers = {endpoint.handler.__name__ for endpoint in ENDPOINTS}
-        assert set(REPLIES) <= handlers, "replies of endpoints that are gone"
+        assert set(REPLIES.schemas) <= handlers, "replies of endpoints that are gone"
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 where = f"{method} {path}"
@@ -220,7 +220,7 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: 
         running = asyncio.create_task(gateway.chat(stream=True))
         await eventually(lambda: bool(engine.seen))
         gateway.stop.set()
-        await eventually(lambda: gateway.service.draining)
+        await eventually(lambda: gateway.service.drain.active)
         reply = await gateway.chat()
         assert reply.status_code == 503
         assert reply.headers["x-penstock-reason"] == "draining"
@@ -267,7 +267,7 @@ def test_a_port_in_use_is_a_clear_error() -> None:
         other.listen()
         with pytest.raises(ConfigError, match="in use by another program"):
             check_port("127.0.0.1", other.getsockname()[1])
-    with pytest.raises(ConfigError, match="cannot listen"):
+    with pytest.raises(ConfigError, match="not an address of this machine"):
         check_port("no.such.host.invalid", 80)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.backends.inprocess import InProcessBackend
 from penstock.backends.openai import OpenAIServer, Upstream
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.remotes import RemoteConfig
@@ -21,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually, free_port
 from tests.scripted import ScriptedEngine

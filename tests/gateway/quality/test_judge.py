@@ -63,7 +63,7 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
         await running.chat(messages=question, model="small")
         await until_judged(running, "direct", 2)
         await until_judged(running, "alias", 1)
-        assert all(timeline.texts is None for timeline in running.service.watch.recent._kept), "nothing is recorded"
+        assert all(timeline.texts is None for timeline in running.service.tracing.recent._kept), "nothing is recorded"
         assert "What is the capital of France?" in grader.asked[0] and "Paris [2]." in grader.asked[0]
         assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "direct") == 2

@@ -62,7 +62,7 @@ async def ask(running: Running, content: str = "hi", **options: Any) -> tuple[st
 
 async def settled(running: Running) -> None:
     """Until what follows an answer is done."""
-    await eventually(lambda: not running.service._background)
+    await eventually(lambda: not running.service.background)
 
 
 async def test_the_same_request_gets_the_same_answer_without_the_engine(

@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from penstock.errors import ConfigError
 from penstock.tools.execution.addresses import Addresses, PinnedTransport
-from penstock.tools.execution.model import ToolError
+from penstock.tools.execution.base import ToolError
 from tests.tools.execution.parts import LOOPBACK, weather
 
 PRIVATE = (

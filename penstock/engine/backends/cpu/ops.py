@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cpu.native import AttentionArgs, Handle, RopeArgs
-from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, HeadLayout, KeyFrame, KVScales
+from penstock.engine.backends.interface import (
+    FP8,
+    INT8,
+    SCALE_DTYPE,
+    AttentionBatch,
+    HeadLayout,
+    KeySmoothing,
+    KVScales,
+)
 from penstock.engine.backends.reference import filters
 from penstock.errors import PenstockError
 
@@ -130,12 +138,12 @@ def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim
     args.norm_dtype = dtype_code(norms[0], "q_norm")
 
 
-def _set_frame(args: RopeArgs, frame: KeyFrame, layout: HeadLayout) -> None:
-    for name, part in frame._asdict().items():
+def _set_smoothing(args: RopeArgs, smoothing: KeySmoothing, layout: HeadLayout) -> None:
+    for name, part in smoothing._asdict().items():
         _need(part, f"the keys' {name}", torch.float32)
         if part.shape != (layout.kv_heads, layout.head_dim):
             raise LayoutError(f"the keys' {name} must be [{layout.kv_heads}, {layout.head_dim}], got {part.shape}")
-    args.centre, args.stretch = frame.centre.data_ptr(), frame.stretch.data_ptr()
+    args.centre, args.stretch = smoothing.centre.data_ptr(), smoothing.scale.data_ptr()
 
 
 def _checked_scales(k_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None) -> tuple[int | None, int | None]:
@@ -236,7 +244,7 @@ class CpuOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
-        key_frame: KeyFrame | None = None,
+        key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         tokens, width = qkv.shape
@@ -256,8 +264,8 @@ class CpuOps:
         args.eps = eps
         if q_norm is not None or k_norm is not None:
             _set_norms(args, q_norm, k_norm, dim)
-        if key_frame is not None:
-            _set_frame(args, key_frame, layout)
+        if key_smoothing is not None:
+            _set_smoothing(args, key_smoothing, layout)
         problem = self._lib.pk_rope_and_cache(self._ctx, byref(args))
         if problem:
             raise LayoutError(

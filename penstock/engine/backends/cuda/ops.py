@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeyFrame
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 _FIXED_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -67,10 +67,10 @@ class TritonOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: tuple[Tensor, Tensor] | None = None,
-        key_frame: KeyFrame | None = None,
+        key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
         return rope.rope_and_cache(
-            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_frame, pdl=self.pdl
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_smoothing, pdl=self.pdl
         )
 
     def attention(

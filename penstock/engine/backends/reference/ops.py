@@ -19,7 +19,7 @@ from penstock.engine.backends.interface import (
     INT8_MAX,
     AttentionBatch,
     HeadLayout,
-    KeyFrame,
+    KeySmoothing,
     KVScales,
 )
 from penstock.engine.backends.reference import filters, masks
@@ -70,7 +70,7 @@ class ReferenceOps:
         k_norm: Tensor | None,
         eps: float,
         kv_scales: KVScales | None = None,
-        key_frame: KeyFrame | None = None,
+        key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
@@ -83,9 +83,9 @@ class ReferenceOps:
         table = cos_sin[batch.positions].unsqueeze(1)
         cos, sin = table[..., :half], table[..., half:]
         q, k = (_rotate(x, cos, sin) for x in (q, k))
-        if key_frame is not None:
-            q = (q.float() * key_frame.stretch.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
-            k = (k.float() - key_frame.centre) / key_frame.stretch
+        if key_smoothing is not None:
+            q = (q.float() * key_smoothing.scale.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
+            k = (k.float() - key_smoothing.centre) / key_smoothing.scale
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
         _store(k, k_cache, kv_scales and kv_scales[0], block, offset)

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct
 
-from penstock.gateway.generation.schemas import INT64, Name, Unsupported
+from penstock.gateway.app.decoding import Unsupported
+from penstock.gateway.generation.schemas import INT64, Name
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):

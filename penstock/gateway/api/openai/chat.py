@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.conversations.turn import Recorder, open_turn
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.generation.fallback import answered, said_by_users
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.prepare import identify, prepare_chat
+from penstock.gateway.generation.prepare import prepare_chat
 from penstock.gateway.generation.respond import DONE, answer
 from penstock.gateway.generation.sampling import limits
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
@@ -39,16 +41,17 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
     async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
 
-        async def attempt(model: str) -> None:
+        async def attempt(attempt: Attempt) -> None:
+            model = attempt.model
             asked = request if model == request.model else msgspec.structs.replace(request, model=model)
             if asked.server_tools:
                 render = functools.partial(ChatRenderer, asked)
-                await answer_with_tools(service, exchange, asked, limit, turn, render)
+                await answer_with_tools(service, attempt, asked, limit, turn, render)
                 return
-            generation = await prepare_chat(service, exchange, asked, limit, turn)
-            recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+            generation = await prepare_chat(service, attempt, asked, limit, turn)
+            recorder = None if turn is None else Recorder(service, attempt, generation, turn)
             renderer = ChatRenderer(asked, generation, recorder)
-            await answer(service, exchange, generation, renderer, stream=bool(asked.stream))
+            await answer(service, attempt, generation, renderer, stream=bool(asked.stream))
 
         said = functools.partial(said_by_users, request.messages)
         await answered(service, exchange, request.model, attempt, said, limit.max_tokens)

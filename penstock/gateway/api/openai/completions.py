@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 
 from penstock.engine.request import EngineInfo, TokenLogprob
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.choice import Choice, Piece
 from penstock.gateway.generation.engine import EngineGeneration, Prompt
 from penstock.gateway.generation.fallback import answered
 from penstock.gateway.generation.logprobs import finite
-from penstock.gateway.generation.prepare import identify, open_route, time_limit
+from penstock.gateway.generation.prepare import open_route, time_limit
 from penstock.gateway.generation.respond import DONE, Renderer, answer
 from penstock.gateway.generation.sampling import (
     check_choices,
@@ -48,10 +50,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     stops = stop_strings(request)
     priority = service.admissions.priority(exchange, request.service_tier)
 
-    async def attempt(name: str) -> None:
-        if exchange.stands_in and len(said()) < len(given_prompts):
+    async def attempt(attempt: Attempt) -> None:
+        if attempt.is_fallback and len(said()) < len(given_prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
-        model, info = await open_route(service, exchange, name, limit)
+        model, info = await open_route(service, attempt, attempt.model, limit)
         grammar = await service.grammars.response_format(request.response_format)
         params = sampling_params(
             request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
@@ -67,12 +69,12 @@ async def completions(service: Service, exchange: Exchange) -> None:
         generation = EngineGeneration(
             model,
             prompts,
-            id=exchange.new_answer_id(),
+            id=attempt.ids.next(),
             metrics=service.metrics,
             started_at=exchange.started_at,
             cache_salt=service.cache_salt(exchange.caller),
-            affinity=exchange.affinity(request.prompt_cache_key),
-            patient=not exchange.others_can,
+            affinity=attempt.affinity(request.prompt_cache_key),
+            patient=not attempt.has_fallback,
             stops=stops,
             priority=priority,
             speculation=request.speculation is not False,
@@ -83,7 +85,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
             seeded=request.seed is not None,
         )
         renderer = CompletionRenderer(request, model, generation)
-        await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+        await answer(service, attempt, generation, renderer, stream=bool(request.stream))
 
     def said() -> list[str]:
         return [prompt for prompt in given_prompts if isinstance(prompt, str)]

@@ -9,10 +9,10 @@ import msgspec
 
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
 from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import find_encoder, metered
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.prepare import identify
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import EmbeddingsRequest
 from penstock.gateway.process.service import Service

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import find_encoder, metered
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.prepare import identify
 from penstock.gateway.generation.schemas import RerankRequest
 from penstock.gateway.process.service import Service
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import template_messages
-from penstock.gateway.generation.prepare import find_model
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.gateway.generation.tool_choice import for_template, tool_of
@@ -32,7 +32,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         raise InvalidRequest("`add_generation_prompt` goes with `messages`.", param="add_generation_prompt")
     if request.tools and request.messages is None:
         raise InvalidRequest("`tools` go with `messages`.", param="tools")
-    model = find_model(service, exchange, request.model)
+    model = find_model(service.registry, exchange, request.model)
     if request.messages is not None:
         tools = tuple(map(tool_of, request.tools or ()))
         messages, described = for_template(template_messages(request.messages), tools, model)
@@ -67,7 +67,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     request = decode(_detokenize, await exchange.body(service.settings.body_limit))
-    model = find_model(service, exchange, request.model)
+    model = find_model(service.registry, exchange, request.model)
     check_token_ids(request.tokens, model.text.vocab_size, "tokens")
     text = model.text.decode(request.tokens)
     await exchange.reply_json(

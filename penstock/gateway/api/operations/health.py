@@ -26,7 +26,7 @@ async def live(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    if service.draining:
+    if service.drain.active:
         raise Draining
     models = list(service.registry)
     problems = await asyncio.gather(*(service.readiness.problem(model) for model in models))

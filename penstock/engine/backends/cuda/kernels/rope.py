@@ -21,7 +21,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeyFrame
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _rope_kernel(
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
     centre_ptr: tl.tensor,
-    stretch_ptr: tl.tensor,
+    key_scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
@@ -54,7 +54,7 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
-    FRAMED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -110,16 +110,16 @@ def _rope_kernel(
     sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
-    if FRAMED:
-        frame = tl.where(is_q, head // (HEADS // KV_HEADS), head - HEADS)[:, None] * DIM
-        framed = (is_q | is_k)[:, None] & in_half[None, :]
-        moved = is_k[:, None] & in_half[None, :]
-        stretch_low = tl.load(stretch_ptr + frame + low_at[None, :], mask=framed, other=1.0)
-        stretch_high = tl.load(stretch_ptr + frame + high_at[None, :], mask=framed, other=1.0)
-        centre_low = tl.load(centre_ptr + frame + low_at[None, :], mask=moved, other=0.0)
-        centre_high = tl.load(centre_ptr + frame + high_at[None, :], mask=moved, other=0.0)
-        new_low = tl.where(is_q[:, None], new_low * stretch_low, (new_low - centre_low) / stretch_low)
-        new_high = tl.where(is_q[:, None], new_high * stretch_high, (new_high - centre_high) / stretch_high)
+    if SMOOTHED:
+        channels = tl.where(is_q, head // (HEADS // KV_HEADS), head - HEADS)[:, None] * DIM
+        smoothed = (is_q | is_k)[:, None] & in_half[None, :]
+        centred = is_k[:, None] & in_half[None, :]
+        key_scale_low = tl.load(key_scale_ptr + channels + low_at[None, :], mask=smoothed, other=1.0)
+        key_scale_high = tl.load(key_scale_ptr + channels + high_at[None, :], mask=smoothed, other=1.0)
+        centre_low = tl.load(centre_ptr + channels + low_at[None, :], mask=centred, other=0.0)
+        centre_high = tl.load(centre_ptr + channels + high_at[None, :], mask=centred, other=0.0)
+        new_low = tl.where(is_q[:, None], new_low * key_scale_low, (new_low - centre_low) / key_scale_low)
+        new_high = tl.where(is_q[:, None], new_high * key_scale_high, (new_high - centre_high) / key_scale_high)
 
     q_mask = is_q[:, None] & in_half[None, :]
     q_out = q_out_ptr + (token * HEADS + head)[:, None] * DIM
@@ -169,7 +169,7 @@ def rope_and_cache(
     k_norm: Tensor | None,
     eps: float,
     kv_scales: tuple[Tensor, Tensor] | None = None,
-    key_frame: KeyFrame | None = None,
+    key_smoothing: KeySmoothing | None = None,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -183,7 +183,7 @@ def rope_and_cache(
     head_block = max(1, 512 // half_block)
     all_heads = layout.heads + 2 * layout.kv_heads
     k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
-    centre, stretch = key_frame if key_frame is not None else (cos_sin, cos_sin)
+    centre, key_scale = key_smoothing if key_smoothing is not None else (cos_sin, cos_sin)
     launch(
         _rope_kernel,
         (tokens, ceil_div(all_heads, head_block)),
@@ -199,7 +199,7 @@ def rope_and_cache(
         k_scale,
         v_scale,
         centre,
-        stretch,
+        key_scale,
         *delta,
         qkv.stride(0),
         eps,
@@ -214,7 +214,7 @@ def rope_and_cache(
         K_NORM=k_norm is not None,
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,
-        FRAMED=key_frame is not None,
+        SMOOTHED=key_smoothing is not None,
         **options,
         num_warps=2,
         pdl=pdl,

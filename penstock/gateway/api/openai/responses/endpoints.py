@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.openai.responses.input_items import chat_request, conversation_of
 from penstock.gateway.api.openai.responses.renderer import Keep, ResponseRenderer
 from penstock.gateway.api.openai.responses.schemas import UNSUPPORTED, ResponsesRequest
@@ -15,8 +16,9 @@ from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.turn import Recorder, open_turn
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.fallback import answered, said_by_users
-from penstock.gateway.generation.prepare import identify, prepare_chat
+from penstock.gateway.generation.prepare import prepare_chat
 from penstock.gateway.generation.respond import answer
 from penstock.gateway.generation.sampling import limits
 from penstock.gateway.generation.schemas import ChatMessage
@@ -55,13 +57,13 @@ async def create_response(service: Service, exchange: Exchange) -> None:
         said = conversation if turn is None else conversation[len(earlier) :]
         keep = None if request.store is False else _keeper(service.responses, exchange.caller.tenant, conversation)
 
-        async def attempt(model: str) -> None:
+        async def attempt(attempt: Attempt) -> None:
             with renamed(_NAMES):
-                chat = chat_request(msgspec.structs.replace(request, model=model), said)
-                generation = await prepare_chat(service, exchange, chat, limit, turn)
-            recorder = None if turn is None else Recorder(service, exchange, generation, turn)
+                chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said)
+                generation = await prepare_chat(service, attempt, chat, limit, turn)
+            recorder = None if turn is None else Recorder(service, attempt, generation, turn)
             renderer = ResponseRenderer(request, generation, keep, recorder)
-            await answer(service, exchange, generation, renderer, stream=bool(request.stream))
+            await answer(service, attempt, generation, renderer, stream=bool(request.stream))
 
         def asked() -> list[str]:
             return said_by_users(chat_request(request, said).messages)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct
 
+from penstock.gateway.app.decoding import Unsupported
 from penstock.gateway.generation.schemas import (
     INT64,
     ChoiceFormat,
@@ -25,7 +26,6 @@ from penstock.gateway.generation.schemas import (
     StreamOptions,
     TextFormat,
     ToolDefinition,
-    Unsupported,
 )
 from penstock.gateway.rag.schemas import RagRequest
 

@@ -1,0 +1,31 @@
+"""Who a request is for and which model answers it, as the request's record and the reply's headers say it."""
+
+from __future__ import annotations
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.routing.registry import ModelRegistry, ServedModel
+
+
+def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
+    """Record the user of a request. A key that belongs to a user decides; otherwise the request may name one."""
+    exchange.record.user_id = exchange.caller.user or user
+    exchange.record.metadata = metadata
+
+
+def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name: str = "", adapter: str = "") -> None:
+    """Record that the model `name` answers a request for `asked`, and tell the client which one it is and why."""
+    exchange.timeline.asked_model = asked[:256]
+    exchange.record.model_version = base_name or name
+    exchange.record.adapter_id = adapter or None
+    exchange.extra_headers += [
+        (b"x-penstock-model", name.encode("latin-1", "replace")),
+        (b"x-penstock-route", why.encode()),
+    ]
+
+
+def find_model(registry: ModelRegistry, exchange: Exchange, name: str) -> ServedModel:
+    """The model that is served under `name`."""
+    route = registry.route(name)
+    model = route.model
+    note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
+    return model

@@ -1,0 +1,55 @@
+"""Who sends a request, and whether that caller may use the endpoint.
+
+Without a store for keys, or as long as it holds none, everybody is the open caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.identity import OPEN_CALLER, Caller, KeyRing, Scope
+from penstock.protocol.errors import PermissionDenied
+
+
+class OpenAuthentication:
+    """Lets everybody in: there is no store for keys."""
+
+    def __init__(self, default_tier: str) -> None:
+        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=default_tier)
+
+    async def caller(self, exchange: Exchange, scope: Scope) -> Caller:
+        """The caller of a request, if it may use `scope`; raises otherwise."""
+        return self._open_caller
+
+    async def holder(self, tenant: str, key: str) -> Caller:
+        """The caller that asked, earlier, for work that is done only now; raises when its key no longer works."""
+        return dataclasses.replace(self._open_caller, tenant=tenant)
+
+    def refresh(self) -> None:
+        """Tenants or keys have changed: look them up again."""
+
+
+class Authentication(OpenAuthentication):
+    """Checks keys against the store, through the key ring."""
+
+    def __init__(self, keyring: KeyRing, default_tier: str) -> None:
+        super().__init__(default_tier)
+        self._keyring = keyring
+
+    async def caller(self, exchange: Exchange, scope: Scope) -> Caller:
+        sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
+        caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
+        if caller is OPEN_CALLER:
+            return self._open_caller
+        if scope not in caller.scopes:
+            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
+        return caller
+
+    async def holder(self, tenant: str, key: str) -> Caller:
+        if not key:
+            return await super().holder(tenant, key)
+        return await self._keyring.holder(key)
+
+    def refresh(self) -> None:
+        self._keyring.refresh()
