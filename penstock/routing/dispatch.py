@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.backends.base import Clock
-from penstock.backends.mailbox import Inbox
+from penstock.backends.mailbox import DeltaSink
 from penstock.engine.request import Delta, Request
 from penstock.protocol.errors import (
     ApiError,
@@ -71,7 +71,7 @@ class Resilience:
 
 
 @dataclass(slots=True)
-class Counts:
+class DispatchCounts:
     """What became of requests whose replica failed them."""
 
     failovers: int = 0
@@ -94,7 +94,7 @@ class Dispatcher:
         clock: Clock,
         handover: HandoverPolicy | None = None,
     ) -> None:
-        self.counts = Counts()
+        self.counts = DispatchCounts()
         self.budget = RetryBudget(resilience.retry_share)
         self._name = name
         self._members = members
@@ -125,7 +125,7 @@ class Dispatcher:
         for flight in list(self._flights.values()):
             self._fail(flight, EngineLost("The gateway is closing its connection to the engine."))
 
-    def submit(self, request: Request, inbox: Inbox, index: int) -> str:
+    def submit(self, request: Request, inbox: DeltaSink, index: int) -> str:
         """Begin a request; the name of its replica, or nothing when it waits for one."""
         self.budget.began()
         flight = Flight(request, inbox, index, self._clock())

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backends.mailbox import Inbox
+from penstock.backends.mailbox import DeltaSink
 from penstock.engine.request import Delta, Request
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Flight:
         *("resumed", "stopping"),
     )
 
-    def __init__(self, request: Request, inbox: Inbox, index: int, began_at: float) -> None:
+    def __init__(self, request: Request, inbox: DeltaSink, index: int, began_at: float) -> None:
         self.request = request
         self.inbox = inbox
         self.index = index

@@ -16,7 +16,7 @@ SESSIONS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class PredictedWeights:
     """What the predicted policy trades against seconds of waiting."""
 
     prefill_tokens_per_s: float = 2000.0
@@ -89,8 +89,8 @@ class Predicted:
 
     wants_blocks = True
 
-    def __init__(self, weights: Weights | None = None) -> None:
-        self._weights = weights or Weights()
+    def __init__(self, weights: PredictedWeights | None = None) -> None:
+        self._weights = weights or PredictedWeights()
         self._prefixes = PrefixIndex()
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._turn = 0

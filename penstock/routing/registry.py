@@ -113,7 +113,7 @@ class Route:
     why: str
 
 
-class Registry:
+class ModelRegistry:
     """Every served model, by name and alias."""
 
     def __init__(self, models: Iterable[ServedModel], remotes: Iterable[RemoteModel] = ()) -> None:

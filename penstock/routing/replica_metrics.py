@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.routing.dispatch import Dispatcher
-from penstock.routing.registry import Registry as Models
+from penstock.routing.registry import ModelRegistry as Models
 from penstock.routing.replicas import ReplicaSet
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _COUNTS: tuple[tuple[str, str, Callable[[Dispatcher], int]], ...] = (
@@ -20,7 +20,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[Dispatcher], int]], ...] = (
 )
 
 
-def add_replica_metrics(registry: Registry, models: Models) -> None:
+def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
     """Add them to `registry`; a single replica has no breaker."""
 
     def sets() -> Iterator[tuple[str, ReplicaSet]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from penstock.backends.base import Backend, Clock, deltas_of, monotonic
-from penstock.backends.mailbox import Inbox
+from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request
 from penstock.protocol.errors import ApiError, EngineUnavailable
@@ -155,7 +155,7 @@ class ReplicaSet:
         assert info is not None, "a replica that is up has told of itself"
         return info
 
-    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
+    def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         return self.dispatcher.submit(request, mailbox, index)
 
     def abort(self, request_id: str) -> None:

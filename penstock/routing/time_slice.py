@@ -20,14 +20,14 @@ Phase = Literal["idle", "waking", "awake", "falling"]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transition:
     """What to do next."""
 
     kind: Literal["wake", "sleep"]
     model: str
 
 
-class TimeSlice:
+class TimeSlicePolicy:
     """The state of one group of models."""
 
     def __init__(self, slice_s: float, clock: Callable[[], float]) -> None:
@@ -71,13 +71,13 @@ class TimeSlice:
         assert self._holders[model] >= 0
         self._holders = +self._holders
 
-    def next_move(self) -> Move | None:
+    def next_move(self) -> Transition | None:
         """What to do now, if anything. Report it with `began`, and its end with `woke`, `slept` or `failed`."""
         if self.phase == "idle":
             waiting = self._longest_waiting()
-            return None if waiting is None else Move("wake", waiting)
+            return None if waiting is None else Transition("wake", waiting)
         if self.phase == "awake" and self.model is not None and not self.holders and self._must_go():
-            return Move("sleep", self.model)
+            return Transition("sleep", self.model)
         return None
 
     def due_in(self) -> float | None:
@@ -86,7 +86,7 @@ class TimeSlice:
             return None
         return self._until - self._clock()
 
-    def began(self, move: Move) -> None:
+    def began(self, move: Transition) -> None:
         assert self.phase in ("idle", "awake") and (self.model is None or move.model == self.model)
         self.phase, self.model = ("waking" if move.kind == "wake" else "falling"), move.model
 

@@ -1,4 +1,4 @@
-"""Carries out what `TimeSlice` decides: requests wait for their model's turn, engines are put to sleep and woken.
+"""Carries out what `TimeSlicePolicy` decides: requests wait for their model's turn, engines are put to sleep and woken.
 
 Owns one task per group of models that share memory. Invariant: whoever was let in by `acquire` is counted until its
 release, and no model is put to sleep in between.
@@ -16,7 +16,7 @@ from functools import partial
 from penstock.backends.base import Backend
 from penstock.protocol.errors import ApiError, ModelAsleep
 from penstock.routing.registry import ServedModel
-from penstock.routing.time_slice import Move, TimeSlice
+from penstock.routing.time_slice import TimeSlicePolicy, Transition
 
 LOOK_S = 1.0
 """How often to look whether the engine that should be awake was lost meanwhile; it comes back asleep."""
@@ -27,12 +27,12 @@ log = logging.getLogger("penstock.routing")
 Release = Callable[[], None]
 
 
-class Group:
+class TimeSliceGroup:
     """Models of which one is awake at a time."""
 
     def __init__(self, backends: Mapping[str, Backend], slice_s: float, clock: Callable[[], float]) -> None:
         self._backends = dict(backends)
-        self._policy = TimeSlice(slice_s, clock)
+        self._policy = TimeSlicePolicy(slice_s, clock)
         self._tickets: dict[int, tuple[str, asyncio.Future[None]]] = {}
         self._poked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -105,7 +105,7 @@ class Group:
             if self._backends[model].ready and not turn.done() and self._policy.admit(ticket):
                 turn.set_result(None)
 
-    async def _carry_out(self, move: Move) -> None:
+    async def _carry_out(self, move: Transition) -> None:
         backend, begin = self._backends[move.model], time.monotonic()
         self._policy.began(move)
         try:
@@ -135,7 +135,7 @@ class Group:
                 turn.set_exception(error)
 
 
-class Slices:
+class TimeSlices:
     """Every group, by the models in it."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Slices:
         for model in models:
             if model.time_slice:
                 members.setdefault(model.time_slice, {})[model.name] = model.backend
-        self._groups = [Group(backends, slice_s, clock) for backends in members.values()]
+        self._groups = [TimeSliceGroup(backends, slice_s, clock) for backends in members.values()]
         self._group_of = {
             name: group for group, backends in zip(self._groups, members.values(), strict=True) for name in backends
         }

@@ -12,9 +12,9 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.controller import Admission, Ticket, Wish
+from penstock.routing.admission.controller import Admission, AdmissionRequest, Ticket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
-from penstock.routing.registry import Registry, Route, ServedModel
+from penstock.routing.registry import ModelRegistry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 
 DOWNGRADE = "downgrade"
@@ -27,7 +27,7 @@ _NO_TIER = TierConfig()
 class Admissions:
     """Admission for the requests of one gateway. Without it (`admission.enabled: false`) everybody runs at once."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry, metrics: Metrics) -> None:
+    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, metrics: Metrics) -> None:
         self._registry = registry
         self._tiers = {tier.name: tier for tier in settings.tiers}
         self.smaller = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
@@ -78,18 +78,18 @@ class Admissions:
         if self._admission is None or not isinstance(generation, EngineGeneration):
             return None
         caller = exchange.caller
-        return await self._admission.desk(generation.model).enter(
-            Wish(
+        return await self._admission.controller(generation.model).enter(
+            AdmissionRequest(
                 id=generation.id,
                 tenant=caller.tenant,
                 rank=min(max(generation.priority + 1, PREMIUM), BATCH),
                 weight=self._tier(caller).weight,
                 prompts=[prompt.tokens for prompt in generation.prompts],
                 sequences=len(generation.choices),
-                most_output=generation.most_completion_tokens,
+                max_output_tokens=generation.most_completion_tokens,
                 salt=generation.cache_key,
                 budget_left=1.0 if reservation is None else reservation.left,
-                patience_s=_patience(exchange),
+                max_wait_s=_patience(exchange),
             )
         )
 
@@ -97,7 +97,7 @@ class Admissions:
         """How many wait here for a model."""
         if self._admission is None:
             return 0
-        return sum(self._admission.desk(model).queue.standing("", 0).queued)
+        return sum(self._admission.controller(model).queue.state("", 0).queued)
 
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
         """The route to take: to the smaller model, where too many wait for the one that was asked for and the caller
@@ -106,7 +106,7 @@ class Admissions:
         if name is None or self._admission is None or not self._tier(exchange.caller).best_effort:
             return route
         smaller = self._registry.route(name).model
-        if not self._admission.desk(route.model).saturated() or self._admission.desk(smaller).saturated():
+        if not self._admission.controller(route.model).saturated() or self._admission.controller(smaller).saturated():
             return route
         window = smaller.context_window
         if not smaller.backend.ready or (window is not None and needs() > window):

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.conversations import Conversation, Held, Message, Summary
+from penstock.conversations import Conversation, HeldConversation, Message, Summary
 from penstock.conversations.conversation import pack
-from penstock.conversations.summaries import Room, Tokens, condense, question, with_notes
+from penstock.conversations.summaries import SummaryBudget, Tokens, condense, question, with_notes
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.attempt import Attempt
@@ -69,11 +69,11 @@ class Prompt:
         return for_template(messages, self.toolbox.tools if self.toolbox is not None else (), self.model)
 
 
-async def summarise(prompt: Prompt, attempt: Attempt, held: Held, summary: Summary, room: int) -> Summary:
+async def summarise(prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int) -> Summary:
     """Notes that make the conversation fit, or the ones there are. Waits for those under way in the background."""
     service = prompt.service
     assert service.sessions is not None
-    if await service.sessions.settled_aside(held.owner, held.id):
+    if await service.sessions.wait_background(held.owner, held.id):
         newer = await service.sessions.get(held.owner, held.id)
         if newer is not None:
             summary = prompt.conversation.own(newer[2])
@@ -94,7 +94,9 @@ async def summarise(prompt: Prompt, attempt: Attempt, held: Held, summary: Summa
     return summary
 
 
-async def summarise_ahead(prompt: Prompt, attempt: Attempt, held: Held, summary: Summary, room: int) -> None:
+async def summarise_ahead(
+    prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int
+) -> None:
     """The same behind the request's back."""
     service = prompt.service
     assert service.sessions is not None
@@ -151,5 +153,5 @@ async def _condensed(prompt: Prompt, attempt: Attempt, summary: Summary, room: i
     frame = len(await service.encode_chat(model, question("")))
     transcript = max(64, room - note - frame)
     return await condense(
-        conversation, summary, upto, ask=ask, tokens=tokens, room=Room(note, max(note, room // 4), transcript)
+        conversation, summary, upto, ask=ask, tokens=tokens, room=SummaryBudget(note, max(note, room // 4), transcript)
     )

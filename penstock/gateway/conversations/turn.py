@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.conversations import Busy, Held, Message, Owner, Sessions
+from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import Overflow, leading_system
 from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
@@ -51,7 +51,7 @@ _ID = re.compile("[A-Za-z0-9._:-]{1,128}")
 class OpenTurn:
     """A turn that is being answered."""
 
-    def __init__(self, held: Held, overflow: Overflow, *, keep_system: bool) -> None:
+    def __init__(self, held: HeldConversation, overflow: Overflow, *, keep_system: bool) -> None:
         self.held = held
         self._overflow = overflow
         self._keep_system = keep_system
@@ -189,7 +189,7 @@ class OpenTurn:
         if ahead and isinstance(generation, EngineGeneration):
             prompt = Prompt(service, generation.model, None, self._system, self.held.conversation)
             work = summarise_ahead(prompt, attempt, self.held, self._summary, self._room)
-            sessions.begin_aside(self.held.owner, self.held.id, work)
+            sessions.start_background(self.held.owner, self.held.id, work)
 
 
 class Recorder:
@@ -270,7 +270,7 @@ async def _turn(
     try:
         async with _sessions(service).turn(owner_of(exchange), id) as held:
             yield OpenTurn(held, overflow, keep_system=keep_system)
-    except Busy as busy:
+    except SessionBusy as busy:
         raise ConversationBusy(f"The conversation `{id}` is busy: {busy}; send this one again.") from busy
     except DatabaseError as error:
         raise _away() from error

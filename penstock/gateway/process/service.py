@@ -43,15 +43,16 @@ from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
@@ -68,7 +69,7 @@ UPLOADS = 4
 class Service:
     """One gateway process."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self.settings = settings
         self.registry = registry
         self.encoders = encoders or Encoders((), ())
@@ -81,7 +82,7 @@ class Service:
         )
         self.recall = self._recall()
         self.readiness = Readiness()
-        self.slices = Slices(registry, settings.time_slice_s)
+        self.slices = TimeSlices(registry, settings.time_slice_s)
         self.drain = Drain(lambda: self.metrics.draining.set(1))
         self.background = BackgroundTasks()
         self.tokenization = Tokenization()
@@ -261,6 +262,14 @@ class Service:
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
+
+    def owners(self) -> list[object]:
+        """The objects whose methods answer endpoints."""
+        return []
+
+    def record(self, record: RequestRecord) -> None:
+        if self.request_log is not None:
+            self.request_log.add(record)
 
     async def identities_changed(self) -> None:
         """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""

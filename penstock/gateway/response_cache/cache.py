@@ -17,8 +17,8 @@ from typing import Literal, cast
 import msgspec
 
 from penstock.backends.embedder import Embedder
-from penstock.caching.semantic import Search, SemanticIndex
-from penstock.caching.store import NOTES, AnswerStore, Key, MemoryStore
+from penstock.caching.semantic import SearchResult, SemanticIndex
+from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.app.exchange import Exchange
@@ -39,14 +39,14 @@ _encode = msgspec.msgpack.Encoder().encode
 class Plan:
     """How one request uses the caches."""
 
-    key: Key
+    key: CacheKey
     exact: bool
-    partition: Key | None
+    partition: CacheKey | None
     """Where the semantic cache looks; None: it does not."""
     look: bool
     found: Literal["exact", "semantic", "miss"] = "miss"
-    search: Search = field(default_factory=Search)
-    match: Key | None = None
+    search: SearchResult = field(default_factory=SearchResult)
+    match: CacheKey | None = None
     """Of a semantic hit: the answer that was taken."""
 
 
@@ -79,10 +79,10 @@ class Recall:
             return None
         tenant, model = exchange.caller.tenant, generation.model
         common = [model.name, model.fingerprint, generation.stops, generation.form]
-        key = Key(tenant, model.name, _digest([*common, *_parameters(generation), _prompts(generation)]))
+        key = CacheKey(tenant, model.name, _digest([*common, *_parameters(generation), _prompts(generation)]))
         partition = None
         if semantic and generation.comparable is not None and self._index is not None:
-            partition = Key(tenant, model.name, _digest([*common, generation.comparable.context]))
+            partition = CacheKey(tenant, model.name, _digest([*common, generation.comparable.context]))
         return Plan(key, exact, partition, look=wish != "refresh")
 
     async def find(self, plan: Plan, exchange: Exchange, generation: EngineGeneration) -> None:
@@ -120,7 +120,7 @@ class Recall:
         if found is None:
             return False
         model, digest = msgspec.msgpack.decode(found, type=tuple[str, str])
-        await self.store.drop(Key(tenant, model, digest))
+        await self.store.drop(CacheKey(tenant, model, digest))
         await self.store.drop(note)
         self.metrics.suspected.inc()
         return True
@@ -155,7 +155,7 @@ class Recall:
                 return answer
         return None
 
-    async def _answer(self, key: Key) -> list[Delta] | None:
+    async def _answer(self, key: CacheKey) -> list[Delta] | None:
         found = await self.store.get(key)
         if found is None:
             return None
@@ -203,8 +203,8 @@ def open_store(config: CacheConfig) -> AnswerStore:
     return RedisStore(config.url, config.ttl_s, config.questions)
 
 
-def _hit(tenant: str, response_id: str) -> Key:
-    return Key(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
+def _hit(tenant: str, response_id: str) -> CacheKey:
+    return CacheKey(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
 
 
 def _params(generation: EngineGeneration) -> Iterable[SamplingParams]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
-from penstock.routing.admission.queue import Room
+from penstock.routing.admission.queue import Capacity
 from penstock.routing.replicas import ReplicaSet
 
 
-class Capacity:
+class EngineCapacity:
     """The room in front of one model."""
 
     def __init__(
@@ -26,14 +26,14 @@ class Capacity:
         self._config = config
         self._held = held
 
-    def __call__(self) -> Room:
+    def __call__(self) -> Capacity:
         replicas = self._replicas()
         slots = kv_tokens = reported = used = 0
         knows_slots = knows_memory = True
         for replica in replicas:
             info, load = replica.info, replica.load
             if info is None:
-                return Room(replicas=len(replicas))
+                return Capacity(replicas=len(replicas))
             size = self._config.slots or info.max_running
             slots += size + self._config.ahead
             reported += load.running + load.waiting
@@ -48,7 +48,9 @@ class Capacity:
                 slots -= reported - held_slots
             if used > held_tokens:
                 kv_tokens -= used - held_tokens
-        return Room(max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas))
+        return Capacity(
+            max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas)
+        )
 
     def _replicas(self) -> Sequence[Backend]:
         if not isinstance(self._backend, ReplicaSet):

@@ -15,22 +15,22 @@ import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
-from penstock.routing.admission.capacity import Capacity
-from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated
+from penstock.routing.admission.capacity import EngineCapacity
+from penstock.routing.admission.decision import DecisionInput, decide, fits, predicted_wait, saturated
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.prefix_sketch import PrefixSketch
 from penstock.routing.admission.queue import (
     CLASSES,
     AdmissionQueue,
-    Entry,
     Outcome,
-    RoomNow,
+    QueueEntry,
+    ReadCapacity,
+    class_max_wait_s,
     cost_of,
-    patience_of,
 )
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.admission_metrics import AdmissionMetrics
-from penstock.telemetry.exposition import Registry as MetricRegistry
+from penstock.telemetry.exposition import MetricRegistry
 
 USUAL_OUTPUT = 256.0
 """Tokens an answer is expected to have before any has been seen."""
@@ -38,7 +38,7 @@ OUTPUT_STEP = 0.05
 """Weight of the newest answer in their mean length."""
 
 
-class Wish(msgspec.Struct, frozen=True):
+class AdmissionRequest(msgspec.Struct, frozen=True):
     """A request that wants to run, as a gateway describes it."""
 
     id: str
@@ -48,16 +48,16 @@ class Wish(msgspec.Struct, frozen=True):
     prompts: Sequence[list[int]]
     sequences: int
     """Answers that will be generated at one time."""
-    most_output: int
+    max_output_tokens: int
     """Tokens that they may have together."""
     salt: str = ""
     """Prompts are cached together only under the same one."""
     budget_left: float = 1.0
-    patience_s: float | None = None
+    max_wait_s: float | None = None
     """How long it may wait, if it says so itself; never longer than its class."""
 
 
-class Desk:
+class AdmissionController:
     """Admission to one model."""
 
     def __init__(
@@ -70,54 +70,54 @@ class Desk:
         self.model = model.name
         self.config = config
         self.metrics = metrics
-        self.queue, self.room = _open_queue(model, config)
+        self.queue, self.capacity = _open_queue(model, config)
         self._roll = roll
         self._sketch = PrefixSketch()
         self._usual_output = USUAL_OUTPUT
         self.waits = [metrics.waits(model.name, name) for name in CLASSES]
 
-    async def enter(self, wish: Wish) -> Ticket:
+    async def enter(self, request: AdmissionRequest) -> Ticket:
         """A ticket; raises `Overloaded` when there is neither room nor a place in the queue."""
-        config, rank = self.config, wish.rank
-        room, standing = self.room(), self.queue.standing(wish.tenant, rank)
-        prompt = sum(map(len, wish.prompts))
+        config, rank = self.config, request.rank
+        capacity, state = self.capacity(), self.queue.state(request.tenant, rank)
+        prompt = sum(map(len, request.prompts))
         cached = 0
-        if standing.depth or room.slots is None or 2 * standing.in_flight >= room.slots:
+        if state.depth or capacity.slots is None or 2 * state.in_flight >= capacity.slots:
             # What is cached matters only where room is short; most of the time this is not worth its cost.
-            cached = sum(self._sketch.cached(tokens, wish.salt) for tokens in wish.prompts)
-        output = min(wish.most_output, round(self._usual_output * wish.sequences))
-        entry = Entry(
-            wish.id,
-            wish.tenant,
+            cached = sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
+        output = min(request.max_output_tokens, round(self._usual_output * request.sequences))
+        entry = QueueEntry(
+            request.id,
+            request.tenant,
             rank,
-            wish.weight,
+            request.weight,
             cost_of(prompt - cached, output),
             prompt - cached + output,
-            wish.sequences,
+            request.sequences,
             time.monotonic(),
         )
-        patience = patience_of(config, rank)
-        if wish.patience_s is not None:
-            patience = min(patience, wish.patience_s)
-        if standing.depth or not fits(entry, standing.in_flight, standing.kv_tokens, room):
-            ask = Ask(entry, prompt, cached, wish.budget_left, patience)
-            verdict = decide(ask, standing, room, config, self._roll())
+        patience = class_max_wait_s(config, rank)
+        if request.max_wait_s is not None:
+            patience = min(patience, request.max_wait_s)
+        if state.depth or not fits(entry, state.in_flight, state.kv_tokens, capacity):
+            arriving = DecisionInput(entry, prompt, cached, request.budget_left, patience)
+            verdict = decide(arriving, state, capacity, config, self._roll())
             if verdict.action == "refuse":
                 assert verdict.reason is not None
                 raise self.refusal(entry, verdict.reason, verdict.wait_s)
-        return Ticket(self, entry, await self.queue.enter(entry, room), patience)
+        return Ticket(self, entry, await self.queue.enter(entry, capacity), patience)
 
     def saturated(self) -> bool:
         """Whether best-effort callers should go to a smaller model."""
-        return saturated(self.queue.standing("", 0), self.room(), self.config)
+        return saturated(self.queue.state("", 0), self.capacity(), self.config)
 
-    def refusal(self, entry: Entry, reason: Reason, wait_s: float | None = None) -> Overloaded:
+    def refusal(self, entry: QueueEntry, reason: Reason, wait_s: float | None = None) -> Overloaded:
         """What a request hears that cannot run; counted."""
         self.metrics.shed(self.model, CLASSES[entry.rank], reason)
         if wait_s is None:
-            wait_s = predicted_wait(entry, self.queue.standing(entry.tenant, entry.rank), self.config)
+            wait_s = predicted_wait(entry, self.queue.state(entry.tenant, entry.rank), self.config)
         # By then whoever waits now was served, or has given up.
-        wait_s = min(wait_s, patience_of(self.config, entry.rank))
+        wait_s = min(wait_s, class_max_wait_s(self.config, entry.rank))
         # To the nearest second: it is an estimate, and rounding it up would make it late on the whole.
         return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
 
@@ -129,10 +129,12 @@ class Desk:
 class Ticket:
     """A request's place: in the queue, then among those that run."""
 
-    __slots__ = ("_closed", "_desk", "_entry", "_error", "_outcome", "_patience", "granted")
+    __slots__ = ("_closed", "_controller", "_entry", "_error", "_outcome", "_patience", "granted")
 
-    def __init__(self, desk: Desk, entry: Entry, outcome: asyncio.Future[Outcome], patience: float) -> None:
-        self._desk = desk
+    def __init__(
+        self, controller: AdmissionController, entry: QueueEntry, outcome: asyncio.Future[Outcome], patience: float
+    ) -> None:
+        self._controller = controller
         self._entry = entry
         self._outcome = outcome
         self._patience = patience
@@ -154,7 +156,7 @@ class Ticket:
         if self._entry.arrived + self._patience > time.monotonic():
             return False
         self.close()
-        raise self._desk.refusal(self._entry, "queue_timeout")
+        raise self._controller.refusal(self._entry, "queue_timeout")
 
     def fail(self, error: Exception) -> None:
         """Give up: whoever waits, now or later, gets `error`."""
@@ -169,77 +171,77 @@ class Ticket:
             return
         self._closed = True
         if not self.granted:
-            self._desk.queue.leave(self._entry.id)
+            self._controller.queue.leave(self._entry.id)
             return
         used = cost_of(fresh_tokens, output_tokens) if sequences else 0.0
-        self._desk.queue.release(self._entry.id, used)
+        self._controller.queue.release(self._entry.id, used)
         if sequences:
-            self._desk.answered(output_tokens / sequences)
+            self._controller.answered(output_tokens / sequences)
 
     def _look(self) -> bool:
         if not self.granted and self._outcome.done() and not self._outcome.cancelled():
             if self._outcome.result() == "dropped":
                 self._closed = True
-                raise self._desk.refusal(self._entry, "queue_full")
+                raise self._controller.refusal(self._entry, "queue_full")
             self.granted = True
-            self._desk.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
+            self._controller.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
         return self.granted
 
 
 class Admission:
     """Every desk of one gateway."""
 
-    def __init__(self, config: AdmissionConfig, models: Registry, metrics: MetricRegistry) -> None:
+    def __init__(self, config: AdmissionConfig, models: ModelRegistry, metrics: MetricRegistry) -> None:
         self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
         self._config = config
-        self._desks = {model.name: Desk(model, config, self.metrics) for model in models}
+        self._controllers = {model.name: AdmissionController(model, config, self.metrics) for model in models}
 
     async def start(self) -> None:
-        for desk in self._desks.values():
-            await desk.queue.start()
+        for controller in self._controllers.values():
+            await controller.queue.start()
 
     async def close(self) -> None:
-        for desk in self._desks.values():
-            await desk.queue.close()
+        for controller in self._controllers.values():
+            await controller.queue.close()
 
     async def add(self, model: ServedModel) -> None:
-        desk = self._desks[model.name] = Desk(model, self._config, self.metrics)
-        await desk.queue.start()
+        controller = self._controllers[model.name] = AdmissionController(model, self._config, self.metrics)
+        await controller.queue.start()
 
     async def remove(self, model: ServedModel) -> None:
         """Whoever waits for it is told that it is gone."""
-        desk = self._desks.pop(model.name, None)
-        if desk is not None:
-            await desk.queue.close()
+        controller = self._controllers.pop(model.name, None)
+        if controller is not None:
+            await controller.queue.close()
 
-    def desk(self, model: ServedModel) -> Desk:
-        return self._desks[model.base_name]
+    def controller(self, model: ServedModel) -> AdmissionController:
+        return self._controllers[model.base_name]
 
     def _depths(self) -> list[tuple[tuple[str, str], float]]:
         return [
             ((model, name), count)
-            for model, desk in self._desks.items()
-            for name, count in zip(CLASSES, desk.queue.standing("", 0).queued, strict=True)
+            for model, controller in self._controllers.items()
+            for name, count in zip(CLASSES, controller.queue.state("", 0).queued, strict=True)
         ]
 
     def _rates(self) -> list[tuple[tuple[str], float]]:
-        return [((model,), desk.queue.rate()) for model, desk in self._desks.items()]
+        return [((model,), controller.queue.rate()) for model, controller in self._controllers.items()]
 
 
-def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, RoomNow]:
+def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, ReadCapacity]:
     if config.url:
         from penstock.routing.admission.redis import RedisQueue
 
-        room = Capacity(model.backend, config)
-        return RedisQueue(config.url, model.name, config, room), room
+        capacity = EngineCapacity(model.backend, config)
+        return RedisQueue(config.url, model.name, config, capacity), capacity
     queue: MemoryQueue | None = None
 
     def held() -> tuple[int, int]:
         return queue.held if queue is not None else (0, 0)
 
-    room = Capacity(model.backend, config, held)
-    queue = MemoryQueue(config, room)
-    return queue, room
+    capacity = EngineCapacity(model.backend, config, held)
+    queue = MemoryQueue(config, capacity)
+    return queue, capacity
 
 
 _WORDS: dict[Reason, str] = {

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Reason
-from penstock.routing.admission.queue import BATCH, Entry, Room, Standing, most_waiting, patience_of
+from penstock.routing.admission.queue import BATCH, Capacity, QueueEntry, QueueState, class_max_wait_s, max_waiting
 
 TYPICAL_COST = 2000.0
 """Cost at which a request counts as neither short nor long."""
@@ -24,16 +24,16 @@ MARGIN = 0.75
 be refused at once than after having waited."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class DecisionInput(msgspec.Struct, frozen=True):
     """A request that wants to run, as far as the decision is concerned."""
 
-    entry: Entry
+    entry: QueueEntry
     prompt_tokens: int = 1
     cached_tokens: int = 0
     """How much of the prompt is probably cached."""
     budget_left: float = 1.0
     """Part of the tightest of its caller's budgets and limits that is left, 0 to 1; 1 when nothing limits it."""
-    patience_s: float = 10.0
+    max_wait_s: float = 10.0
     """How long it may wait."""
 
 
@@ -46,84 +46,86 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: Reason | None = None
 
 
-def decide(ask: Ask, standing: Standing, room: Room, rules: AdmissionConfig, roll: float) -> Verdict:
-    """What to do with `ask`. `roll` is uniform in [0, 1)."""
-    entry = ask.entry
-    if not standing.depth and fits(entry, standing.in_flight, standing.kv_tokens, room):
+def decide(
+    request: DecisionInput, state: QueueState, capacity: Capacity, rules: AdmissionConfig, roll: float
+) -> Verdict:
+    """What to do with `request`. `roll` is uniform in [0, 1)."""
+    entry = request.entry
+    if not state.depth and fits(entry, state.in_flight, state.kv_tokens, capacity):
         return Verdict("admit")
-    wait = predicted_wait(entry, standing, rules)
-    starved = has_slots(entry, standing.in_flight, room) and not has_memory(entry, standing.kv_tokens, room)
+    wait = predicted_wait(entry, state, rules)
+    starved = has_slots(entry, state.in_flight, capacity) and not has_memory(entry, state.kv_tokens, capacity)
     reason: Reason = "memory_pressure" if starved else "load_shed"
-    pressure = wait / (ask.patience_s * MARGIN)
+    pressure = wait / (request.max_wait_s * MARGIN)
     if pressure >= 1.0:
         return Verdict("refuse", wait, reason)
-    pressure = max(pressure, crowding(entry, standing, room, rules))
-    if roll < shed_share(pressure, value_of(ask, standing), rules):
+    pressure = max(pressure, crowding(entry, state, capacity, rules))
+    if roll < shed_share(pressure, value_of(request, state), rules):
         return Verdict("refuse", max(wait, UNKNOWN_RETRY_S), reason)
     return Verdict("queue", wait)
 
 
-def fits(entry: Entry, in_flight: int, kv_tokens: int, room: Room) -> bool:
+def fits(entry: QueueEntry, in_flight: int, kv_tokens: int, capacity: Capacity) -> bool:
     """Whether `entry` can run beside what runs. Whoever is alone always can."""
-    return not in_flight or (has_slots(entry, in_flight, room) and has_memory(entry, kv_tokens, room))
+    return not in_flight or (has_slots(entry, in_flight, capacity) and has_memory(entry, kv_tokens, capacity))
 
 
-def has_slots(entry: Entry, in_flight: int, room: Room) -> bool:
-    return room.slots is None or in_flight + entry.slots <= room.slots
+def has_slots(entry: QueueEntry, in_flight: int, capacity: Capacity) -> bool:
+    return capacity.slots is None or in_flight + entry.slots <= capacity.slots
 
 
-def has_memory(entry: Entry, kv_tokens: int, room: Room) -> bool:
-    return room.kv_tokens is None or kv_tokens + entry.kv_tokens <= room.kv_tokens
+def has_memory(entry: QueueEntry, kv_tokens: int, capacity: Capacity) -> bool:
+    return capacity.kv_tokens is None or kv_tokens + entry.kv_tokens <= capacity.kv_tokens
 
 
-def predicted_wait(entry: Entry, standing: Standing, rules: AdmissionConfig) -> float:
+def predicted_wait(entry: QueueEntry, state: QueueState, rules: AdmissionConfig) -> float:
     """Seconds until what is before `entry` has been granted, were it to wait; 0 while the drain rate is not known."""
-    work, rates = standing.work, standing.rates
+    work, rates = state.work, state.rates
     if rates is None:
         return 0.0
     if rules.order in ("fcfs", "sjf"):
         return sum(work) / rates[0]
     # Higher classes go first, and those that are still to come do too: only what they leave drains this one.
-    share = fair_share(entry, standing) if rules.order == "fair" else 1.0
+    share = fair_share(entry, state) if rules.order == "fair" else 1.0
     above = sum(work[rank] / rates[rank] for rank in range(entry.rank))
     wait = share * work[entry.rank] / rates[entry.rank]
-    if rules.order == "fair" and standing.own_age_s is not None:
+    if rules.order == "fair" and state.own_age_s is not None:
         # A tenant's entries go one after the other, and whoever is before this one has given up by then.
-        wait = min(wait, max(patience_of(rules, entry.rank) - standing.own_age_s, 0.0))
+        wait = min(wait, max(class_max_wait_s(rules, entry.rank) - state.own_age_s, 0.0))
     return above + wait
 
 
-def fair_share(entry: Entry, standing: Standing) -> float:
+def fair_share(entry: QueueEntry, state: QueueState) -> float:
     """The part of what waits in its class that is before `entry`, 0 to 1: tenants take turns by weight, so one with
     little waiting is not behind all of another's flood."""
-    total = standing.work[entry.rank]
+    total = state.work[entry.rank]
     if total <= 0:
         return 1.0
-    weights = standing.active_weight + (0.0 if standing.own_work else entry.weight)
-    return min(standing.own_work * weights / entry.weight / total, 1.0)
+    weights = state.active_weight + (0.0 if state.own_work else entry.weight)
+    return min(state.own_work * weights / entry.weight / total, 1.0)
 
 
-def crowding(entry: Entry, standing: Standing, room: Room, rules: AdmissionConfig) -> float:
+def crowding(entry: QueueEntry, state: QueueState, capacity: Capacity, rules: AdmissionConfig) -> float:
     """How full the queue is for this request, 0 to 1: lower classes and, if `fair`, floods of others do not count."""
     if rules.order in ("fcfs", "sjf"):
-        before = float(standing.depth)
+        before = float(state.depth)
     else:
-        share = fair_share(entry, standing) if rules.order == "fair" else 1.0
-        before = sum(standing.queued[: entry.rank]) + share * standing.queued[entry.rank]
-    return min(before / max(most_waiting(rules, room), 1), 1.0)
+        share = fair_share(entry, state) if rules.order == "fair" else 1.0
+        before = sum(state.queued[: entry.rank]) + share * state.queued[entry.rank]
+    return min(before / max(max_waiting(rules, capacity), 1), 1.0)
 
 
-def value_of(ask: Ask, standing: Standing) -> float:
+def value_of(request: DecisionInput, state: QueueState) -> float:
     """What speaks for serving this request rather than another, 0 to 1: paid before free, short before long, cached
     before fresh, unspent budgets before spent ones, the under-served before the over-served."""
-    entry = ask.entry
+    entry = request.entry
     return (
         0.30 * (1.0 - 1.0 / max(entry.weight, 1.0))
         + 0.20 * (1.0 - entry.rank / BATCH)
         + 0.15 / (1.0 + entry.cost / TYPICAL_COST)
-        + 0.10 * min(ask.cached_tokens / max(ask.prompt_tokens, 1), 1.0)
-        + 0.10 * min(max(ask.budget_left, 0.0), 1.0)
-        + 0.15 / (1.0 + max(standing.excess, 0.0) / TYPICAL_COST)
+        + 0.10 * min(request.cached_tokens / max(request.prompt_tokens, 1), 1.0)
+        + 0.10 * min(max(request.budget_left, 0.0), 1.0)
+        + 0.15 / (1.0 + max(state.excess, 0.0) / TYPICAL_COST)
     )
 
 
@@ -135,6 +137,6 @@ def shed_share(pressure: float, value: float, rules: AdmissionConfig) -> float:
     return ramp * (1.0 - min(max(value, 0.0), 1.0))
 
 
-def saturated(standing: Standing, room: Room, rules: AdmissionConfig) -> bool:
+def saturated(state: QueueState, capacity: Capacity, rules: AdmissionConfig) -> bool:
     """Whether so many wait per replica that best-effort callers are better served by a smaller model."""
-    return standing.depth > rules.downgrade_depth * max(room.replicas, 1)
+    return state.depth > rules.downgrade_depth * max(capacity.replicas, 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.routing import OrderName
 from penstock.routing.admission.decision import fits
-from penstock.routing.admission.queue import CLASSES, Entry, Room, Standing
+from penstock.routing.admission.queue import CLASSES, Capacity, QueueEntry, QueueState
 from penstock.routing.rate import SETTLED_S, BusyRate
 
 AGEING_EVERY = 10
@@ -45,7 +45,7 @@ class _Tenant:
     """What one tenant has waiting in one class."""
 
     weight: float
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, QueueEntry] = field(default_factory=dict)
     work: float = 0.0
 
 
@@ -63,18 +63,18 @@ class _Class:
 
 @dataclass(slots=True)
 class _Granted:
-    entry: Entry
+    entry: QueueEntry
     at: float
 
 
-class Line:
+class FairQueue:
     """Entries that wait and entries that were granted."""
 
     def __init__(self, order: OrderName = "fair", ageing_s: float = 30.0) -> None:
         self._order = order
         self._ageing_s = ageing_s
         self._classes = tuple(_Class() for _ in CLASSES)
-        self._waiting: dict[str, Entry] = {}
+        self._waiting: dict[str, QueueEntry] = {}
         self._granted: dict[str, _Granted] = {}
         self._in_flight = 0
         self._kv_tokens = 0
@@ -94,29 +94,29 @@ class Line:
         """Slots and KV tokens of what was granted."""
         return self._in_flight, self._kv_tokens
 
-    def enter(self, entry: Entry, room: Room, most: int, now: float) -> Changes:
+    def enter(self, entry: QueueEntry, capacity: Capacity, most: int, now: float) -> Changes:
         """Add an entry; grant whoever is next; drop one if more than `most` wait then."""
-        if not self._waiting and self._fits(entry, room):
+        if not self._waiting and self._fits(entry, capacity):
             self._lift(entry)
             self._take(entry, now)
             return Changes([entry.id])
         changes = Changes()
         self._push(entry, now)
-        self._grant(room, now, changes)
+        self._grant(capacity, now, changes)
         if len(self._waiting) > most:
             victim = self._least()
             self._pull(victim, now)
             changes.dropped.append(victim.id)
         return changes
 
-    def leave(self, id: str, room: Room, now: float) -> Changes:
+    def leave(self, id: str, capacity: Capacity, now: float) -> Changes:
         entry = self._waiting.get(id)
         if entry is None:
-            return self.release(id, 0.0, room, now)
+            return self.release(id, 0.0, capacity, now)
         self._pull(entry, now)
-        return self.tick(room, now)
+        return self.tick(capacity, now)
 
-    def release(self, id: str, used: float, room: Room, now: float) -> Changes:
+    def release(self, id: str, used: float, capacity: Capacity, now: float) -> Changes:
         granted = self._granted.pop(id, None)
         if granted is None:
             return Changes()
@@ -128,22 +128,22 @@ class Line:
         if used > 0:
             seconds = now - granted.at
             self._service_s += (SERVICE_STEP if self._service_s else 1.0) * (seconds - self._service_s)
-        return self.tick(room, now)
+        return self.tick(capacity, now)
 
-    def tick(self, room: Room, now: float) -> Changes:
+    def tick(self, capacity: Capacity, now: float) -> Changes:
         """Grant whoever is next, as far as there is room."""
         changes = Changes()
-        self._grant(room, now, changes)
+        self._grant(capacity, now, changes)
         return changes
 
-    def adopt(self, entry: Entry, now: float) -> None:
+    def adopt(self, entry: QueueEntry, now: float) -> None:
         """Take over an entry that was granted elsewhere."""
         self._hold(entry, now)
 
-    def standing(self, tenant: str, rank: int, now: float) -> Standing:
+    def state(self, tenant: str, rank: int, now: float) -> QueueState:
         group = self._classes[rank]
         own = group.tenants.get(tenant)
-        return Standing(
+        return QueueState(
             in_flight=self._in_flight,
             kv_tokens=self._kv_tokens,
             queued=(self._classes[0].count, self._classes[1].count, self._classes[2].count),
@@ -168,7 +168,7 @@ class Line:
         total = self._cost / service_s
         return total, total, total
 
-    def _push(self, entry: Entry, now: float) -> None:
+    def _push(self, entry: QueueEntry, now: float) -> None:
         if not self._waiting:
             self._drain.busy(now, True)
         self._waiting[entry.id] = entry
@@ -183,7 +183,7 @@ class Line:
         group.count += 1
         group.work += entry.cost
 
-    def _pull(self, entry: Entry, now: float) -> None:
+    def _pull(self, entry: QueueEntry, now: float) -> None:
         del self._waiting[entry.id]
         group = self._classes[entry.rank]
         tenant = group.tenants[entry.tenant]
@@ -199,25 +199,25 @@ class Line:
         if not self._waiting:
             self._drain.busy(now, False)
 
-    def _grant(self, room: Room, now: float, changes: Changes) -> None:
+    def _grant(self, capacity: Capacity, now: float, changes: Changes) -> None:
         while self._waiting:
             entry = self._next(now)
-            if not self._fits(entry, room):
+            if not self._fits(entry, capacity):
                 return
             self._drain.add(now, entry.cost, entry.rank)
             self._pull(entry, now)
             self._take(entry, now)
             changes.granted.append(entry.id)
 
-    def _fits(self, entry: Entry, room: Room) -> bool:
-        return fits(entry, self._in_flight, self._kv_tokens, room)
+    def _fits(self, entry: QueueEntry, capacity: Capacity) -> bool:
+        return fits(entry, self._in_flight, self._kv_tokens, capacity)
 
-    def _lift(self, entry: Entry) -> None:
+    def _lift(self, entry: QueueEntry) -> None:
         """A tenant with nothing waiting joins its class: its pause has earned it nothing."""
         group = self._classes[entry.rank]
         group.counters[entry.tenant] = max(group.counters.get(entry.tenant, 0.0), group.virtual_time)
 
-    def _take(self, entry: Entry, now: float) -> None:
+    def _take(self, entry: QueueEntry, now: float) -> None:
         """Grant `entry`, which no longer waits."""
         group = self._classes[entry.rank]
         group.virtual_time = max(group.virtual_time, group.counters[entry.tenant])
@@ -227,13 +227,13 @@ class Line:
         if self._first_grant is None:
             self._first_grant = now
 
-    def _hold(self, entry: Entry, now: float) -> None:
+    def _hold(self, entry: QueueEntry, now: float) -> None:
         self._granted[entry.id] = _Granted(entry, now)
         self._in_flight += entry.slots
         self._kv_tokens += entry.kv_tokens
         self._cost += entry.cost
 
-    def _charge(self, entry: Entry, cost: float) -> None:
+    def _charge(self, entry: QueueEntry, cost: float) -> None:
         counters, virtual_time = self._classes[entry.rank].counters, self._classes[entry.rank].virtual_time
         counters[entry.tenant] = counters.get(entry.tenant, virtual_time) + cost / entry.weight
         if len(counters) > COUNTERS:
@@ -241,7 +241,7 @@ class Line:
             for name in [n for n, value in counters.items() if value <= virtual_time and n not in waiting]:
                 del counters[name]
 
-    def _next(self, now: float) -> Entry:
+    def _next(self, now: float) -> QueueEntry:
         """Who is granted next; somebody waits."""
         if self._order == "fcfs":
             return _oldest(self._waiting.values())
@@ -257,12 +257,12 @@ class Line:
         name = min(group.tenants, key=lambda name: (group.counters[name], name))
         return _oldest(group.tenants[name].entries.values())
 
-    def _least(self) -> Entry:
+    def _least(self) -> QueueEntry:
         """Who would be missed least: the newest of the largest queue in the lowest class."""
         group = next(group for group in reversed(self._classes) if group.count)
         name = max(group.tenants, key=lambda name: (group.tenants[name].work / group.tenants[name].weight, name))
         return max(group.tenants[name].entries.values(), key=lambda entry: (entry.arrived, entry.id))
 
 
-def _oldest(entries: Iterable[Entry]) -> Entry:
+def _oldest(entries: Iterable[QueueEntry]) -> QueueEntry:
     return min(entries, key=lambda entry: (entry.arrived, entry.id))

@@ -8,8 +8,16 @@ from collections.abc import Callable
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.decision import fits
-from penstock.routing.admission.fair_queue import Changes, Line
-from penstock.routing.admission.queue import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.routing.admission.fair_queue import Changes, FairQueue
+from penstock.routing.admission.queue import (
+    AdmissionQueue,
+    Capacity,
+    Outcome,
+    QueueEntry,
+    QueueState,
+    ReadCapacity,
+    max_waiting,
+)
 
 LOOK_S = 0.25
 """How often room is looked for while somebody waits: it can appear without a release, when other gateways finish."""
@@ -18,11 +26,13 @@ LOOK_S = 0.25
 class MemoryQueue(AdmissionQueue):
     """See `AdmissionQueue`."""
 
-    def __init__(self, rules: AdmissionConfig, room: RoomNow, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rules: AdmissionConfig, capacity: ReadCapacity, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rules = rules
-        self._room = room
+        self._capacity = capacity
         self._clock = clock
-        self._line = Line(rules.order, rules.ageing_s)
+        self._queue = FairQueue(rules.order, rules.ageing_s)
         self._waiters: dict[str, asyncio.Future[Outcome]] = {}
         self._look: asyncio.TimerHandle | None = None
         self._at_once: asyncio.Future[Outcome] | None = None
@@ -42,12 +52,12 @@ class MemoryQueue(AdmissionQueue):
         waiters, self._waiters = self._waiters, {}
         return waiters
 
-    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
-        if not self._line.waits and fits(entry, *self._line.held, room):
-            self._line.enter(entry, room, 0, self._clock())
+    async def enter(self, entry: QueueEntry, capacity: Capacity) -> asyncio.Future[Outcome]:
+        if not self._queue.waits and fits(entry, *self._queue.held, capacity):
+            self._queue.enter(entry, capacity, 0, self._clock())
             return self._granted()
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.push(entry, room, waiter)
+        self.push(entry, capacity, waiter)
         return waiter
 
     def _granted(self) -> asyncio.Future[Outcome]:
@@ -57,39 +67,39 @@ class MemoryQueue(AdmissionQueue):
             self._at_once.set_result("granted")
         return self._at_once
 
-    def push(self, entry: Entry, room: Room, waiter: asyncio.Future[Outcome]) -> None:
+    def push(self, entry: QueueEntry, capacity: Capacity, waiter: asyncio.Future[Outcome]) -> None:
         self._waiters[entry.id] = waiter
-        self._tell(self._line.enter(entry, room, most_waiting(self._rules, room), self._clock()))
+        self._tell(self._queue.enter(entry, capacity, max_waiting(self._rules, capacity), self._clock()))
         if not waiter.done() and self._look is None:
             self._look_later()
 
-    def adopt(self, entry: Entry) -> None:
+    def adopt(self, entry: QueueEntry) -> None:
         """An entry that was granted elsewhere counts here from now on."""
-        self._line.adopt(entry, self._clock())
+        self._queue.adopt(entry, self._clock())
 
     def leave(self, id: str) -> None:
         self._waiters.pop(id, None)
-        self._tell(self._line.leave(id, self._room_if_needed(), self._clock()))
+        self._tell(self._queue.leave(id, self._capacity_if_needed(), self._clock()))
 
     def release(self, id: str, used: float) -> None:
-        self._tell(self._line.release(id, used, self._room_if_needed(), self._clock()))
+        self._tell(self._queue.release(id, used, self._capacity_if_needed(), self._clock()))
 
-    def standing(self, tenant: str, rank: int) -> Standing:
-        if not self._line.waits:  # nothing else matters then, and this is asked for every request
-            return Standing(*self._line.held)
-        return self._line.standing(tenant, rank, self._clock())
+    def state(self, tenant: str, rank: int) -> QueueState:
+        if not self._queue.waits:  # nothing else matters then, and this is asked for every request
+            return QueueState(*self._queue.held)
+        return self._queue.state(tenant, rank, self._clock())
 
     @property
     def held(self) -> tuple[int, int]:
         """Slots and KV tokens of what was granted."""
-        return self._line.held
+        return self._queue.held
 
     def rate(self) -> float:
-        rates = self._line.standing("", 0, self._clock()).rates
+        rates = self._queue.state("", 0, self._clock()).rates
         return rates[0] if rates is not None else 0.0
 
-    def _room_if_needed(self) -> Room:
-        return self._room() if self._line.waits else Room()
+    def _capacity_if_needed(self) -> Capacity:
+        return self._capacity() if self._queue.waits else Capacity()
 
     def _tell(self, changes: Changes) -> None:
         for id in changes.granted:
@@ -107,6 +117,6 @@ class MemoryQueue(AdmissionQueue):
 
     def _look_again(self) -> None:
         self._look = None
-        self._tell(self._line.tick(self._room(), self._clock()))
+        self._tell(self._queue.tick(self._capacity(), self._clock()))
         if self._waiters:
             self._look_later()

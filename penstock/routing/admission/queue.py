@@ -23,7 +23,7 @@ PREMIUM, STANDARD, BATCH = range(3)
 Outcome = Literal["granted", "dropped"]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class QueueEntry(msgspec.Struct, frozen=True):
     """A request in front of a model."""
 
     id: str
@@ -49,7 +49,7 @@ def cost_of(fresh_tokens: int, output_tokens: int) -> float:
     return max(fresh_tokens, 1) + OUTPUT_COST * output_tokens
 
 
-class Room(msgspec.Struct, frozen=True):
+class Capacity(msgspec.Struct, frozen=True):
     """What a model's engines can take at one time. None: no limit is known."""
 
     slots: int | None = None
@@ -57,7 +57,7 @@ class Room(msgspec.Struct, frozen=True):
     replicas: int = 1
 
 
-class Standing(msgspec.Struct, frozen=True):
+class QueueState(msgspec.Struct, frozen=True):
     """A queue at one moment, as one tenant of one class sees it."""
 
     in_flight: int = 0
@@ -87,12 +87,12 @@ class Standing(msgspec.Struct, frozen=True):
         return sum(self.queued)
 
 
-def most_waiting(config: AdmissionConfig, room: Room) -> int:
+def max_waiting(config: AdmissionConfig, capacity: Capacity) -> int:
     """Entries that may wait."""
-    return config.queue * max(room.replicas, 1)
+    return config.queue * max(capacity.replicas, 1)
 
 
-def patience_of(config: AdmissionConfig, rank: int) -> float:
+def class_max_wait_s(config: AdmissionConfig, rank: int) -> float:
     """Seconds that an entry of this class may wait."""
     return config.batch_wait_s if rank == BATCH else config.wait_s
 
@@ -107,7 +107,7 @@ class AdmissionQueue(ABC):
     async def close(self) -> None: ...
 
     @abstractmethod
-    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
+    async def enter(self, entry: QueueEntry, capacity: Capacity) -> asyncio.Future[Outcome]:
         """Take a place, in front of this room; the future tells, at once or later, what became of it. An entry that is
         granted holds its room until `release`; one that was dropped holds nothing."""
 
@@ -120,7 +120,7 @@ class AdmissionQueue(ABC):
         """A granted entry has ended and its work was `used`. Unknown ids are ignored."""
 
     @abstractmethod
-    def standing(self, tenant: str, rank: int) -> Standing:
+    def state(self, tenant: str, rank: int) -> QueueState:
         """How things are, as far as known here."""
 
     @abstractmethod
@@ -128,5 +128,5 @@ class AdmissionQueue(ABC):
         """Cost that leaves the queue per second while somebody waits; 0 when it is not known."""
 
 
-RoomNow = Callable[[], Room]
+ReadCapacity = Callable[[], Capacity]
 """Asks for the room as it is now."""

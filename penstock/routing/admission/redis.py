@@ -24,7 +24,15 @@ from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.queue import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.routing.admission.queue import (
+    AdmissionQueue,
+    Capacity,
+    Outcome,
+    QueueEntry,
+    QueueState,
+    ReadCapacity,
+    max_waiting,
+)
 from penstock.storage.redis import TIMEOUT_S, connect
 
 log = logging.getLogger(__name__)
@@ -44,7 +52,7 @@ SCRIPT = resources.files("penstock.routing.admission").joinpath("fair_queue.lua"
 class _Mine:
     """An entry of this gateway."""
 
-    entry: Entry
+    entry: QueueEntry
     waiter: asyncio.Future[Outcome]
     entered_at: float
 
@@ -61,7 +69,7 @@ class RedisQueue(AdmissionQueue):
         url: str,
         model: str,
         rules: AdmissionConfig,
-        room: RoomNow,
+        capacity: ReadCapacity,
         *,
         prefix: str = "penstock:admission:",
         clock: Callable[[], float] | None = None,
@@ -75,13 +83,13 @@ class RedisQueue(AdmissionQueue):
         self._script = self._redis.register_script(SCRIPT)
         self._prefix = f"{prefix}{{{model}}}:"
         self._rules = rules
-        self._room = room
+        self._capacity = capacity
         self._clock = clock
         self.gateway = uuid.uuid4().hex
         self._mine: dict[str, _Mine] = {}
         self._local: MemoryQueue | None = None
-        self._standing = Standing()
-        self._tenants: OrderedDict[tuple[str, int], Standing] = OrderedDict()
+        self._standing = QueueState()
+        self._tenants: OrderedDict[tuple[str, int], QueueState] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._entering: set[str] = set()
         """Entries of which Redis may not know yet."""
@@ -116,13 +124,13 @@ class RedisQueue(AdmissionQueue):
         await self._redis.aclose()
         await self._listening.aclose()
 
-    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
+    async def enter(self, entry: QueueEntry, capacity: Capacity) -> asyncio.Future[Outcome]:
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._mine[entry.id] = _Mine(entry, waiter, time.monotonic())
         if self._local is not None:
-            self._local.push(entry, room, waiter)
+            self._local.push(entry, capacity, waiter)
         else:
-            call = self._spawn(self._enter(entry, room), "admission entry")
+            call = self._spawn(self._enter(entry, capacity), "admission entry")
             try:
                 await asyncio.shield(call)
             except asyncio.CancelledError:
@@ -130,10 +138,10 @@ class RedisQueue(AdmissionQueue):
                 raise
         return waiter
 
-    async def _enter(self, entry: Entry, room: Room) -> None:
+    async def _enter(self, entry: QueueEntry, capacity: Capacity) -> None:
         self._entering.add(entry.id)
         try:
-            await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), room)
+            await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), capacity)
         finally:
             self._entering.discard(entry.id)
 
@@ -143,9 +151,9 @@ class RedisQueue(AdmissionQueue):
     def release(self, id: str, used: float) -> None:
         self._end(id, "release", used)
 
-    def standing(self, tenant: str, rank: int) -> Standing:
+    def state(self, tenant: str, rank: int) -> QueueState:
         if self._local is not None:
-            return self._local.standing(tenant, rank)
+            return self._local.state(tenant, rank)
         own = self._tenants.get((tenant, rank))
         if own is None:
             return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0, own_age_s=None)
@@ -173,7 +181,7 @@ class RedisQueue(AdmissionQueue):
         else:
             self._local.release(id, used)
 
-    async def _tell_end(self, entry: Entry, operation: str, used: float) -> None:
+    async def _tell_end(self, entry: QueueEntry, operation: str, used: float) -> None:
         await self._call(operation, entry.tenant, entry.rank, [entry.id, used])
 
     async def _beat(self) -> None:
@@ -230,16 +238,16 @@ class RedisQueue(AdmissionQueue):
         if self._local is not None:
             return
         log.error("Redis is away (%s); each gateway keeps a queue of its own", error)
-        local = self._local = MemoryQueue(self._rules, self._room)
+        local = self._local = MemoryQueue(self._rules, self._capacity)
         for mine in list(self._mine.values()):
             entry = replace(mine.entry, arrived=mine.entered_at)
             if mine.granted:
                 local.adopt(entry)
             elif not mine.waiter.done():
-                local.push(entry, self._room(), mine.waiter)
+                local.push(entry, self._capacity(), mine.waiter)
 
     async def _call(
-        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> None:
         """Run an operation, unless Redis is away; never beside a restoration."""
         if self._restoring:
@@ -251,7 +259,7 @@ class RedisQueue(AdmissionQueue):
         try:
             async with self._free:
                 if self._local is None:  # still
-                    await self._run(operation, tenant, rank, arguments, room)
+                    await self._run(operation, tenant, rank, arguments, capacity)
         finally:
             self._calls -= 1
             if self._restoring and not self._calls:
@@ -259,20 +267,20 @@ class RedisQueue(AdmissionQueue):
                     self._changing.notify_all()
 
     async def _run(
-        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> bool:
         """Run the script and take in what it says; False when Redis is away."""
         from redis.exceptions import RedisError
 
-        room, rules = room or self._room(), self._rules
+        capacity, rules = capacity or self._capacity(), self._rules
         now = -1.0 if self._clock is None else self._clock()
         head: list[Any] = [
             operation,
             now,
             self.gateway,
-            _limit(room.slots),
-            _limit(room.kv_tokens),
-            most_waiting(rules, room),
+            _limit(capacity.slots),
+            _limit(capacity.kv_tokens),
+            max_waiting(rules, capacity),
         ]
         head += [rules.order, rules.ageing_s, DEAD_S, tenant, rank]
         try:
@@ -313,17 +321,17 @@ class RedisQueue(AdmissionQueue):
         return task
 
 
-def arguments_of(entry: Entry, age: float) -> list[Any]:
+def arguments_of(entry: QueueEntry, age: float) -> list[Any]:
     return [
         entry.id, entry.tenant, entry.rank, entry.weight, entry.cost, entry.kv_tokens, entry.slots, age,
     ]  # fmt: skip
 
 
-def read_standing(values: Sequence[float]) -> Standing:
+def read_standing(values: Sequence[float]) -> QueueState:
     """From the numbers at the end of the script's reply."""
     in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess, age = values
     rates = None if r0 != r0 else (r0, r1, r2)
-    return Standing(
+    return QueueState(
         int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), rates, own, active, excess,
         None if age != age else age,
     )  # fmt: skip

@@ -24,7 +24,7 @@ Size = Literal["small", "large"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RouteRules:
     """One route, as configured."""
 
     name: str
@@ -62,7 +62,7 @@ class Selection:
 
 
 def select(
-    rules: Rules,
+    rules: RouteRules,
     text: str,
     *,
     words: int = 0,
@@ -93,7 +93,7 @@ def select(
     return _take(rules, "large" if found.value > rules.threshold else "small", "score", found)
 
 
-def _take(rules: Rules, size: Size, rule: str, found: Score | None = None) -> Selection:
+def _take(rules: RouteRules, size: Size, rule: str, found: Score | None = None) -> Selection:
     return Selection(
         rules.model(size), size, rule, None if found is None else found.value, tuple(found.reasons) if found else ()
     )
