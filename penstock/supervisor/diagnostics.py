@@ -70,7 +70,7 @@ def _python() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from importlib.util import find_spec
 
-    needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "fastapi", "httptools", "httpx", "yaml")
+    needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "httptools", "httpx", "yaml")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", "run `pip install penstock` again")

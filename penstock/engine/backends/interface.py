@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from penstock.engine.models.build import Quantizer, Weights
     from penstock.engine.models.config import ModelConfig
     from penstock.engine.models.decoder import Decoder
+    from penstock.engine.models.layers.experts import ExpertMlp
+    from penstock.engine.models.layers.feed_forward import FeedForward
     from penstock.engine.models.layers.linear import Linear
-    from penstock.engine.models.layers.mlp import Mlp
-    from penstock.engine.models.layers.moe import ExpertMlp
     from penstock.engine.runner.resources import RunnerResources
     from penstock.engine.runner.step import PendingStep
     from penstock.engine.scheduler import Batch
@@ -457,7 +457,7 @@ class Backend(ABC):
         """`linear` as a head: logits are compared, so they keep all their bits where the kernel can give them."""
         return linear
 
-    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> Mlp:
+    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
         """A layer's experts, of weights as the plan made them (`stored`) or as dense ones (`widened`)."""
         return stored()
 

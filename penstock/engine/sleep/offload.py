@@ -82,7 +82,9 @@ def offload(engine: Engine) -> OffloadedEngine:
     executors = [(item, item.release()) for item in found if isinstance(item, Executor)]
     engine.scheduler.allocator.pool.forget_all()
     backend = engine.runner.backend
-    caches = storages_of([tensor for item in found if isinstance(item, KVCache) for tensor in item.tensors])
+    caches = storages_of(
+        [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
+    )
     found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == backend.device])
     moving = [storage for key, storage in found_there.items() if key not in caches]
     slabs = Slabs()

@@ -7,15 +7,10 @@ import torch
 from penstock.engine.backends.interface import AttentionBatch, Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.errors import ConfigError
-
-
-def kv_shape(model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
-    """The cache that a model needs."""
-    return KVShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def count_blocks(
@@ -35,12 +30,14 @@ def count_blocks(
     """
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    block_bytes = kv_shape(decoder.config, config.block_size, dtype).block_bytes + beside
+    shape = decoder.cache_shape(config.block_size, dtype)
+    block_bytes = shape.block_bytes + beside
     memory = config.kv_memory
     if memory is None:
         memory = _room(config, backend, _activation_bytes(backend, decoder, dtype, budget, config.block_size))
     elif memory > (free := backend.memory.available()):
         raise ConfigError(f"kv_memory: {memory} bytes are more than the {free} that are free on {backend.device}")
+    memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful)
     if blocks < 1:
@@ -51,7 +48,12 @@ def count_blocks(
     return int(blocks) + 1
 
 
-def count_host_blocks(config: EngineConfig, shape: KVShape) -> int:
+def state_rows(max_running: int) -> int:
+    """Rows of a cache that keeps a state per sequence: one for each that runs, and a scratch row for padding."""
+    return max_running + 1
+
+
+def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
     """KV blocks that `host_memory` holds."""
     if not config.prefix_cache:
         raise ConfigError(
@@ -91,7 +93,7 @@ def _activation_bytes(backend: Backend, decoder: Decoder, dtype: torch.dtype, bu
     """What the largest step needs besides weights and cache, measured by running one (a single long prompt) where the
     device can measure it."""
     tokens = min(budget, decoder.max_positions)
-    kv = KVCache(kv_shape(decoder.config, block_size, dtype), -(-tokens // block_size) + 1, backend.device)
+    kv = KVCache(decoder.cache_shape(block_size, dtype), -(-tokens // block_size) + 1, backend.device, num_rows=1)
 
     def longest_step() -> None:
         batch = AttentionBatch.of_one(tokens, block_size, backend.device)

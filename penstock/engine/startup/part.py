@@ -25,7 +25,7 @@ from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.startup.memory import count_blocks, kv_shape, longest_sequence, sliding_window
+from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ def load_part(
             budget=budget,
             beside=beside,
         )
+        shape = decoder.cache_shape(config.block_size, kv_dtype)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
-        kv = KVCache(kv_shape(local, config.block_size, kv_dtype), num_blocks, device)
+        kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
 

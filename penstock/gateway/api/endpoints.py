@@ -86,7 +86,6 @@ ENDPOINTS = (
         "Answer a conversation, streamed or whole.",
         "Inference",
         ChatRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
@@ -96,7 +95,6 @@ ENDPOINTS = (
         "Continue text or token ids.",
         "Inference",
         CompletionRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
@@ -106,7 +104,6 @@ ENDPOINTS = (
         "Answer a conversation, which may be stored and continued.",
         "Inference",
         ResponsesRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
@@ -143,7 +140,6 @@ ENDPOINTS = (
         "Answer a conversation, for clients of the Messages API.",
         "Inference",
         MessagesRequest,
-        hot=True,
         serves_tokens=True,
         dialect=ANTHROPIC,
     ),
@@ -164,7 +160,6 @@ ENDPOINTS = (
         "Vectors of texts.",
         "Inference",
         EmbeddingsRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
@@ -174,7 +169,6 @@ ENDPOINTS = (
         "Documents in order of how well they answer a query.",
         "Inference",
         RerankRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
@@ -260,5 +254,5 @@ ENDPOINTS = (
     *ADMIN,
     Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", hot=True, logged=False),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", logged=False),
 )

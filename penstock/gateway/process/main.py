@@ -23,8 +23,11 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.gateway.app.asgi import App
-from penstock.gateway.app.endpoint import Door
+from penstock.gateway.app.docs_page import PAGES, Documentation
+from penstock.gateway.app.endpoint import Door, bind
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
@@ -154,8 +157,8 @@ async def serve(
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    apps = [App(service, door) for door, _, _ in doors]
-    # What administrates stands where administration is.
+    apps = [_app(service, door) for door, _, _ in doors]
+    # The console is an administration tool: it is served on the admin port where there is one.
     fronts: list[Application] = [
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
@@ -189,6 +192,23 @@ async def serve(
     if not stop.is_set():
         raise PenstockError("the connection to the supervisor's worker coordinator was lost")
     log.info("stopped")
+
+
+def _app(service: Service, door: Door) -> App:
+    settings = service.settings
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
+    owners = [*service.owners(), Documentation(endpoints, REPLIES)]
+    return App(
+        bind((*endpoints, *PAGES), owners, service),
+        authentication=service.authentication,
+        drain=service.drain,
+        metrics=service.metrics,
+        tracing=service.tracing,
+        record=service.record,
+        cors_origins=settings.cors_origins,
+        stalled_reader_s=settings.stalled_reader_s,
+        receive_s=settings.receive_s,
+    )
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
@@ -261,6 +262,14 @@ class Service:
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
+
+    def owners(self) -> list[object]:
+        """The objects whose methods answer endpoints."""
+        return []
+
+    def record(self, record: RequestRecord) -> None:
+        if self.request_log is not None:
+            self.request_log.add(record)
 
     async def identities_changed(self) -> None:
         """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""

@@ -118,7 +118,7 @@ class CpuBackend(ReferenceBackend):
     def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
         """float16 beside few-bit weights: far finer than those, and half the bytes of float32 to read."""
         site = layout.sites[0]
-        few_bits = decoder.layers[0].qkv.weight_bytes < 2 * site.inputs * site.outputs
+        few_bits = decoder.layers[0].mixer.linears[0].weight_bytes < 2 * site.inputs * site.outputs
         return torch.float16 if few_bits and dtype == torch.float32 else dtype
 
     def executor(self, resources: RunnerResources) -> Executor:

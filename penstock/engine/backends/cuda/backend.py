@@ -25,9 +25,9 @@ from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Backend, Executor, Ops, StepLimits, WeightPlan
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.experts import ExpertMlp
+from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.layers.mlp import Mlp
-from penstock.engine.models.layers.moe import ExpertMlp
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
@@ -64,7 +64,7 @@ class CudaBackend(TorchCudaBackend):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return CudaLinear(weight, bias)
 
-    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> Mlp:
+    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
         """The grouped kernels read dense and FP8 weights; those in fewer bits are widened."""
         return group(stored()) or group(widened()) or stored()
 
