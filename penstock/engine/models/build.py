@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import ActivationOps, Backend, HeadLayout, KVScales
+from penstock.engine.backends.interface import ActivationOps, Backend, HeadLayout, KVScales, Ops
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
