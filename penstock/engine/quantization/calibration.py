@@ -18,8 +18,8 @@ from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import Weights, build_decoder
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.startup.device import pick_ops
 
 _BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
 from penstock.engine.sleep.offload import Parked, park
 from penstock.engine.startup.device import pick_device

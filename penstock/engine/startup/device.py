@@ -17,7 +17,7 @@ from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.build import Quantizer, Weights
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
 

@@ -22,8 +22,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.calibration import settle
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.startup.device import (
     check_deterministic,
     pick_device,
