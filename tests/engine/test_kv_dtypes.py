@@ -12,7 +12,7 @@ from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 

@@ -1,6 +1,6 @@
-"""Opening a model's weights, whatever they are stored in.
+"""Checkpoints: a model's configuration and weights, whatever file format they are stored in.
 
-A `Checkpoint` speaks Hugging Face: `config` has the keys of `config.json`, tensors have the names the reference
+A `Checkpoint` uses Hugging Face's names: `config` has the keys of `config.json`, tensors have the names the reference
 implementation gives them. Tensors are read one at a time, when asked for, so a loader's peak memory is its own.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
-from penstock.engine.loading.gguf_config import architecture, config_from_gguf
+from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
@@ -62,7 +62,7 @@ class GGUFCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.file = GGUFFile(path)
         self.config = config_from_gguf(self.file)
-        self._origins = origins(self.file, architecture(self.file), self.config)
+        self._origins = origins(self.file, gguf_family(self.file), self.config)
 
     def names(self) -> Collection[str]:
         return self._origins.keys()
@@ -76,13 +76,13 @@ class GGUFCheckpoint:
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         """The integers of a matrix that is stored as such, None for any other tensor."""
-        return None if self._origins[name].shift else from_gguf(self.raw(name), device)
+        return None if self._origins[name].offset else from_gguf(self.raw(name), device)
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         raw = self.raw(name)
         dense = dequantize(torch.from_numpy(raw.data).to(device), raw.type, raw.shape)
-        shift = self._origins[name].shift
-        return dense + shift if shift else dense
+        offset = self._origins[name].offset
+        return dense + offset if offset else dense
 
 
 class SafetensorsCheckpoint:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps, Backend, HeadLayout, KVScales, Ops
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.experts import ExpertMlp, Router
@@ -18,6 +17,7 @@ from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear, SoftCapped
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LlamaDecoder
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import CheckpointError
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -112,7 +112,7 @@ def build_decoder(
     ops, device = backend.ops, backend.device
     read = _Reader(weights, backend, dtype, quantize)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), "model.")
-    hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_shift
+    hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_offset
     ends = head_rows != 0
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if ends else read.zeros(1, hidden)
     if config.embedding_scale != 1.0:
@@ -157,7 +157,7 @@ def _layer(
     ops: Ops,
     inner: ActivationOps,
 ) -> DecoderLayer:
-    hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_shift
+    hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_offset
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     attention = f"{at}self_attn."
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}

@@ -18,8 +18,8 @@ from penstock.engine.loading.checkpoint import Checkpoint
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import WatchedLinear, calibrate
 from penstock.engine.quantization.gptq import gptq
@@ -200,7 +200,7 @@ def _scale(
     def behind_norm(norm: Tensor, linear: WatchedLinear, name: str) -> Tensor:
         scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
         linear.rescale_inputs(scales)
-        changed[f"{at}{name}.weight"] = norm / scales - model.norm_shift
+        changed[f"{at}{name}.weight"] = norm / scales - model.norm_offset
         return norm / scales
 
     qkv, output = linears[:2]

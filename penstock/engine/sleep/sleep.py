@@ -19,7 +19,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
 from penstock.engine.sleep.offload import OffloadedEngine, offload
 from penstock.engine.startup.part import open_weights

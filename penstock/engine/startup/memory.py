@@ -8,8 +8,8 @@ from penstock.engine.backends.interface import AttentionBatch, Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
 from penstock.engine.kv.cache import CacheShape, KVCache
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
 

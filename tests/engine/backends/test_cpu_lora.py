@@ -16,7 +16,7 @@ from penstock.engine.backends.cpu.build import isa_choices
 from penstock.engine.backends.cpu.lora import CpuLora
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.backends.reference.lora import ReferenceLora
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 

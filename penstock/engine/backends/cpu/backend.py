@@ -24,8 +24,8 @@ from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.quantized import QuantizedCheckpoint
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
