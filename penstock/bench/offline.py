@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class OfflineBenchSettings:
     """What to load and how often to run."""
 
     model: str = "smollm2-135m"
@@ -85,7 +85,7 @@ class Loaded:
         return f"{self.engine.info.dtype}, {8 * self.bytes_per_weight:.1f} bits per weight"
 
 
-def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Loaded:
+def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Console) -> Loaded:
     """Resolves, opens and loads, with a progress line for each phase."""
     with report.progress_bar(console) as bar:
         task = bar.add_task("starting", total=100)
@@ -138,7 +138,7 @@ def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tupl
 
 
 def measure(
-    loaded: Loaded, workload: Workload, settings: Settings, limits: bounds.Bounds, console: Console
+    loaded: Loaded, workload: Workload, settings: OfflineBenchSettings, limits: bounds.Bounds, console: Console
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
@@ -172,7 +172,7 @@ def medians(runs: Sequence[Metrics]) -> dict[str, float | None]:
     }
 
 
-def main(settings: Settings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
+def main(settings: OfflineBenchSettings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
     chosen = [workloads.named(name) for name in names]
     loaded = load(settings, chosen, console)
     info = loaded.engine.info
