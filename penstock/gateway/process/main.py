@@ -23,12 +23,16 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.gateway.app.asgi import App
-from penstock.gateway.app.endpoint import Door
+from penstock.gateway.app.docs_page import PAGES, Documentation
+from penstock.gateway.app.endpoint import Door, bind
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection as interpreter
+from penstock.gateway.process.composition import endpoint_owners
 from penstock.gateway.process.limits import connections
 from penstock.gateway.process.model_follower import Follower, served
 from penstock.gateway.process.service import Service
@@ -154,8 +158,8 @@ async def serve(
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    apps = [App(service, door) for door, _, _ in doors]
-    # What administrates stands where administration is.
+    apps = [_app(service, door) for door, _, _ in doors]
+    # The console is an administration tool: it is served on the admin port where there is one.
     fronts: list[Application] = [
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
@@ -166,13 +170,13 @@ async def serve(
         for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
     ]
     watched = [asyncio.create_task(stop.wait(), name="stop signal")]
-    if service.coordinator is not None:
-        watched.append(asyncio.create_task(service.coordinator.lost.wait(), name="coordinator lost"))
+    watched.append(asyncio.create_task(service.workers.lost.wait(), name="coordinator lost"))
     try:
         for (_, host, port), listener in zip(doors, listeners, strict=True):
             await listener.start()
             log.info("listening", extra={"url": f"http://{host}:{port}"})
-        service.run_batches(apps[0].answer_inner, apps[0].paths)
+        if service.batch_runner is not None:
+            service.batch_runner.start(apps[0].answer_inner, apps[0].paths)
         if listening is not None:
             listening(service)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -189,6 +193,23 @@ async def serve(
     if not stop.is_set():
         raise PenstockError("the connection to the supervisor's worker coordinator was lost")
     log.info("stopped")
+
+
+def _app(service: Service, door: Door) -> App:
+    settings = service.settings
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
+    owners = [*endpoint_owners(service), Documentation(endpoints, REPLIES)]
+    return App(
+        bind((*endpoints, *PAGES), owners, service),
+        authentication=service.authentication,
+        drain=service.drain,
+        metrics=service.metrics,
+        tracing=service.tracing,
+        record=service.record,
+        cors_origins=settings.cors_origins,
+        stalled_reader_s=settings.stalled_reader_s,
+        receive_s=settings.receive_s,
+    )
 
 
 @contextlib.contextmanager

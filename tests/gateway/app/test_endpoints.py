@@ -96,7 +96,7 @@ async def test_readiness_is_a_real_token_and_is_cached(serving: Serving) -> None
 async def test_readiness_fails_when_the_engine_produces_nothing(
     serving: Serving, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.gateway.process.readiness.PROBE_LIMIT_S", 0.1)
+    monkeypatch.setattr("penstock.gateway.api.operations.readiness.PROBE_LIMIT_S", 0.1)
     engine = ScriptedEngine(text)
     engine.hold = True
     async with serving(engine) as gateway:
@@ -196,7 +196,7 @@ async def test_documents(serving: Serving) -> None:
         assert {"messages", "model", "temperature", "top_k"} <= set(schema["properties"])
         assert {"/v1/completions", "/v1/models", "/v1/tokenize", "/health/ready", "/metrics"} <= set(document["paths"])
         handlers = {endpoint.handler.__name__ for endpoint in ENDPOINTS}
-        assert set(REPLIES) <= handlers, "replies of endpoints that are gone"
+        assert set(REPLIES.schemas) <= handlers, "replies of endpoints that are gone"
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 where = f"{method} {path}"

@@ -26,15 +26,15 @@ from penstock.engine.backends.cuda.kernels import (
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
-_FIXED_ROWS = 256
+_INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
 
 
 class TritonOps:
     """See `Ops`."""
 
-    name = "triton"
     wide_stream = False
+    samples_any_dtype = True
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.device = device
@@ -44,8 +44,8 @@ class TritonOps:
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self.processors = 132
-        self.fixed = False
-        """One launch shape for any number of sequences, so that none sees its company in its results."""
+        self.batch_invariant = False
+        """One launch shape for any number of sequences; see `Ops`."""
         self.hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
@@ -95,8 +95,8 @@ class TritonOps:
     ) -> Tensor:
         out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
         group = layout.heads // layout.kv_heads
-        if self.fixed and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
-            self._attend_fixed(q, layout, batch, k_cache, v_cache, out, kv_scales)
+        if self.batch_invariant and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
+            self._attend_invariant(q, layout, batch, k_cache, v_cache, out, kv_scales)
             return out
         if batch.num_decodes:
             shape = decode.choose(
@@ -112,7 +112,7 @@ class TritonOps:
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
 
-    def _attend_fixed(
+    def _attend_invariant(
         self,
         q: Tensor,
         layout: HeadLayout,
@@ -124,9 +124,9 @@ class TritonOps:
     ) -> None:
         """Every token decodes; how its keys are shared out is decided by its own context."""
         shape = decode.fixed(layout.head_dim, k_cache.element_size())
-        for begin in range(0, q.shape[0], _FIXED_ROWS):
-            part = slice(begin, begin + _FIXED_ROWS)
-            count = min(_FIXED_ROWS, q.shape[0] - begin)
+        for begin in range(0, q.shape[0], _INVARIANT_ROWS):
+            part = slice(begin, begin + _INVARIANT_ROWS)
+            count = min(_INVARIANT_ROWS, q.shape[0] - begin)
             few = dataclasses.replace(
                 batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
             )
