@@ -25,7 +25,7 @@ from penstock.gateway.batches.runner import Answerer, BatchRunner
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.model_routes import Routes
-from penstock.gateway.generation.response_format import GrammarDesk
+from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.process.readiness import Readiness
@@ -86,7 +86,7 @@ class Service:
         self.background = BackgroundTasks()
         self.tokenization = Tokenization()
         self.authentication = OpenAuthentication(settings.default_tier)
-        self.grammars = GrammarDesk(self.metrics)
+        self.grammars = GrammarCache(self.metrics)
         self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None

@@ -9,7 +9,7 @@ from msgspec import Struct
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.process.service import Service
-from penstock.gateway.response_cache.cache import Recall
+from penstock.gateway.response_cache.cache import ResponseCache
 from penstock.protocol.errors import InvalidRequest, NotFound
 
 
@@ -49,9 +49,9 @@ async def _evict(service: Service, exchange: Exchange, tenant: str | None, model
     await exchange.reply_json({"object": "cache.evicted", "answers": gone})
 
 
-async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
-    size = await recall.store.size(tenant)
-    config = recall.config
+async def _described(cache: ResponseCache, tenant: str | None) -> dict[str, Any]:
+    size = await cache.store.size(tenant)
+    config = cache.config
     return {
         "object": "cache",
         "exact": config.exact,
@@ -63,7 +63,7 @@ async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
     }
 
 
-def _recall(service: Service) -> Recall:
+def _recall(service: Service) -> ResponseCache:
     if service.recall is None:
         raise NotFound("This server has no response cache; `cache.exact` and `cache.semantic` are off.")
     return service.recall
