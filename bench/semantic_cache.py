@@ -30,7 +30,7 @@ import numpy as np
 from penstock.backends.embedder import Embedder, Embeddings
 from penstock.backends.encoder import EncoderBackend
 from penstock.caching.semantic import Embeds, SemanticIndex
-from penstock.caching.store import Key, MemoryStore
+from penstock.caching.store import CacheKey, MemoryStore
 
 PAIRS = Path(__file__).parent / "data" / "semantic_pairs.tsv"
 
@@ -88,11 +88,11 @@ class Decider:
     async def same(self, known: str, asked: str) -> bool:
         """Whether `asked` would get the answer to `known`."""
         self._partitions += 1
-        partition = Key("t", "m", str(self._partitions))
+        partition = CacheKey("t", "m", str(self._partitions))
         await self.add(partition, known)
         return bool((await self.index.search(partition, asked)).matches)
 
-    async def add(self, partition: Key, question: str) -> None:
+    async def add(self, partition: CacheKey, question: str) -> None:
         vector = (await self._embedder.embed([question])).vectors[0].tobytes()
         await self.index.add(partition, question, question, vector)
 
@@ -110,7 +110,7 @@ async def collisions(decider: Decider, pairs: list[Pair]) -> tuple[int, list[tup
         if pair.should_hit:
             group[root(pair.first)] = root(pair.second)
     questions = sorted({question for pair in pairs for question in (pair.first, pair.second)})
-    everything = Key("t", "m", "everything")
+    everything = CacheKey("t", "m", "everything")
     for question in questions:
         await decider.add(everything, question)
     false = []

@@ -41,7 +41,7 @@ from penstock.config.schema import TierConfig
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.testing.synthetic_engine import write_tokenizer
@@ -120,7 +120,7 @@ async def drill(spike: Spike) -> tuple[list[Record], list[TimedEngine]]:
     with tempfile.TemporaryDirectory(prefix="penstock-spike-") as folder:
         write_tokenizer(Path(folder), context_length=8192)
         backend = ReplicaSet("m", [InProcessBackend(e, name=str(i)) for i, e in enumerate(engines)])
-        registry = Registry([ServedModel("m", load_text(Path(folder)), backend)])
+        registry = ModelRegistry([ServedModel("m", load_text(Path(folder)), backend)])
         settings = GatewaySettings(
             models=(ModelSettings("m", ""),),
             port=free_port(),

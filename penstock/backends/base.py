@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from penstock.backends.errors import adapter_error, error_of
-from penstock.backends.mailbox import Inbox, Mailbox
+from penstock.backends.mailbox import DeltaSink, Mailbox
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
@@ -74,7 +74,7 @@ class Backend(Protocol):
     async def wait_ready(self, within: float) -> EngineInfo:
         """The engine's info once it is ready; `EngineUnavailable` after `within` seconds."""
 
-    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
+    def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         """Run `request`; its deltas go to `mailbox` as choice `index`. Which replica has it (`x-penstock-replica`).
         Raises `ApiError` when it cannot."""
 
@@ -120,7 +120,7 @@ class EngineClient(ABC):
         self._max_in_flight = max_in_flight
         self._max_waiters = max_waiters
         self._clock = clock
-        self._routes: dict[str, tuple[Inbox, int]] = {}
+        self._routes: dict[str, tuple[DeltaSink, int]] = {}
         self._aborted: set[str] = set()
         self._info: EngineInfo | None = None
         self._up = False
@@ -193,7 +193,7 @@ class EngineClient(ABC):
             )
         return self._info
 
-    def submit(self, request: Request, mailbox: Inbox, index: int = 0) -> str:
+    def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
         if request.request_id in self._routes:

@@ -24,7 +24,7 @@ class Arrival:
     at: float
 
 
-class Inbox(Protocol):
+class DeltaSink(Protocol):
     """Where the deltas of a request go."""
 
     def put(self, index: int, delta: Delta) -> None: ...

@@ -20,6 +20,7 @@ from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
+from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.startup.device import pick_device, pick_dtype
 
@@ -141,7 +142,8 @@ def measure(
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    kv_bytes = loaded.engine.runner.kv.shape.bytes_per_number
+    kinds = loaded.engine.runner.kv.shape.kinds
+    kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV))
     cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
     total = sum(outputs for _, outputs in workload.lengths())
     results = []

@@ -48,7 +48,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedQuestion:
     numbers: tuple[str, ...]
     negations: int
     kind: str
@@ -61,7 +61,7 @@ class Reading:
     """Whether the order of its words may matter."""
 
 
-def read(text: str) -> Reading:
+def parse_question(text: str) -> ParsedQuestion:
     """Take a question apart."""
     text = text.replace("’", "'").replace("‘", "'")
     literals = tuple(match.group() for match in _QUOTED.finditer(text))
@@ -83,7 +83,7 @@ def read(text: str) -> Reading:
             words.append(Word(_SIGNS[token], _SIGNS[token], True))
         elif token not in OVERLOOKED or token in names:
             words.append(_word(token, token in names))
-    return Reading(
+    return ParsedQuestion(
         tuple(numbers),
         negations,
         _kind(tokens),

@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 from urllib.parse import quote
 
-from penstock.caching.store import NOTES, AnswerStore, Clock, Key, Size
+from penstock.caching.store import NOTES, AnswerStore, CacheKey, Clock, Size
 from penstock.errors import ConfigError
 from penstock.protocol.errors import Overloaded
 
@@ -62,14 +62,14 @@ class RedisStore(AnswerStore):
         self._away_until = float("-inf")
         self._note: Any = self._redis.register_script(_NOTE)
 
-    async def get(self, key: Key) -> bytes | None:
+    async def get(self, key: CacheKey) -> bytes | None:
         found = await self._try(lambda: self._redis.get(_name("a", key)))
         return bytes(found) if found is not None else None
 
-    async def put(self, key: Key, answer: bytes) -> None:
+    async def put(self, key: CacheKey, answer: bytes) -> None:
         await self._try(lambda: self._redis.set(_name("a", key), answer, px=self._ttl_ms))
 
-    async def drop(self, key: Key) -> None:
+    async def drop(self, key: CacheKey) -> None:
         await self._try(lambda: self._redis.delete(_name("a", key)))
 
     async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
@@ -84,12 +84,12 @@ class RedisStore(AnswerStore):
             raise Overloaded(f"The cache's Redis cannot be reached: {error}", retry_after=1.0) from error
         return gone
 
-    async def note(self, partition: Key, question: bytes) -> None:
+    async def note(self, partition: CacheKey, question: bytes) -> None:
         keys = [_name("q", partition), _name("e", partition)]
         values = [question, self._most_questions, self._ttl_ms, uuid.uuid4().hex]
         await self._try(lambda: self._note(keys=keys, args=values))
 
-    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+    async def questions(self, partition: CacheKey, epoch: str, seen: int) -> tuple[str, list[bytes]]:
         async def read() -> tuple[str, list[bytes]]:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.get(_name("e", partition))
@@ -136,5 +136,5 @@ def _part(name: str | None) -> str:
     return "*" if name is None else quote(name, safe="")
 
 
-def _name(kind: str, key: Key) -> str:
+def _name(kind: str, key: CacheKey) -> str:
     return f"{_PREFIX}:{kind}:{_part(key.tenant)}:{_part(key.model)}:{key.digest}"

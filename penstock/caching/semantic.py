@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from penstock.caching.question import Reading, read
-from penstock.caching.store import AnswerStore, Key
-from penstock.caching.verifier import Leftover, Refusal, compare, settle
+from penstock.caching.question import ParsedQuestion, parse_question
+from penstock.caching.store import AnswerStore, CacheKey
+from penstock.caching.verifier import Leftover, Refusal, compare, match_leftover
 
 if TYPE_CHECKING:
     from penstock.backends.embedder import Embeddings
@@ -30,7 +30,7 @@ class Embeds(Protocol):
     async def embed(self, texts: Sequence[str], *, priority: int = 0) -> Embeddings: ...
 
 
-class Question(msgspec.Struct, frozen=True):
+class StoredQuestion(msgspec.Struct, frozen=True):
     """As it is stored."""
 
     text: str
@@ -42,8 +42,8 @@ class Question(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Index:
     epoch: str = ""
-    questions: list[Question] = field(default_factory=list)
-    readings: dict[int, Reading] = field(default_factory=dict)
+    questions: list[StoredQuestion] = field(default_factory=list)
+    readings: dict[int, ParsedQuestion] = field(default_factory=dict)
     matrix: Any = None
 
 
@@ -54,7 +54,7 @@ class Match:
 
 
 @dataclass(slots=True)
-class Search:
+class SearchResult:
     """What a lookup found out, to be used again when the answer is stored."""
 
     vector: bytes = b""
@@ -62,7 +62,7 @@ class Search:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-_decode = msgspec.msgpack.Decoder(Question).decode
+_decode = msgspec.msgpack.Decoder(StoredQuestion).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -73,23 +73,23 @@ class SemanticIndex:
         self._store = store
         self._embedder = embedder
         self._threshold = threshold
-        self._indexes: OrderedDict[Key, _Index] = OrderedDict()
+        self._indexes: OrderedDict[CacheKey, _Index] = OrderedDict()
         self._words: OrderedDict[str, Any] = OrderedDict()
 
-    async def search(self, partition: Key, text: str) -> Search:
+    async def search(self, partition: CacheKey, text: str) -> SearchResult:
         """Answers to the same question, best first."""
         vector = (await self._embedder.embed([text])).vectors[0]
-        found = Search(vector.tobytes())
+        found = SearchResult(vector.tobytes())
         index = await self._synced(partition)
         if index.matrix is None:
             return found
         likeness = index.matrix @ vector
         near = (likeness >= self._threshold).nonzero()[0]
-        asked = read(text)
+        asked = parse_question(text)
         for i in near[(-likeness[near]).argsort(kind="stable")][:MOST_CANDIDATES].tolist():
             known = index.readings.get(i)
             if known is None:
-                known = index.readings[i] = read(index.questions[i].text)
+                known = index.readings[i] = parse_question(index.questions[i].text)
             refusal = await self._refusal(asked, known)
             if refusal is None:
                 found.matches.append(Match(index.questions[i].digest, float(likeness[i])))
@@ -97,16 +97,16 @@ class SemanticIndex:
                 found.refusals.append(refusal)
         return found
 
-    async def add(self, partition: Key, text: str, digest: str, vector: bytes) -> None:
-        await self._store.note(partition, _encode(Question(text, digest, vector)))
+    async def add(self, partition: CacheKey, text: str, digest: str, vector: bytes) -> None:
+        await self._store.note(partition, _encode(StoredQuestion(text, digest, vector)))
 
-    async def _refusal(self, asked: Reading, known: Reading) -> Refusal | None:
+    async def _refusal(self, asked: ParsedQuestion, known: ParsedQuestion) -> Refusal | None:
         difference = compare(asked, known)
         if not isinstance(difference, Leftover):
             return difference
         words = await self._vectors((*difference.ours, *difference.theirs))
         ours, theirs = words[: len(difference.ours)], words[len(difference.ours) :]
-        return settle(difference, [[float(a @ b) for b in theirs] for a in ours])
+        return match_leftover(difference, [[float(a @ b) for b in theirs] for a in ours])
 
     async def _vectors(self, words: Sequence[str]) -> list[Any]:
         missing = [word for word in dict.fromkeys(words) if word not in self._words]
@@ -118,7 +118,7 @@ class SemanticIndex:
             self._words.popitem(last=False)
         return found
 
-    async def _synced(self, partition: Key) -> _Index:
+    async def _synced(self, partition: CacheKey) -> _Index:
         """The local copy, with what the store has since got."""
         index = self._indexes.setdefault(partition, _Index())
         self._indexes.move_to_end(partition)

@@ -20,7 +20,7 @@ NOTES = "\0notes"
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class CacheKey:
     tenant: str
     model: str
     digest: str
@@ -34,24 +34,24 @@ class Size:
 
 class AnswerStore(ABC):
     @abstractmethod
-    async def get(self, key: Key) -> bytes | None: ...
+    async def get(self, key: CacheKey) -> bytes | None: ...
 
     @abstractmethod
-    async def put(self, key: Key, answer: bytes) -> None: ...
+    async def put(self, key: CacheKey, answer: bytes) -> None: ...
 
     @abstractmethod
-    async def drop(self, key: Key) -> None: ...
+    async def drop(self, key: CacheKey) -> None: ...
 
     @abstractmethod
     async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
         """Forget what is of this tenant and this model (None: of any); how many answers that were."""
 
     @abstractmethod
-    async def note(self, partition: Key, question: bytes) -> None:
+    async def note(self, partition: CacheKey, question: bytes) -> None:
         """Add a question to a partition."""
 
     @abstractmethod
-    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+    async def questions(self, partition: CacheKey, epoch: str, seen: int) -> tuple[str, list[bytes]]:
         """The epoch, and the questions after the first `seen`; all of them when the epoch is not the one given."""
 
     @abstractmethod
@@ -84,11 +84,11 @@ class MemoryStore(AnswerStore):
         self._ttl_s = ttl_s
         self._most_questions = most_questions
         self._clock = clock
-        self._answers: OrderedDict[Key, _Answer] = OrderedDict()
-        self._partitions: OrderedDict[Key, _Partition] = OrderedDict()
+        self._answers: OrderedDict[CacheKey, _Answer] = OrderedDict()
+        self._partitions: OrderedDict[CacheKey, _Partition] = OrderedDict()
         self.bytes = 0
 
-    async def get(self, key: Key) -> bytes | None:
+    async def get(self, key: CacheKey) -> bytes | None:
         found = self._answers.get(key)
         if found is None:
             return None
@@ -98,7 +98,7 @@ class MemoryStore(AnswerStore):
         self._answers.move_to_end(key)
         return found.value
 
-    async def put(self, key: Key, answer: bytes) -> None:
+    async def put(self, key: CacheKey, answer: bytes) -> None:
         await self.drop(key)
         if len(answer) > self._limit:
             return
@@ -106,7 +106,7 @@ class MemoryStore(AnswerStore):
         self.bytes += len(answer)
         self._shrink()
 
-    async def drop(self, key: Key) -> None:
+    async def drop(self, key: CacheKey) -> None:
         found = self._answers.pop(key, None)
         if found is not None:
             self.bytes -= len(found.value)
@@ -120,7 +120,7 @@ class MemoryStore(AnswerStore):
             self._forget(key)
         return answers
 
-    async def note(self, partition: Key, question: bytes) -> None:
+    async def note(self, partition: CacheKey, question: bytes) -> None:
         now = self._clock()
         found = self._partitions.get(partition)
         if found is None or found.until <= now:
@@ -139,7 +139,7 @@ class MemoryStore(AnswerStore):
         self._partitions.move_to_end(partition)
         self._shrink()
 
-    async def questions(self, partition: Key, epoch: str, seen: int) -> tuple[str, list[bytes]]:
+    async def questions(self, partition: CacheKey, epoch: str, seen: int) -> tuple[str, list[bytes]]:
         found = self._partitions.get(partition)
         if found is None or found.until <= self._clock():
             return "", []
@@ -149,7 +149,7 @@ class MemoryStore(AnswerStore):
         held = [found for key, found in self._answers.items() if key.model != NOTES and _matches(key, tenant, None)]
         return Size(len(held), self.bytes if tenant is None else sum(len(found.value) for found in held))
 
-    def _forget(self, partition: Key) -> None:
+    def _forget(self, partition: CacheKey) -> None:
         found = self._partitions.pop(partition, None)
         if found is not None:
             self.bytes -= found.bytes
@@ -163,5 +163,5 @@ class MemoryStore(AnswerStore):
             self._forget(next(iter(self._partitions)))
 
 
-def _matches(key: Key, tenant: str | None, model: str | None) -> bool:
+def _matches(key: CacheKey, tenant: str | None, model: str | None) -> bool:
     return tenant in (None, key.tenant) and model in (None, key.model)

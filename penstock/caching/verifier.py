@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.caching.lexicon import OPPOSITE
-from penstock.caching.question import Reading, Word, stem
+from penstock.caching.question import ParsedQuestion, Word, stem
 
 Refusal = Literal["number", "negation", "question", "person", "literal", "name", "opposite", "wording", "order"]
 
@@ -34,7 +34,7 @@ class Leftover:
     theirs: tuple[str, ...]
 
 
-def compare(asked: Reading, known: Reading) -> Refusal | Leftover | None:
+def compare(asked: ParsedQuestion, known: ParsedQuestion) -> Refusal | Leftover | None:
     """Why the two differ; words still to be compared; or None when they ask the same."""
     if asked.literals != known.literals:
         return "literal"
@@ -60,7 +60,7 @@ def compare(asked: Reading, known: Reading) -> Refusal | Leftover | None:
     return Leftover(tuple(word.stem for word in ours), tuple(word.stem for word in theirs))
 
 
-def settle(leftover: Leftover, likeness: Sequence[Sequence[float]]) -> Refusal | None:
+def match_leftover(leftover: Leftover, likeness: Sequence[Sequence[float]]) -> Refusal | None:
     """`likeness[i][j]`: the cosine of our word i and their word j. Each needs a partner of its own."""
     free = set(range(len(leftover.theirs)))
     for row, word in enumerate(leftover.ours):
@@ -103,7 +103,7 @@ def _opposed(ours: Sequence[Word], theirs: Sequence[Word]) -> bool:
     )
 
 
-def _same_order(asked: Reading, known: Reading) -> bool:
+def _same_order(asked: ParsedQuestion, known: ParsedQuestion) -> bool:
     """Names in the same order; where a direction is spoken of, everything."""
     ours, theirs = [word.concept for word in asked.words], [word.concept for word in known.words]
     shared = set(ours) & set(theirs)

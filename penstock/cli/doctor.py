@@ -28,7 +28,7 @@ def doctor(
     """
     from penstock.cli.terminal import stderr
     from penstock.config import load
-    from penstock.supervisor.diagnostics import State, examine
+    from penstock.supervisor.diagnostics import CheckState, examine
 
     config = load(config_file)
     with stderr().status("looking around"):
@@ -42,10 +42,10 @@ def doctor(
         from rich.text import Text
 
         console = Console(highlight=False)
-        colours = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+        colours = {CheckState.OK: "green", CheckState.WARN: "yellow", CheckState.FAIL: "bold red"}
         for finding in findings:
             mark = Text(f"{finding.state.value:5}", style=colours[finding.state])
             console.print(Text.assemble(mark, (f"{finding.name:14}", "bold"), finding.detail), soft_wrap=True)
             if finding.remedy:
                 console.print(Text(f"{'':19}→ {finding.remedy}", style="yellow"), soft_wrap=True)
-    raise typer.Exit(1 if any(finding.state is State.FAIL for finding in findings) else 0)
+    raise typer.Exit(1 if any(finding.state is CheckState.FAIL for finding in findings) else 0)

@@ -66,7 +66,7 @@ def gateway(
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
     from penstock.supervisor.launch import resolved as with_paths
-    from penstock.supervisor.status import Asked, Failed, Listening, StatusPipe
+    from penstock.supervisor.status import EncoderNeeded, Failed, Listening, StatusPipe
 
     status = StatusPipe(supervised)
     if supervised is not None:
@@ -94,7 +94,7 @@ def gateway(
             config,
             endpoints,
             curve,
-            ask=lambda encoder: status.send(Asked(encoder)),
+            ask=lambda encoder: status.send(EncoderNeeded(encoder)),
             control=control,
             worker=None if coordinator is None else Worker(worker, coordinator),
             listening=lambda: status.send(Listening()),
@@ -110,7 +110,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
     import asyncio
 
     from penstock.cli.terminal import stderr
-    from penstock.cli.terminal_reporter import ConsoleReporter
+    from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.gateway.http.port import check_port
     from penstock.supervisor.launch import gateways, worker_coordinator
     from penstock.supervisor.runtime import RuntimeFolder
@@ -130,7 +130,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
-                reporter=ConsoleReporter(stderr(), config, bars=False),
+                reporter=TerminalReporter(stderr(), config, bars=False),
                 gateways_up=gateways_up,
             ).run()
 

@@ -14,7 +14,7 @@ from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.identity import IdentityStore, Key
+    from penstock.identity import ApiKey, IdentityStore
     from penstock.identity.allowance import Allowance, AllowanceChange
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def list_keys(
     from rich.console import Console
     from rich.table import Table
 
-    async def work(config: Config, store: IdentityStore) -> list[Key]:
+    async def work(config: Config, store: IdentityStore) -> list[ApiKey]:
         return await store.keys(tenant)
 
     table = Table("key", "tenant", "user", "name", "scopes", "made", "state", "limits", box=None, pad_edge=False)
@@ -135,7 +135,7 @@ def update_key(
     """Change a key's name or limits. Running gateways notice within seconds."""
     limits = _limits(limit)
 
-    async def work(config: Config, store: IdentityStore) -> Key:
+    async def work(config: Config, store: IdentityStore) -> ApiKey:
         return await store.update_key(key, name=name, limits=limits)
 
     typer.echo(f"{key}: {_shown(_with_store(config_file, settings, work).limits) or 'no limits of its own'}")
@@ -305,7 +305,7 @@ def _seconds(text: str) -> float:
     return int(number) * _UNITS[unit]
 
 
-def _state(key: Key) -> str:
+def _state(key: ApiKey) -> str:
     if key.revoked_at is not None:
         return "revoked"
     if key.expires_at is None:

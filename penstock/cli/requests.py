@@ -9,7 +9,7 @@ import typer
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
-    from penstock.metering.request_log import Entry
+    from penstock.metering.request_log import LogEntry
 
 
 def requests(
@@ -46,7 +46,7 @@ def requests(
     if url.startswith(("kafka:", "clickhouse", "off")):
         raise ConfigError("request_log.url is not a database of ours: read the records where they go")
 
-    async def run() -> list[Entry]:
+    async def run() -> list[LogEntry]:
         store = RequestStore(lambda: open_database(url))
         try:
             return await store.read(since=moment(since), tenant=tenant, finish_reason=finish_reason, limit=limit)
@@ -63,7 +63,7 @@ def requests(
         _table(entries)
 
 
-def _table(entries: list[Entry]) -> None:
+def _table(entries: list[LogEntry]) -> None:
     import datetime
 
     from rich.console import Console

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.routing.selection.classifier import Classifier
     from penstock.routing.selection.prompts import Prompt
-    from penstock.routing.selection.selector import Rules
+    from penstock.routing.selection.selector import RouteRules
 
 route = typer.Typer(help="Choosing a model by what is asked (`model: auto`).", no_args_is_help=True)
 
@@ -151,10 +151,10 @@ def train(
     console.print(f"Use it: routes[0].classifier: {output}")
 
 
-def _rules(threshold: float) -> Rules:
-    from penstock.routing.selection.selector import Rules
+def _rules(threshold: float) -> RouteRules:
+    from penstock.routing.selection.selector import RouteRules
 
-    return Rules("auto", "small", "large", threshold=threshold)
+    return RouteRules("auto", "small", "large", threshold=threshold)
 
 
 def _load(path: Path | None) -> list[Prompt]:

@@ -46,16 +46,16 @@ def serve(
     from pathlib import Path
 
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
-    from penstock.cli.terminal_reporter import ConsoleReporter
+    from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
     from penstock.gateway.http.port import check_port
-    from penstock.identity.exposure import check_doors
-    from penstock.supervisor.catalogue import Catalogue
-    from penstock.supervisor.control import Control
+    from penstock.identity.exposure import check_exposure
+    from penstock.supervisor.catalogue import ModelCatalogue
+    from penstock.supervisor.control import ControlServer
     from penstock.supervisor.launch import resolved, units, worker_coordinator
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
-    from penstock.supervisor.saved_models import KeptModels
+    from penstock.supervisor.saved_models import SavedModels
     from penstock.supervisor.supervisor import Supervisor
 
     config = load(
@@ -78,7 +78,7 @@ def serve(
     if server.admin_port is not None:
         check_port(server.admin_host, server.admin_port)
     for host in [server.host] if server.admin_port is None else [server.host, server.admin_host]:
-        asyncio.run(check_doors(host, config.store.url))
+        asyncio.run(check_exposure(host, config.store.url))
     console = stderr()
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
 
@@ -91,14 +91,14 @@ def serve(
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
-                reporter=ConsoleReporter(console, config),
+                reporter=TerminalReporter(console, config),
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
             )
-            catalogue = Catalogue(config, folder)
-            kept = KeptModels(Path(server.loaded_models) if server.loaded_models else None)
+            catalogue = ModelCatalogue(config, folder)
+            kept = SavedModels(Path(server.loaded_models) if server.loaded_models else None)
             replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, kept)
-            async with Control(folder.control, replicas):
+            async with ControlServer(folder.control, replicas):
                 await supervisor.run()
 
     with RuntimeFolder() as folder:

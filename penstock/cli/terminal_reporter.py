@@ -19,7 +19,7 @@ from penstock.supervisor.reporter import Reporter
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 
 
-class ConsoleReporter(Reporter):
+class TerminalReporter(Reporter):
     """Writes to `console`. With JSON logs, lines of children pass unchanged, so that the output stays parseable."""
 
     def __init__(self, console: Console, config: Config, *, bars: bool = True) -> None:

@@ -14,7 +14,7 @@ from penstock.config.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """One setting, ready to be shown."""
 
     section: str
@@ -36,14 +36,14 @@ class Key:
         return f"{ENV_PREFIX}{self.section}__{index}{self.name}".upper()
 
 
-def keys() -> Iterator[Key]:
+def keys() -> Iterator[ConfigKey]:
     """Every key, in the order of the schema."""
     for section, kind in get_type_hints(Config).items():
         cls = get_args(kind)[0] if get_origin(kind) is tuple else kind
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):
             default = _shown(field.default, field.metadata["size"])
-            yield Key(
+            yield ConfigKey(
                 section=section,
                 name=field.name,
                 accepts=describe_kind(hints[field.name], field.metadata),
@@ -56,7 +56,7 @@ def keys() -> Iterator[Key]:
 
 def example() -> str:
     """A commented file in which every key is either set to its default or shown, commented out."""
-    sections: dict[str, list[Key]] = {}
+    sections: dict[str, list[ConfigKey]] = {}
     for key in keys():
         sections.setdefault(key.section, []).append(key)
     hints = get_type_hints(Config)
@@ -77,7 +77,7 @@ def example() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _item(item: Any, members: list[Key], is_list: bool, explained: bool) -> Iterator[str]:
+def _item(item: Any, members: list[ConfigKey], is_list: bool, explained: bool) -> Iterator[str]:
     """The keys of one section or of one item of a list; all of them with their meaning when `explained`."""
     begun = False
     for key in members:

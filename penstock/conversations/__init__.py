@@ -4,19 +4,19 @@ Nothing here knows HTTP or an engine. Messages are the flat dictionaries that ch
 """
 
 from penstock.conversations.conversation import Conversation, Message, Owner, Summary, Turn
-from penstock.conversations.sessions import Busy, Held, Sessions
-from penstock.conversations.store import ConversationStore, Listed, Stored
+from penstock.conversations.sessions import HeldConversation, SessionBusy, Sessions
+from penstock.conversations.store import ConversationStore, ListedConversation, StoredConversation
 
 __all__ = [
-    "Busy",
     "Conversation",
     "ConversationStore",
-    "Held",
-    "Listed",
+    "HeldConversation",
+    "ListedConversation",
     "Message",
     "Owner",
+    "SessionBusy",
     "Sessions",
-    "Stored",
+    "StoredConversation",
     "Summary",
     "Turn",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.conversations.conversation import Owner
-from penstock.conversations.store import ConversationStore, Listed, Stored
+from penstock.conversations.store import ConversationStore, ListedConversation, StoredConversation
 from penstock.errors import ConfigError
 from penstock.storage import DatabaseError
 
@@ -71,13 +71,13 @@ class RedisConversations(ConversationStore):
         self._most = most
         self._clock = clock
 
-    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> Stored | None:
+    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> StoredConversation | None:
         key = _key(owner, id)
         granted, *found = await _guarded(self._begin(keys=[key, _lease(key)], args=[lease, _ms(lease_s)]))
         if not granted:
             return None
         data, summary, created, updated = found
-        return Stored(data, summary, float(created), float(updated), self._clock() + self._ttl_s)
+        return StoredConversation(data, summary, float(created), float(updated), self._clock() + self._ttl_s)
 
     async def renew(self, owner: Owner, id: str, lease: str, lease_s: float) -> None:
         await _guarded(self._renew(keys=[_lease(_key(owner, id))], args=[lease, _ms(lease_s)]))
@@ -94,16 +94,16 @@ class RedisConversations(ConversationStore):
     async def summarise(self, owner: Owner, id: str, created_at: float, summary: bytes) -> bool:
         return bool(await _guarded(self._summarise(keys=[_key(owner, id)], args=[repr(created_at), summary])))
 
-    async def get(self, owner: Owner, id: str) -> Stored | None:
+    async def get(self, owner: Owner, id: str) -> StoredConversation | None:
         key = _key(owner, id)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.hmget(key, "data", "summary", "created", "updated").pttl(key)
             (data, summary, created, updated), left = await _guarded(pipeline.execute())
         if data is None:
             return None
-        return Stored(data, summary or b"", float(created), float(updated), self._clock() + left / 1000)
+        return StoredConversation(data, summary or b"", float(created), float(updated), self._clock() + left / 1000)
 
-    async def list(self, owner: Owner, limit: int) -> list[Listed]:
+    async def list(self, owner: Owner, limit: int) -> list[ListedConversation]:
         ids = [id.decode() for id in await _guarded(self._redis.zrevrange(_list(owner), 0, limit - 1))]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for id in ids:
@@ -112,7 +112,7 @@ class RedisConversations(ConversationStore):
             found = await _guarded(pipeline.execute())
         now = self._clock()
         return [
-            Listed(id, float(created), float(updated), now + left / 1000, int(turns))
+            ListedConversation(id, float(created), float(updated), now + left / 1000, int(turns))
             for id, (created, updated, turns), left in zip(ids, found[::2], found[1::2], strict=True)
             if created is not None
         ]

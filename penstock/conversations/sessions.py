@@ -1,8 +1,9 @@
 """One turn of a conversation at a time, in the order in which they arrived.
 
-Requests of this process stand in line for a conversation; the one in front also needs its lease in the store, which
-other gateways may hold. Whoever waits longer than `wait_s`, or finds the line full, is refused with `Busy`. Leases held
-are renewed by one task, so a long answer keeps its conversation and a dead gateway blocks it for `LEASE_S` at most.
+Requests of this process queue for a conversation; the first in the queue also needs the conversation's lease in the
+store, which another gateway may hold. A request that waits longer than `wait_s`, or finds the queue full, is refused
+with `SessionBusy`. One task renews the leases that are held, so a long answer keeps its conversation, and a gateway
+that died blocks it for at most `LEASE_S`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.conversations.conversation import (
     unpack_conversation,
     unpack_summary,
 )
-from penstock.conversations.store import ConversationStore, Stored
+from penstock.conversations.store import ConversationStore, StoredConversation
 from penstock.errors import PenstockError
 from penstock.storage import DatabaseError
 
@@ -40,12 +41,12 @@ _INLINE_BYTES = 16 * 1024
 """Smaller conversations are compressed and read on the event loop: that takes less than a thread's round trip."""
 
 
-class Busy(PenstockError):
+class SessionBusy(PenstockError):
     """Another turn of the same conversation is being answered."""
 
 
 @dataclass(slots=True)
-class Held:
+class HeldConversation:
     """A conversation while one of its turns is answered."""
 
     owner: Owner
@@ -72,7 +73,7 @@ class Sessions:
         self._most_bytes = most_bytes
         self._lease_s = lease_s
         self._lines: dict[tuple[Owner, str], _Line] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldConversation] = {}
         self._holding = asyncio.Event()
         self._aside: dict[tuple[Owner, str], asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
@@ -90,11 +91,11 @@ class Sessions:
         await self.store.close()
 
     @asynccontextmanager
-    async def turn(self, owner: Owner, id: str) -> AsyncIterator[Held]:
+    async def turn(self, owner: Owner, id: str) -> AsyncIterator[HeldConversation]:
         """The conversation, for whoever is next in line. What is not committed inside is not kept."""
         line = self._lines.setdefault((owner, id), _Line())
         if line.waiting >= _LINE:
-            raise Busy(f"{line.waiting} turns of this conversation already wait")
+            raise SessionBusy(f"{line.waiting} turns of this conversation already wait")
         deadline = asyncio.get_running_loop().time() + self._wait_s
         line.waiting += 1
         try:
@@ -109,7 +110,7 @@ class Sessions:
             if not line.waiting:
                 del self._lines[owner, id]
 
-    async def commit(self, held: Held, conversation: Conversation) -> bool:
+    async def commit(self, held: HeldConversation, conversation: Conversation) -> bool:
         """Keep the conversation as it is now, and let the next turn begin; False when it was deleted meanwhile."""
         conversation = conversation.bounded(self._most_bytes)
         data = await _packed(conversation)
@@ -121,11 +122,11 @@ class Sessions:
         self._forget(held)
         return held.committed
 
-    async def get(self, owner: Owner, id: str) -> tuple[Stored, Conversation, Summary] | None:
+    async def get(self, owner: Owner, id: str) -> tuple[StoredConversation, Conversation, Summary] | None:
         stored = await self.store.get(owner, id)
         return None if stored is None else (stored, *await _unpacked(stored))
 
-    def begin_aside(self, owner: Owner, id: str, work: Coroutine[Any, Any, None]) -> None:
+    def start_background(self, owner: Owner, id: str, work: Coroutine[Any, Any, None]) -> None:
         """Do something for a conversation while nobody waits for it; not twice at a time, and not for too many."""
         key = (owner, id)
         if key in self._aside or len(self._aside) >= _ASIDE:
@@ -134,7 +135,7 @@ class Sessions:
         task = self._aside[key] = asyncio.create_task(work, name="conversation summary")
         task.add_done_callback(lambda _: self._aside.pop(key, None))
 
-    async def settled_aside(self, owner: Owner, id: str) -> bool:
+    async def wait_background(self, owner: Owner, id: str) -> bool:
         """Wait for what was begun aside; False when there was nothing."""
         task = self._aside.get((owner, id))
         if task is None:
@@ -142,12 +143,12 @@ class Sessions:
         await asyncio.wait((task,))
         return True
 
-    async def _begin(self, owner: Owner, id: str, deadline: float) -> Held:
+    async def _begin(self, owner: Owner, id: str, deadline: float) -> HeldConversation:
         lease, pause = uuid.uuid4().hex, _FIRST_LOOK_S
         loop = asyncio.get_running_loop()
         while (stored := await self.store.begin(owner, id, lease, self._lease_s)) is None:
             if loop.time() + pause > deadline:
-                raise Busy("another turn of this conversation is being answered")
+                raise SessionBusy("another turn of this conversation is being answered")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_S)
         try:
@@ -155,12 +156,12 @@ class Sessions:
         except BaseException:
             await self.store.release(owner, id, lease)
             raise
-        held = Held(owner, id, lease, conversation, summary, stored.created_at)
+        held = HeldConversation(owner, id, lease, conversation, summary, stored.created_at)
         self._held[lease] = held
         self._holding.set()
         return held
 
-    async def _end(self, held: Held) -> None:
+    async def _end(self, held: HeldConversation) -> None:
         if self._held.get(held.lease) is not held:
             return
         self._forget(held)
@@ -169,7 +170,7 @@ class Sessions:
         except DatabaseError as error:
             log.warning("a conversation's lease could not be given up (%s); it runs out by itself", error)
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: HeldConversation) -> None:
         self._held.pop(held.lease, None)
         if not self._held:
             self._holding.clear()
@@ -191,7 +192,7 @@ async def _timed_lock(lock: asyncio.Lock, deadline: float) -> AsyncIterator[None
         async with asyncio.timeout_at(deadline):
             await lock.acquire()
     except TimeoutError:
-        raise Busy("other turns of this conversation are being answered") from None
+        raise SessionBusy("other turns of this conversation are being answered") from None
     try:
         yield
     finally:
@@ -203,7 +204,7 @@ async def _packed(conversation: Conversation) -> bytes:
     return pack(conversation) if size <= _INLINE_BYTES else await asyncio.to_thread(pack, conversation)
 
 
-async def _unpacked(stored: Stored) -> tuple[Conversation, Summary]:
+async def _unpacked(stored: StoredConversation) -> tuple[Conversation, Summary]:
     if not stored.data:
         return Conversation(), Summary()
 

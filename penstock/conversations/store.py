@@ -18,7 +18,7 @@ from penstock.storage import Database
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredConversation:
     """What a store has of a conversation. `data` empty: nothing yet."""
 
     data: bytes = b""
@@ -30,7 +30,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedConversation:
     """A conversation in a list."""
 
     id: str
@@ -48,7 +48,7 @@ class ConversationStore(ABC):
         return
 
     @abstractmethod
-    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> Stored | None:
+    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> StoredConversation | None:
         """Take the lease and read the conversation; None when somebody else has the lease."""
 
     @abstractmethod
@@ -68,10 +68,10 @@ class ConversationStore(ABC):
         """Write a summary; False when the conversation is gone."""
 
     @abstractmethod
-    async def get(self, owner: Owner, id: str) -> Stored | None: ...
+    async def get(self, owner: Owner, id: str) -> StoredConversation | None: ...
 
     @abstractmethod
-    async def list(self, owner: Owner, limit: int) -> list[Listed]:
+    async def list(self, owner: Owner, limit: int) -> list[ListedConversation]:
         """The owner's conversations, the one used last first."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class SqlConversations(ConversationStore):
     async def prepare(self) -> None:
         await self._database.migrate("conversations", _VERSIONS)
 
-    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> Stored | None:
+    async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> StoredConversation | None:
         now = self._clock()
         whose = (owner.tenant, owner.user, id)
         _, taken = await self._database.transact(
@@ -168,7 +168,7 @@ class SqlConversations(ConversationStore):
         )  # fmt: skip
         return changed > 0
 
-    async def get(self, owner: Owner, id: str) -> Stored | None:
+    async def get(self, owner: Owner, id: str) -> StoredConversation | None:
         rows = await self._database.fetch(
             f"SELECT data, summary, created_at, updated_at, expires_at FROM conversations WHERE {_WHOSE} "
             "AND expires_at > ? AND turns > 0",
@@ -176,13 +176,13 @@ class SqlConversations(ConversationStore):
         )  # fmt: skip
         return _stored(rows[0]) if rows else None
 
-    async def list(self, owner: Owner, limit: int) -> list[Listed]:
+    async def list(self, owner: Owner, limit: int) -> list[ListedConversation]:
         rows = await self._database.fetch(
             "SELECT id, created_at, updated_at, expires_at, turns FROM conversations WHERE tenant = ? AND user_id = ? "
             "AND expires_at > ? AND turns > 0 ORDER BY updated_at DESC LIMIT ?",
             owner.tenant, owner.user, self._clock(), limit,
         )  # fmt: skip
-        return [Listed(*row) for row in rows]
+        return [ListedConversation(*row) for row in rows]
 
     async def delete(self, owner: Owner, id: str) -> bool:
         counts = await self._database.transact(
@@ -194,7 +194,7 @@ class SqlConversations(ConversationStore):
         return counts[0] > 0
 
 
-def _stored(row: tuple[object, ...]) -> Stored:
+def _stored(row: tuple[object, ...]) -> StoredConversation:
     data, summary, created, updated, expires = row
     assert isinstance(data, bytes) and isinstance(summary, bytes)
-    return Stored(data, summary, float(str(created)), float(str(updated)), float(str(expires)))
+    return StoredConversation(data, summary, float(str(created)), float(str(updated)), float(str(expires)))

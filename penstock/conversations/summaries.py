@@ -25,7 +25,7 @@ _HEADING = "Notes on the earlier part of this conversation:"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SummaryBudget:
     """Token counts that bound a summary."""
 
     note: int
@@ -53,7 +53,7 @@ def with_notes(system: str, summary: Summary) -> list[Message]:
 
 
 async def condense(
-    conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: Room
+    conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: SummaryBudget
 ) -> Summary:
     """Notes on everything before turn `upto`. What the model leaves empty is covered all the same."""
     notes = list(summary.notes)

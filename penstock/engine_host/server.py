@@ -18,7 +18,7 @@ from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.encoder.request import EncodeOutput
 from penstock.engine.request import Delta, EngineState, Load, Request, StepOutput
 from penstock.engine_host.adapters import operate
-from penstock.engine_host.handover.endpoint import HandoverDesk
+from penstock.engine_host.handover.endpoint import HandoverEndpoint
 from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
@@ -93,7 +93,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(listener.socket, zmq.POLLIN)
         self._peers = Peers(listener.socket, backlog_limit=backlog_limit, pacing=pacing)
-        self._handovers = HandoverDesk(self._poller, listener.socket, listener.secret_key)
+        self._handovers = HandoverEndpoint(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._sleeper = sleeper
         self._state: EngineState = state

@@ -1,7 +1,7 @@
 """Who is calling: tenants, users, keys, and how a key becomes a caller."""
 
-from penstock.identity.entities import OPEN_CALLER, SCOPES, Caller, Key, Scope, Tenant
+from penstock.identity.entities import OPEN_CALLER, SCOPES, ApiKey, Caller, Scope, Tenant
 from penstock.identity.keyring import KeyRing
 from penstock.identity.store import IdentityStore
 
-__all__ = ["OPEN_CALLER", "SCOPES", "Caller", "IdentityStore", "Key", "KeyRing", "Scope", "Tenant"]
+__all__ = ["OPEN_CALLER", "SCOPES", "ApiKey", "Caller", "IdentityStore", "KeyRing", "Scope", "Tenant"]

@@ -26,7 +26,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """An API key as it is stored and shown: never its secret."""
 
     id: str

@@ -8,7 +8,7 @@ from penstock.protocol.address import is_loopback
 from penstock.storage import open_database
 
 
-async def check_doors(host: str, store_url: str) -> None:
+async def check_exposure(host: str, store_url: str) -> None:
     """Refuse to listen on `host` when other machines can reach it and there is no key."""
     if is_loopback(host):
         return

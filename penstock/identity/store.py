@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
-from penstock.identity.entities import SCOPES, Key, Scope, Tenant
+from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.secrets import Minted, mint
 from penstock.storage import Database, Row
 
@@ -49,7 +49,7 @@ class IdentityError(PenstockError):
 class StoredKey:
     """What is needed to check a key."""
 
-    key: Key
+    key: ApiKey
     digest: str
     tenant: Tenant
 
@@ -117,7 +117,7 @@ class IdentityStore:
         scopes: Sequence[Scope] = ("inference",),
         expires_at: float | None = None,
         limits: Allowance = NO_ALLOWANCE,
-    ) -> tuple[Key, Minted]:
+    ) -> tuple[ApiKey, Minted]:
         """A new key, and its text, which is not kept."""
         if user:
             _check_name(user, "user")
@@ -127,7 +127,7 @@ class IdentityStore:
         if not await self.tenants(tenant):
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
-        key = Key(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
+        key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
         if limits is not NO_ALLOWANCE:  # before the key, so that it never works without them
             await self._database.execute(_LIMIT, "key", key.id, stored(limits))
         await self._database.execute(
@@ -138,7 +138,7 @@ class IdentityStore:
         )  # fmt: skip
         return key, minted
 
-    async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> Key:
+    async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> ApiKey:
         """Change what is given, of a key that still works."""
         found = await self.find(id)
         if found is None or found.key.revoked_at is not None:
@@ -158,7 +158,7 @@ class IdentityStore:
         )
         return bool(changed)
 
-    async def keys(self, tenant: str | None = None) -> list[Key]:
+    async def keys(self, tenant: str | None = None) -> list[ApiKey]:
         where, values = ("WHERE k.tenant = ? ", (tenant,)) if tenant is not None else ("", ())
         rows = await self._database.fetch(f"SELECT {_KEY} FROM {_KEYS} {where}ORDER BY k.created_at, k.id", *values)
         return [_key(row) for row in rows]
@@ -179,9 +179,9 @@ class IdentityStore:
         return bool(await self._database.fetch("SELECT 1 FROM keys LIMIT 1"))
 
 
-def _key(row: Row) -> Key:
+def _key(row: Row) -> ApiKey:
     id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits = row
-    return Key(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at, read(limits))
+    return ApiKey(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at, read(limits))
 
 
 def _tenant(row: Row) -> Tenant:

@@ -19,7 +19,7 @@ from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.entities import Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.late_interaction import pack
-from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, ReadingQueue
+from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, IngestQueue
 from penstock.knowledge.readers.process import ReaderProcess
 from penstock.storage import DatabaseError
 
@@ -44,7 +44,7 @@ class Ingestor:
 
     def __init__(
         self,
-        queue: ReadingQueue,
+        queue: IngestQueue,
         stores: ChunkStores,
         embedder: Embedder,
         *,

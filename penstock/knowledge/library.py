@@ -27,7 +27,7 @@ from penstock.knowledge.entities import (
 from penstock.knowledge.ingest import Ingestor, Meter
 from penstock.knowledge.late_interaction import LateInteraction
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.queue import ReadingQueue
+from penstock.knowledge.queue import IngestQueue
 from penstock.knowledge.retrieval import Reranker, Retriever
 from penstock.storage import Database, open_database
 
@@ -54,7 +54,7 @@ class Library:
         self._database = database
         self._owned = True
         self.stores = stores
-        self.queue = ReadingQueue(database)
+        self.queue = IngestQueue(database)
         self._ingestor = Ingestor(
             self.queue,
             stores,

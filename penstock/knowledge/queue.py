@@ -31,7 +31,7 @@ class Claim:
     attempts: int
 
 
-class ReadingQueue:
+class IngestQueue:
     """Claims, progress and ends."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:

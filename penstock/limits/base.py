@@ -51,7 +51,7 @@ class Amounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LimitState:
     """Where a limit stands after a decision."""
 
     limit: Limit
@@ -76,7 +76,7 @@ class Refusal:
 class Decision:
     """The outcome of a reservation; `refusal` is None when it was granted."""
 
-    standings: tuple[Standing, ...]
+    states: tuple[LimitState, ...]
     refusal: Refusal | None = None
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
+from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitState, LimitStore, Refusal
 
 _SWEEP = 4096
 """Subjects counted before those whose windows have passed are forgotten; then twice as many as are left."""
@@ -92,8 +92,8 @@ class MemoryLimits(LimitStore):
             del window.steps[step]
         return sum(window.steps.values())
 
-    def _standings(self, limits: Sequence[Limit], now: float) -> tuple[Standing, ...]:
-        return tuple(Standing(limit, self._used(limit, now), self._reset(limit, now)) for limit in limits)
+    def _standings(self, limits: Sequence[Limit], now: float) -> tuple[LimitState, ...]:
+        return tuple(LimitState(limit, self._used(limit, now), self._reset(limit, now)) for limit in limits)
 
     def _reset(self, limit: Limit, now: float) -> float:
         window = self._windows.get(limit.subject)

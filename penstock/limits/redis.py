@@ -14,10 +14,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitStore, Refusal, Standing
+from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitState, LimitStore, Refusal
 from penstock.limits.memory import MemoryLimits
 from penstock.protocol.errors import Overloaded
-from penstock.storage.redis import Away, Turns, connect
+from penstock.storage.redis import RedisCalls, RedisUnavailable, connect
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class RedisLimits(LimitStore):
         """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`:
         what counts while Redis is away; this process when None."""
         self._redis = connect(url, "counting limits", CONNECTIONS)
-        self._turns = Turns(CONNECTIONS, lambda: RETRY_S)
+        self._turns = RedisCalls(CONNECTIONS, lambda: RETRY_S)
         self._reserve = self._redis.register_script(_RESERVE)
         self._settle = self._redis.register_script(_SETTLE)
         self._fallback = fallback
@@ -151,13 +151,13 @@ class RedisLimits(LimitStore):
         if reply is None:
             return await self._local.reserve(id, limits, amounts)
         granted, blocked, retry, *rest = (int(value) for value in reply)
-        standings = tuple(
-            Standing(limit, used, reset / 1000)
+        states = tuple(
+            LimitState(limit, used, reset / 1000)
             for limit, used, reset in zip(limits, rest[::2], rest[1::2], strict=True)
         )
         if granted:
-            return Decision(standings)
-        return Decision(standings, Refusal(limits[blocked - 1], None if retry < 0 else retry / 1000))
+            return Decision(states)
+        return Decision(states, Refusal(limits[blocked - 1], None if retry < 0 else retry / 1000))
 
     async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
         changes = [
@@ -181,7 +181,7 @@ class RedisLimits(LimitStore):
         was_up = self.up
         try:
             reply: Any = await self._turns.call(lambda: script(keys=keys, args=arguments))
-        except Away as error:
+        except RedisUnavailable as error:
             if error.first:
                 log.error("Redis is away (%s); limits are %s", error, _MEANWHILE[self._fallback])
         else:

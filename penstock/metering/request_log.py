@@ -29,7 +29,7 @@ _LONGEST = 256
 """Characters kept of a field that a client chose."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class LogEntry(msgspec.Struct, frozen=True):
     """One request, as every sink stores it."""
 
     request_id: str
@@ -47,17 +47,17 @@ class Entry(msgspec.Struct, frozen=True):
     timestamp: float
 
 
-FIELDS = Entry.__struct_fields__
+FIELDS = LogEntry.__struct_fields__
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(LogEntry)
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: LogEntry) -> bytes:
     return _encoder.encode(entry)
 
 
-def entry_of(record: RequestRecord) -> Entry:
-    return Entry(
+def entry_of(record: RequestRecord) -> LogEntry:
+    return LogEntry(
         record.request_id,
         _clean(record.user_id),
         _clean(record.tenant),
@@ -87,14 +87,14 @@ class Sink(ABC):
     """Where entries go. A sink that is away at the start is one that is away."""
 
     @abstractmethod
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         """Store a batch, all of it; raises SinkError otherwise. A batch may come twice."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
-class Counts(msgspec.Struct, frozen=True):
+class LogCounts(msgspec.Struct, frozen=True):
     """Metrics: entries the sink has, entries that went through the spool, entries that are gone."""
 
     written: Value
@@ -109,7 +109,7 @@ class RequestLog:
         self,
         sink: Sink,
         spool: Spool,
-        counts: Counts,
+        counts: LogCounts,
         *,
         capacity: int = 20_000,
         batch: int = 500,
@@ -123,8 +123,8 @@ class RequestLog:
         self._batch = batch
         self._flush_s = flush_s
         self._retry_s = retry_s
-        self._queue: deque[Entry] = deque()
-        self._sending: list[Entry] = []
+        self._queue: deque[LogEntry] = deque()
+        self._sending: list[LogEntry] = []
         """Taken from the queue and not yet acknowledged."""
         self._arrived = asyncio.Event()
         self._batch_full = asyncio.Event()
@@ -216,7 +216,7 @@ class RequestLog:
         if not entries or await self._write(entries):
             await self._on_disk(lambda: self._spool.drop(segment))
 
-    async def _write(self, entries: Sequence[Entry]) -> bool:
+    async def _write(self, entries: Sequence[LogEntry]) -> bool:
         try:
             await self.sink.write(entries)
         except SinkError as error:
@@ -251,7 +251,9 @@ class RequestLog:
             self._queue.clear()
             await self._keep(entries, self._spool.append, locked=True)
 
-    async def _keep(self, entries: list[Entry], put: Callable[[Sequence[bytes]], int], *, locked: bool = False) -> None:
+    async def _keep(
+        self, entries: list[LogEntry], put: Callable[[Sequence[bytes]], int], *, locked: bool = False
+    ) -> None:
         if not entries:
             return
         lines = [encode(entry) for entry in entries]

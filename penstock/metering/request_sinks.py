@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.errors import ConfigError
-from penstock.metering.request_log import FIELDS, Entry, Sink, SinkError, encode
+from penstock.metering.request_log import FIELDS, LogEntry, Sink, SinkError, encode
 from penstock.metering.request_store import RequestStore
 from penstock.storage import open_database
 from penstock.storage.database import redacted
@@ -63,13 +63,13 @@ class KafkaSink(Sink):
         except self._kafka.KafkaException as error:
             raise ConfigError(f"request_log.url: {error.args[0].str()}") from error
 
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         await asyncio.to_thread(self._write, entries)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._producer.flush, 1.0)
 
-    def _write(self, entries: Sequence[Entry]) -> None:
+    def _write(self, entries: Sequence[LogEntry]) -> None:
         problems: list[str] = []
 
         def delivered(error: Any, message: Any) -> None:
@@ -139,7 +139,7 @@ class ClickHouseSink(Sink):
         self._client: Any = client
         self._prepared = False
 
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         try:
             await asyncio.to_thread(self._write, entries)
         except (self._module.driver.exceptions.Error, OSError) as error:
@@ -149,7 +149,7 @@ class ClickHouseSink(Sink):
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
 
-    def _write(self, entries: Sequence[Entry]) -> None:
+    def _write(self, entries: Sequence[LogEntry]) -> None:
         if self._client is None:
             self._client = self._module.get_client(
                 **self._options, connect_timeout=TIMEOUT_S, send_receive_timeout=TIMEOUT_S
@@ -160,7 +160,7 @@ class ClickHouseSink(Sink):
         self._client.insert(DEFAULT_NAME, [_row(entry) for entry in entries], column_names=list(FIELDS))
 
 
-def _row(entry: Entry) -> list[Any]:
+def _row(entry: LogEntry) -> list[Any]:
     values = {name: getattr(entry, name) for name in FIELDS}
     values["tenant"] = entry.tenant or ""
     # The driver takes whole ticks of the column's microseconds as they are; a float would be cut to seconds.

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from penstock.metering.request_log import FIELDS, Entry, Sink, SinkError
+from penstock.metering.request_log import FIELDS, LogEntry, Sink, SinkError
 from penstock.storage import Database, DatabaseError
 from penstock.storage.database import merged
 
@@ -58,7 +58,7 @@ class RequestStore(Sink):
         self._database: Database | None = None
         self._pruned_at = float("-inf")
 
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         try:
             database = await self._ready()
             for begin in range(0, len(entries), ROWS_TOGETHER):
@@ -82,7 +82,7 @@ class RequestStore(Sink):
         tenant: str | None = None,
         finish_reason: str | None = None,
         limit: int = 100,
-    ) -> list[Entry]:
+    ) -> list[LogEntry]:
         """Requests that arrived after `since`, newest first."""
         where, values = "timestamp >= ?", list[float | str]([since])
         for column, value in (("tenant", tenant), ("finish_reason", finish_reason)):
@@ -93,7 +93,7 @@ class RequestStore(Sink):
             f"SELECT {', '.join(FIELDS)} FROM request_log WHERE {where} ORDER BY timestamp DESC LIMIT {int(limit)}",
             *values,
         )
-        return [Entry(*row) for row in rows]
+        return [LogEntry(*row) for row in rows]
 
     async def close(self) -> None:
         if self._database is not None and self._owned:

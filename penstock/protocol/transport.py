@@ -32,6 +32,19 @@ class CurveServer:
     clients: Collection[str]
     """Public keys of the gateways that may connect."""
 
+    @classmethod
+    def read(cls, key: Path | None, clients: Path | None) -> CurveServer | None:
+        """From the files that `--curve-key` and `--curve-clients` name; None when neither is given."""
+        if key is None and clients is None:
+            return None
+        if key is None or clients is None:
+            raise ConfigError("--curve-key and --curve-clients are given together")
+        try:
+            admitted = [line.strip() for line in clients.read_text().splitlines() if line.strip()]
+            return cls(key.read_text().strip(), admitted)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class CurveClient:
@@ -52,6 +65,18 @@ def generate_keypair() -> tuple[str, str]:
     """(public, secret), as text."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
+
+
+def write_secret_key(file: Path) -> str:
+    """Write a new secret key to `file`, which must not exist; returns its public key."""
+    public, secret = generate_keypair()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as handle:
+        handle.write(secret + "\n")
+    return public
 
 
 def public_key(secret: str) -> str:

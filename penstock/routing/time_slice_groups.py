@@ -1,7 +1,7 @@
-"""Carries out what `TimeSlice` decides: requests wait for their model's turn, engines are put to sleep and woken.
+"""Carries out the decisions of `TimeSlicePolicy`: requests wait until their model is awake, engines sleep and wake.
 
-Owns one task per group of models that share memory. Invariant: whoever was let in by `acquire` is counted until its
-release, and no model is put to sleep in between.
+Owns one task per group of models that share memory. Invariant: a request admitted by `acquire` is counted until its
+release, and its model is not put to sleep before that.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from functools import partial
 from penstock.backends.base import Backend
 from penstock.protocol.errors import ApiError, ModelAsleep
 from penstock.routing.registry import ServedModel
-from penstock.routing.time_slice import Move, TimeSlice
+from penstock.routing.time_slice import TimeSlicePolicy, Transition
 
 LOOK_S = 1.0
-"""How often to look whether the engine that should be awake was lost meanwhile; it comes back asleep."""
+"""How often to check whether the awake engine was restarted; a restarted engine is asleep."""
 ENGINE_WAIT_S = 10.0
-"""How long to wait for an engine that is not up before whoever wants it is told."""
+"""How long to wait for an engine that is down before its requests fail."""
 
 log = logging.getLogger("penstock.routing")
 Release = Callable[[], None]
 
 
-class Group:
-    """Models of which one is awake at a time."""
+class TimeSliceGroup:
+    """Models of which at most one is awake at a time."""
 
     def __init__(self, backends: Mapping[str, Backend], slice_s: float, clock: Callable[[], float]) -> None:
         self._backends = dict(backends)
-        self._policy = TimeSlice(slice_s, clock)
+        self._policy = TimeSlicePolicy(slice_s, clock)
         self._tickets: dict[int, tuple[str, asyncio.Future[None]]] = {}
         self._poked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -46,7 +46,7 @@ class Group:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def acquire(self, model: str, within_s: float) -> Release:
-        """Wait until `model` is awake and hold it awake; `ModelAsleep` after `within_s`."""
+        """Waits until `model` is awake and keeps it awake until the release; `ModelAsleep` after `within_s`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ticket = self._policy.wait(model)
         self._tickets[ticket] = (model, turn)
@@ -71,9 +71,9 @@ class Group:
 
     def _not_in_time(self, model: str, within_s: float) -> ModelAsleep:
         awake = self._policy.model
-        now = f" (now it is `{awake}`'s)" if awake not in (None, model) else ""
+        now = f" (`{awake}` is awake)" if awake not in (None, model) else ""
         return ModelAsleep(
-            f"`{model}` takes turns with other models and its turn did not come within {within_s:g} s{now}; try again.",
+            f"`{model}` shares memory with other models and could not be woken within {within_s:g} s{now}; try again.",
             retry_after=max(1.0, self._policy.due_in() or 0.0),
         )
 
@@ -97,7 +97,7 @@ class Group:
         if policy.phase == "awake" and policy.model is not None:
             backend = self._backends[policy.model]
             if backend.ready and backend.state != "awake":
-                log.warning("model fell asleep by itself", extra={"model": policy.model})
+                log.warning("model is asleep after its engine restarted", extra={"model": policy.model})
                 policy.slept()
 
     def _admit(self) -> None:
@@ -105,7 +105,7 @@ class Group:
             if self._backends[model].ready and not turn.done() and self._policy.admit(ticket):
                 turn.set_result(None)
 
-    async def _carry_out(self, move: Move) -> None:
+    async def _carry_out(self, move: Transition) -> None:
         backend, begin = self._backends[move.model], time.monotonic()
         self._policy.began(move)
         try:
@@ -117,16 +117,16 @@ class Group:
                 await backend.wake()
                 self._policy.woke()
         except ApiError as error:
-            # An engine that was lost comes back asleep.
-            log.warning("%s failed", move.kind, extra={"model": move.model, "why": error.message})
+            # An engine that was lost is asleep after its restart.
+            failed = "model could not be put to sleep" if move.kind == "sleep" else "model could not be woken"
+            log.warning(failed, extra={"model": move.model, "why": error.message})
             self._policy.slept()
             if move.kind == "wake":
                 self._fail(move.model, error)
         else:
             seconds = round(time.monotonic() - begin, 3)
-            log.info(
-                "model %s", "awake" if move.kind == "wake" else "asleep", extra={"model": move.model, "s": seconds}
-            )
+            done = "model is awake" if move.kind == "wake" else "model is asleep"
+            log.info(done, extra={"model": move.model, "s": seconds})
 
     def _fail(self, model: str, error: ApiError) -> None:
         for ticket, (wanted, turn) in self._tickets.items():
@@ -135,8 +135,8 @@ class Group:
                 turn.set_exception(error)
 
 
-class Slices:
-    """Every group, by the models in it."""
+class TimeSlices:
+    """All time-slice groups of a gateway."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Slices:
         for model in models:
             if model.time_slice:
                 members.setdefault(model.time_slice, {})[model.name] = model.backend
-        self._groups = [Group(backends, slice_s, clock) for backends in members.values()]
+        self._groups = [TimeSliceGroup(backends, slice_s, clock) for backends in members.values()]
         self._group_of = {
             name: group for group, backends in zip(self._groups, members.values(), strict=True) for name in backends
         }
@@ -162,12 +162,13 @@ class Slices:
             await group.close()
 
     async def acquire(self, model: ServedModel, within_s: float) -> Release | None:
-        """Hold a model awake, if it takes turns; one that was put to sleep by hand is not woken by requests."""
+        """Keeps a model of a group awake until the release; None for a model without a group. Requests do not wake a
+        model that an operator put to sleep."""
         group = self._group_of.get(model.base_name)
         if group is not None:
             return await group.acquire(model.base_name, within_s)
         if model.backend.ready and model.backend.state != "awake":
             raise ModelAsleep(
-                f"`{model.base_name}` was put to sleep; POST /v1/admin/models/{model.base_name}/wake wakes it."
+                f"`{model.base_name}` is asleep; wake it with POST /v1/admin/models/{model.base_name}/wake."
             )
         return None

@@ -1,10 +1,10 @@
 """Connections to Redis or Valkey for what gateways share: limits and queues.
 
-`Turns` tells two things apart that look alike from inside a call: Redis that does not answer, and a gateway that was
-too busy to listen. Calls beyond the number of connections wait here for their turn, which says nothing about Redis. A
-call that ran out of time is sent once more, because its answer may have been lying there unread; so every script that
-is called through this must bear to run twice. While Redis is away one call at a time tries it, and the others go on
-without it at once.
+`RedisCalls` tells apart two things that look alike from inside a call: Redis does not answer, or the gateway was too
+busy to read the answer. Calls beyond the number of connections wait here for a free one; that wait says nothing about
+Redis. A call that timed out is sent once more, because its reply may have been waiting unread, so every script called
+through this class must be safe to run twice. While Redis is unavailable, one call at a time probes it and all others
+fail at once with `RedisUnavailable`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_S = 1.0
 T = TypeVar("T")
 
 
-class Away(Exception):
+class RedisUnavailable(Exception):
     """Redis is away. `first`: the call that noticed."""
 
     def __init__(self, why: str, *, first: bool = False) -> None:
@@ -48,7 +48,7 @@ def connect(url: str, what: str, connections: int) -> Any:
     return Redis.from_pool(pool)
 
 
-class Turns:
+class RedisCalls:
     """Calls to one Redis, as many at a time as it has connections."""
 
     def __init__(self, connections: int, retry_s: Callable[[], float] = lambda: RETRY_S) -> None:
@@ -59,7 +59,7 @@ class Turns:
         self.up = True
 
     async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` says; `Away` when Redis does not answer it, or is known not to."""
+        """What `ask` says; `RedisUnavailable` when Redis does not answer it, or is known not to."""
         from redis.exceptions import RedisError
 
         self._check()
@@ -72,7 +72,7 @@ class Turns:
             except (RedisError, OSError, TimeoutError) as error:
                 first, self.up = self.up, False
                 self._try_at = time.monotonic() + self._retry_s()
-                raise Away(str(error) or type(error).__name__, first=first) from error
+                raise RedisUnavailable(str(error) or type(error).__name__, first=first) from error
             finally:
                 if probe:
                     self._trying = False
@@ -81,4 +81,4 @@ class Turns:
 
     def _check(self) -> None:
         if not self.up and (self._trying or time.monotonic() < self._try_at):
-            raise Away("it did not answer lately")
+            raise RedisUnavailable("it did not answer lately")

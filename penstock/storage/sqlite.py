@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.storage.database import Database, DatabaseError, Row, Statement
-from penstock.storage.wal_index import LogIndex
+from penstock.storage.wal_index import WalIndex
 
 BUSY_S = 10.0
 LOG_BYTES = 32 * 2**20
@@ -48,7 +48,7 @@ class SQLiteDatabase(Database):
         self.path = path
         self._thread = _Thread("sqlite")
         self._connection: sqlite3.Connection | None = None
-        self._index: LogIndex | None = None
+        self._index: WalIndex | None = None
         self._durable = True
         self._page_size = 4096
         self._transactions = 0
@@ -108,7 +108,7 @@ class SQLiteDatabase(Database):
 
     def _connect(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._index = LogIndex.hold(self.path)
+        self._index = WalIndex.hold(self.path)
         try:
             self._connection = self._connected()
         except BaseException:

@@ -15,10 +15,10 @@ from pathlib import Path
 _MOST_FRAME = 16
 """Where the header has `mxFrame`: the pages in the log."""
 _lock = threading.Lock()
-_indexes: dict[str, LogIndex] = {}
+_indexes: dict[str, WalIndex] = {}
 
 
-class LogIndex:
+class WalIndex:
     """Of one database, shared by all of this process. Hold it for as long as there is a connection, and no shorter."""
 
     def __init__(self, key: str) -> None:
@@ -27,7 +27,7 @@ class LogIndex:
         self._holders = 0
 
     @classmethod
-    def hold(cls, database: Path) -> LogIndex:
+    def hold(cls, database: Path) -> WalIndex:
         """To be called before connecting."""
         key = os.path.realpath(database)
         with _lock:

@@ -36,7 +36,7 @@ class _Later:
         return self.config.models[0]
 
 
-class Catalogue:
+class ModelCatalogue:
     """Knows how to start an engine of every model."""
 
     def __init__(self, config: Config, folder: RuntimeFolder, on_progress: OnProgress | None = None) -> None:

@@ -36,7 +36,7 @@ WAITING = 64
 log = logging.getLogger("penstock.supervisor")
 
 
-class Control:
+class ControlServer:
     """Serves the gateways of one supervisor; an async context manager."""
 
     def __init__(self, path: Path, replicas: Replicas) -> None:
@@ -50,7 +50,7 @@ class Control:
         if replicas.catalogue is not None:
             replicas.catalogue.on_progress = self._tell_progress
 
-    async def __aenter__(self) -> Control:
+    async def __aenter__(self) -> ControlServer:
         self._server = await asyncio.start_unix_server(self._converse, self._path)
         self._path.chmod(0o600)
         self._worker = asyncio.create_task(self._work(), name="control operations")

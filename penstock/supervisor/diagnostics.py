@@ -26,7 +26,7 @@ _FEATURES = (
 )  # fmt: skip
 
 
-class State(Enum):
+class CheckState(Enum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -35,7 +35,7 @@ class State(Enum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     name: str
-    state: State
+    state: CheckState
     detail: str
     remedy: str = ""
 
@@ -58,44 +58,44 @@ def examine(config: Config) -> list[Finding]:
         try:
             findings += examination()
         except Exception as error:
-            findings.append(Finding(name, State.FAIL, f"could not be examined: {type(error).__name__}: {error}"))
+            findings.append(Finding(name, CheckState.FAIL, f"could not be examined: {type(error).__name__}: {error}"))
     return findings
 
 
 def _python() -> Iterator[Finding]:
     detail = f"{platform.python_version()} in {sys.prefix}, {platform.system()} {platform.machine()}"
-    yield Finding("python", State.OK, detail)
+    yield Finding("python", CheckState.OK, detail)
 
 
 def _packages() -> Iterator[Finding]:
     from importlib.util import find_spec
 
-    needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "fastapi", "httptools", "httpx", "yaml")
+    needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "httptools", "httpx", "yaml")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        yield Finding("packages", State.FAIL, f"missing: {', '.join(missing)}", "run `pip install penstock` again")
+        yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", "run `pip install penstock` again")
     else:
-        yield Finding("packages", State.OK, "all there")
+        yield Finding("packages", CheckState.OK, "all there")
 
 
 def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("torch", State.FAIL, str(error), "run `pip install torch` for this machine")
+        yield Finding("torch", CheckState.FAIL, str(error), "run `pip install torch` for this machine")
         return
-    yield Finding("torch", State.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Finding("torch", CheckState.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
             detail = f"cuda:{index} {properties.name}, {free / GiB:.0f} of {total / GiB:.0f} GiB free"
-            yield Finding("device", State.OK, detail)
+            yield Finding("device", CheckState.OK, detail)
     elif shutil.which("nvidia-smi"):
         remedy = "install a torch built for CUDA; until then engines run on the CPU"
-        yield Finding("device", State.WARN, "an NVIDIA GPU is here, but this torch cannot use it", remedy)
+        yield Finding("device", CheckState.WARN, "an NVIDIA GPU is here, but this torch cannot use it", remedy)
     else:
-        yield Finding("device", State.OK, "cpu (no CUDA device)")
+        yield Finding("device", CheckState.OK, "cpu (no CUDA device)")
 
 
 def _cpu() -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def _cpu() -> Iterator[Finding]:
     detail = f"{usable} cores" + (f"; {', '.join(features)}" if features else "")
     fast = {"avx2", "avx512f", "asimd", "sve"} & words
     remedy = "" if fast or not words else "this CPU has no wide vector instructions; expect it to be slow"
-    yield Finding("cpu", State.WARN if remedy else State.OK, detail, remedy)
+    yield Finding("cpu", CheckState.WARN if remedy else CheckState.OK, detail, remedy)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -116,10 +116,10 @@ def _kernels() -> Iterator[Finding]:
 
     found = status()
     if found.available:
-        yield Finding("kernels", State.OK, found.detail)
+        yield Finding("kernels", CheckState.OK, found.detail)
     else:
         remedy = "install a C++ compiler (on Debian or Ubuntu: apt install g++) for several times the speed"
-        yield Finding("kernels", State.WARN, f"PyTorch fallback: {found.detail}", remedy)
+        yield Finding("kernels", CheckState.WARN, f"PyTorch fallback: {found.detail}", remedy)
 
 
 def _memory() -> Iterator[Finding]:
@@ -130,9 +130,9 @@ def _memory() -> Iterator[Finding]:
         total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     detail = f"{available / GiB:.1f} of {total / GiB:.1f} GiB available"
     if available < LEAST_MEMORY:
-        yield Finding("memory", State.WARN, detail, "free some memory, or serve a smaller model")
+        yield Finding("memory", CheckState.WARN, detail, "free some memory, or serve a smaller model")
     else:
-        yield Finding("memory", State.OK, detail)
+        yield Finding("memory", CheckState.OK, detail)
 
 
 def _cache(config: Config) -> Iterator[Finding]:
@@ -142,23 +142,25 @@ def _cache(config: Config) -> Iterator[Finding]:
     root = cache_dir()
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
-        yield Finding("model cache", State.FAIL, f"{root} cannot be written", "set PENSTOCK_CACHE to a folder that can")
+        yield Finding(
+            "model cache", CheckState.FAIL, f"{root} cannot be written", "set PENSTOCK_CACHE to a folder that can"
+        )
     else:
         free = shutil.disk_usage(existing).free
         detail = f"{root}, {free / GiB:.1f} GiB free"
         low = free < LEAST_DISK
         remedy = "make room, or set PENSTOCK_CACHE to another disk" if low else ""
-        yield Finding("model cache", State.WARN if low else State.OK, detail, remedy)
+        yield Finding("model cache", CheckState.WARN if low else CheckState.OK, detail, remedy)
     for model in config.models:
         try:
             path = cached(model.source)
         except PenstockError as error:
-            yield Finding("model", State.FAIL, f"{model.name}: {error}")
+            yield Finding("model", CheckState.FAIL, f"{model.name}: {error}")
             continue
         if path is None:
-            yield Finding("model", State.WARN, f"{model.name} is not here yet", f"`penstock pull {model.source}`")
+            yield Finding("model", CheckState.WARN, f"{model.name} is not here yet", f"`penstock pull {model.source}`")
         else:
-            yield Finding("model", State.OK, f"{model.name} in {path}")
+            yield Finding("model", CheckState.OK, f"{model.name} in {path}")
 
 
 def _port(config: Config) -> Iterator[Finding]:
@@ -166,9 +168,9 @@ def _port(config: Config) -> Iterator[Finding]:
     try:
         check_port(server.host, server.port)
     except PenstockError as error:
-        yield Finding("port", State.WARN, str(error))
+        yield Finding("port", CheckState.WARN, str(error))
     else:
-        yield Finding("port", State.OK, f"{server.host}:{server.port} is free")
+        yield Finding("port", CheckState.OK, f"{server.host}:{server.port} is free")
 
 
 def _file_limit() -> Iterator[Finding]:
@@ -176,6 +178,6 @@ def _file_limit() -> Iterator[Finding]:
     detail = f"{soft} open files (hard limit {hard})"
     if soft < GOOD_FILE_LIMIT:
         remedy = f"every connection takes one: `ulimit -n {min(65536, hard)}` before serving many clients"
-        yield Finding("file limit", State.WARN, detail, remedy)
+        yield Finding("file limit", CheckState.WARN, detail, remedy)
     else:
-        yield Finding("file limit", State.OK, detail)
+        yield Finding("file limit", CheckState.OK, detail)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 """How often a process beats, and its watcher looks."""
 
 
-class Pulse:
-    """Of one process. `look` every `PULSE_S`."""
+class Heartbeat:
+    """Of one process. `look` every `HEARTBEAT_S`."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`limit_s`: silent for longer is frozen; 0: never."""
@@ -32,6 +32,6 @@ class Pulse:
     def look(self) -> bool:
         """Whether it is frozen."""
         now = self._clock()
-        self.silent_s += min(now - self._looked_at, 2 * PULSE_S)
+        self.silent_s += min(now - self._looked_at, 2 * HEARTBEAT_S)
         self._looked_at = now
         return self._begun and 0 < self._limit_s < self.silent_s

@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
-from penstock.supervisor.catalogue import Catalogue
-from penstock.supervisor.saved_models import KeptModels
+from penstock.supervisor.catalogue import ModelCatalogue
+from penstock.supervisor.saved_models import SavedModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
@@ -30,15 +30,15 @@ class Replicas:
         supervisor: Supervisor,
         units: Iterable[Unit],
         make: Callable[[str, int], Unit],
-        catalogue: Catalogue | None = None,
-        kept: KeptModels | None = None,
+        catalogue: ModelCatalogue | None = None,
+        kept: SavedModels | None = None,
     ) -> None:
         """`make`: a further replica of a model, with this number. `catalogue`: knows models that come later. `kept`:
         remembers them for the next start."""
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
-        self._kept = kept or KeptModels(None)
+        self._kept = kept or SavedModels(None)
         self._units: dict[str, list[Unit]] = {}
         for unit in units:
             if unit.replica:

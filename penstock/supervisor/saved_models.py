@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.supervisor")
 _decoder = msgspec.json.Decoder(dict[str, dict[str, Any]])
 
 
-class KeptModels:
+class SavedModels:
     """By name. Without a path nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.request import EngineInfo
-from penstock.supervisor.heartbeat import PULSE_S
+from penstock.supervisor.heartbeat import HEARTBEAT_S
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -38,7 +38,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-class Asked(msgspec.Struct, frozen=True, tag="asked"):
+class EncoderNeeded(msgspec.Struct, frozen=True, tag="asked"):
     """Somebody needs the encoder of this name, which runs only when it is needed."""
 
     encoder: str
@@ -48,7 +48,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """The process runs, whatever its engine does."""
 
 
-Status: TypeAlias = Progress | Started | Listening | Failed | Asked | Alive
+Status: TypeAlias = Progress | Started | Listening | Failed | EncoderNeeded | Alive
 
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
@@ -74,7 +74,7 @@ class StatusPipe:
 
         def beat() -> None:
             try:
-                while not over.wait(PULSE_S):
+                while not over.wait(HEARTBEAT_S):
                     self.send(Alive())
             except BrokenPipeError:  # nobody supervises any more; this process is about to end too
                 return

@@ -19,9 +19,9 @@ from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, describe_exit
 from penstock.supervisor.health import is_ready
-from penstock.supervisor.heartbeat import PULSE_S, Pulse
+from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
-from penstock.supervisor.status import Alive, Asked, Failed, Listening, Progress, Started, Status
+from penstock.supervisor.status import Alive, EncoderNeeded, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.unit import Unit
 
 ENGINE_GRACE_S = 5.0
@@ -165,7 +165,7 @@ class Supervisor:
                     return
             unit.ready_at = None
             unit.told = False
-            unit.pulse = pulse = Pulse(self._frozen_s)
+            unit.pulse = pulse = Heartbeat(self._frozen_s)
             unit.child = await Child.spawn(
                 unit.name,
                 unit.command,
@@ -198,12 +198,12 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
             unit.asked.clear()
 
-    async def _end_of(self, child: Child, pulse: Pulse) -> tuple[bool, int]:
+    async def _end_of(self, child: Child, pulse: Heartbeat) -> tuple[bool, int]:
         """Waits for a process to end, and kills it when it is frozen: whether it was, and its exit status."""
         waiting = asyncio.create_task(child.wait(), name=f"end of {child.name}")
         frozen = False
         try:
-            while not (await asyncio.wait([waiting], timeout=PULSE_S))[0]:
+            while not (await asyncio.wait([waiting], timeout=HEARTBEAT_S))[0]:
                 if not frozen and pulse.look():
                     frozen = True
                     child.kill()
@@ -240,7 +240,7 @@ class Supervisor:
                 unit.ready_at = time.monotonic()
             case Failed(message):
                 unit.problem = message
-            case Asked(name):
+            case EncoderNeeded(name):
                 for encoder in self._engines:
                     if encoder.optional and encoder.name == f"encoder {name}":
                         encoder.asked.set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import Child
-from penstock.supervisor.heartbeat import Pulse
+from penstock.supervisor.heartbeat import Heartbeat
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Unit:
     """Came when the server was running already: when it cannot be started, only it is given up."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     child: Child | None = None
-    pulse: Pulse | None = None
+    pulse: Heartbeat | None = None
     """Of the present process."""
     info: EngineInfo | None = None
     problem: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.spec import AdapterLoad
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 if TYPE_CHECKING:
     from penstock.telemetry.engine_metrics import EngineView
@@ -28,7 +28,7 @@ _METRICS: tuple[_Samples, ...] = (
 
 
 def add_adapter_samples(
-    registry: Registry, labels: tuple[str, ...], engines: Callable[[], Iterable[EngineView]]
+    registry: MetricRegistry, labels: tuple[str, ...], engines: Callable[[], Iterable[EngineView]]
 ) -> None:
     def loads() -> Iterator[tuple[EngineView, AdapterLoad]]:
         return ((view, view.load.adapters) for view in engines() if view.load.adapters is not None)

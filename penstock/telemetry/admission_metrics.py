@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from penstock.telemetry.exposition import Buckets, Merge, Registry
+from penstock.telemetry.exposition import Buckets, Merge, MetricRegistry
 
 LABELS = ("model_name", "class")
 WAITS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -17,7 +17,7 @@ Rates = Callable[[], Iterable[tuple[tuple[str], float]]]
 class AdmissionMetrics:
     """What became of requests in front of models."""
 
-    def __init__(self, registry: Registry, depths: Depths, rates: Rates, merge: Merge) -> None:
+    def __init__(self, registry: MetricRegistry, depths: Depths, rates: Rates, merge: Merge) -> None:
         """`merge`: how several gateway processes add up: each has its own queue (sum), or all share one (max)."""
         self._waits = registry.histogram(
             "penstock_queue_wait_seconds", "Wait of requests that were admitted.", WAITS, LABELS

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 
 class CacheMetrics:
     """One per gateway process that has a cache."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._lookups = registry.counter(
             "penstock_cache_lookups_total", "Requests looked up in a response cache.", ("cache", "outcome")
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LABELS = ("encoder",)
@@ -27,7 +27,7 @@ class EncoderView(Protocol):
 class EncoderMetrics:
     """One per gateway process."""
 
-    def __init__(self, registry: Registry, encoders: Callable[[], Iterable[EncoderView]]) -> None:
+    def __init__(self, registry: MetricRegistry, encoders: Callable[[], Iterable[EncoderView]]) -> None:
         self._texts = registry.counter("penstock_encoder_texts_total", "Texts encoded for clients.", _LABELS)
         self._tokens = registry.counter("penstock_encoder_tokens_total", "Tokens of those texts.", _LABELS)
         self._seconds = registry.histogram(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.engine.request import DeviceLoad, EngineInfo, Load
 from penstock.telemetry.adapter_metrics import add_adapter_samples
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 from penstock.telemetry.handover_metrics import add_handover_samples
 
 ENGINE_LABELS = ("model_name", "engine")
@@ -118,7 +118,7 @@ _DEVICES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
 )
 
 
-def add_engine_metrics(registry: Registry, engines: Engines) -> None:
+def add_engine_metrics(registry: MetricRegistry, engines: Engines) -> None:
     engines = registry.once(engines)
 
     def loads(kind: str, name: str, help: str, value: Callable[[Load], float]) -> None:

@@ -299,7 +299,7 @@ FamilyT = TypeVar("FamilyT", bound=Family)
 T = TypeVar("T")
 
 
-class Registry:
+class MetricRegistry:
     """The families of one process, in the order they were made."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from penstock.engine.request import HandoverLoad
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 if TYPE_CHECKING:
     from penstock.telemetry.engine_metrics import EngineView
@@ -24,7 +24,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[HandoverLoad], float]], ...] = (
 
 
 def add_handover_samples(
-    registry: Registry, labels: tuple[str, ...], engines: Callable[[], Iterable[EngineView]]
+    registry: MetricRegistry, labels: tuple[str, ...], engines: Callable[[], Iterable[EngineView]]
 ) -> None:
     def add(kind: str, name: str, help: str, value: Callable[[HandoverLoad], float]) -> None:
         registry.sampled(

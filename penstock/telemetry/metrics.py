@@ -17,7 +17,7 @@ from typing import Literal
 
 from penstock.telemetry.context_metrics import ContextMetrics
 from penstock.telemetry.engine_metrics import ENGINE_LABELS, Engines, EngineView, add_engine_metrics
-from penstock.telemetry.exposition import Buckets, Registry, Value
+from penstock.telemetry.exposition import Buckets, MetricRegistry, Value
 from penstock.telemetry.usage_metrics import UsageMetrics
 
 __all__ = ["EngineView", "Metrics", "RequestMetrics"]
@@ -50,7 +50,7 @@ class Metrics:
     """Every metric of one gateway process."""
 
     def __init__(self, engines: Engines, most_series: int = MOST_SERIES) -> None:
-        self.registry = registry = Registry()
+        self.registry = registry = MetricRegistry()
         self._requests: dict[tuple[str, str], RequestMetrics] = {}
         add_engine_metrics(registry, engines)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 
 class RouteMetrics:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._decisions = registry.counter(
             "penstock_route_decisions_total",
             "Requests that named a route, by the model chosen and the rule that chose it.",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.config.schema import TelemetryConfig
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 from penstock.telemetry.otlp import address, check_library, resource, scope
 from penstock.telemetry.timeline import Timeline
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Tracer:
     """Sends the spans of sampled requests."""
 
-    def __init__(self, exporter: SpanExporter, config: TelemetryConfig, registry: Registry) -> None:
+    def __init__(self, exporter: SpanExporter, config: TelemetryConfig, registry: MetricRegistry) -> None:
         requests = registry.counter(
             "penstock_traced_requests_total", "Requests whose spans were sent, failed to be, or dropped.", ("outcome",)
         )
@@ -60,7 +60,7 @@ class Tracer:
         self._thread.start()
 
     @classmethod
-    def open(cls, config: TelemetryConfig, registry: Registry) -> Tracer:
+    def open(cls, config: TelemetryConfig, registry: MetricRegistry) -> Tracer:
         check_library()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

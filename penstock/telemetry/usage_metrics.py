@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.telemetry.exposition import OTHER, Registry, Value
+from penstock.telemetry.exposition import OTHER, MetricRegistry, Value
 
 LABELS = ("tenant", "model_name", "adapter", "feature")
 KINDS = ("prompt", "cached", "completion")
@@ -28,7 +28,7 @@ class _Series:
 class UsageMetrics:
     """What was settled, as the ledger has it."""
 
-    def __init__(self, registry: Registry, most: int) -> None:
+    def __init__(self, registry: MetricRegistry, most: int) -> None:
         self._most = most
         self._series: dict[tuple[str, str, str, str], _Series] = {}
         self._requests = registry.counter(

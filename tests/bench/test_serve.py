@@ -25,7 +25,7 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.errors import PenstockError
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.scripted import make_text
@@ -64,7 +64,7 @@ async def server(engine: Engine, text: TextModel, **settings: Any) -> AsyncItera
     stop = asyncio.Event()
     listening: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     model = ServedModel("tiny", text, InProcessBackend(engine))
-    task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result))
+    task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
         yield f"http://127.0.0.1:{port}/v1"

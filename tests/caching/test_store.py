@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.caching.redis import RedisStore
-from penstock.caching.store import NOTES, AnswerStore, Key, MemoryStore
+from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.protocol.errors import Overloaded
 
-A, B = Key("acme", "m", "1"), Key("acme", "n", "1")
-OTHER = Key("other", "m", "1")
+A, B = CacheKey("acme", "m", "1"), CacheKey("acme", "n", "1")
+OTHER = CacheKey("other", "m", "1")
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -40,7 +40,7 @@ async def test_an_answer_is_found_under_its_own_key_only(opened: Callable[..., A
     async with opened() as store:
         await store.put(A, b"answer")
         assert await store.get(A) == b"answer"
-        for key in (B, OTHER, Key("acme", "m", "2"), Key("acm", "em", "1"), Key("a*", "m", "1")):
+        for key in (B, OTHER, CacheKey("acme", "m", "2"), CacheKey("acm", "em", "1"), CacheKey("a*", "m", "1")):
             assert await store.get(key) is None
         await store.put(A, b"newer")
         assert await store.get(A) == b"newer"
@@ -62,14 +62,14 @@ async def test_evicting_touches_the_tenant_and_model_named_and_nobody_else(opene
         for key in (A, B, OTHER):
             await store.put(key, b"answer")
             await store.note(key, b"question")
-        await store.put(Key("acme", NOTES, "1"), b"not an answer")
+        await store.put(CacheKey("acme", NOTES, "1"), b"not an answer")
         assert (await store.size("acme")).answers == 2
         assert await store.evict("acme", "m") == 1
         assert (await store.questions(A, "", 0))[1] == []
         assert (await store.questions(B, "", 0))[1] == [b"question"]
         assert await store.get(B) and await store.get(OTHER)
         assert await store.evict("acme") == 1
-        assert await store.get(Key("acme", NOTES, "1")) is None
+        assert await store.get(CacheKey("acme", NOTES, "1")) is None
         assert await store.get(OTHER)
         assert await store.evict() == 1
         assert (await store.size()).answers == 0
@@ -118,7 +118,7 @@ def test_memory_stays_within_its_limit_whatever_happens(steps: list[tuple[str, i
         nonlocal now
         for what, number, size, pause in steps:
             now += pause
-            key = Key(f"t{number % 2}", "m", str(number))
+            key = CacheKey(f"t{number % 2}", "m", str(number))
             match what:
                 case "p":
                     await store.put(key, b"x" * size)

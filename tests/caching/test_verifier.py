@@ -9,8 +9,8 @@ import pytest
 from bench.semantic_cache import Decider, Prepared, load_pairs
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.caching.question import read
-from penstock.caching.verifier import Leftover, compare, settle
+from penstock.caching.question import parse_question
+from penstock.caching.verifier import Leftover, compare, match_leftover
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ from penstock.caching.verifier import Leftover, compare, settle
     ],
 )
 def test_what_differs_is_named(a: str, b: str, why: str) -> None:
-    assert compare(read(a), read(b)) == why
-    assert compare(read(b), read(a)) == why
+    assert compare(parse_question(a), parse_question(b)) == why
+    assert compare(parse_question(b), parse_question(a)) == why
 
 
 @pytest.mark.parametrize(
@@ -60,26 +60,26 @@ def test_what_differs_is_named(a: str, b: str, why: str) -> None:
     ],
 )
 def test_what_means_the_same_passes(a: str, b: str) -> None:
-    assert compare(read(a), read(b)) is None
+    assert compare(parse_question(a), parse_question(b)) is None
 
 
 def test_words_without_an_entry_are_judged_by_their_vectors() -> None:
-    left = compare(read("How do I clean a rug?"), read("How do I clean a carpet?"))
+    left = compare(parse_question("How do I clean a rug?"), parse_question("How do I clean a carpet?"))
     assert left == Leftover(("rug",), ("carpet",))
-    assert settle(left, [[0.8]]) is None
-    assert settle(left, [[0.6]]) == "wording"
-    assert settle(Leftover(("ethanol",), ("methanol",)), [[0.99]]) == "wording"
+    assert match_leftover(left, [[0.8]]) is None
+    assert match_leftover(left, [[0.6]]) == "wording"
+    assert match_leftover(Leftover(("ethanol",), ("methanol",)), [[0.99]]) == "wording"
 
 
 @pytest.mark.parametrize("text", ["", "???", "`", "'s 's n't", "数字は 42 ですか", "a" * 1000, "% $ #"])
 def test_any_text_can_be_read(text: str) -> None:
-    assert compare(read(text), read(text)) is None
+    assert compare(parse_question(text), parse_question(text)) is None
 
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "a.b+c-" * 20_000, "@" * 100_000, "how many " * 1000, "'" * 100_000])
 def test_long_texts_are_read_in_linear_time(text: str) -> None:
     begin = time.process_time()
-    read(text)
+    parse_question(text)
     assert time.process_time() - begin < 5  # minutes, if anything were quadratic
 
 

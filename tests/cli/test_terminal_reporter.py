@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.cli.terminal_reporter import ConsoleReporter
+from penstock.cli.terminal_reporter import TerminalReporter
 from penstock.config import Config, LoggingConfig, ModelConfig, load_resolved
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.launch import resolved, units
@@ -18,7 +18,7 @@ INFO = EngineInfo("small", "i", 2048, 1000, 16, 100, 8, "cpu", "float32", {"impo
 
 def tell_everything(config: Config) -> str:
     out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False), config)
+    reporter = TerminalReporter(Console(file=out, width=200, highlight=False), config)
     reporter.progress("engine small", "weights", 0.0)
     reporter.progress("engine small", "weights", 0.5)
     reporter.line("gateway", "[bold]not markup[/]")

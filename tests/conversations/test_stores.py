@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conversations import Busy, Conversation, ConversationStore, Owner, Sessions
+from penstock.conversations import Conversation, ConversationStore, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import pack
 from penstock.conversations.redis import RedisConversations
 from penstock.conversations.store import SqlConversations
@@ -181,7 +181,7 @@ async def test_whoever_waits_too_long_is_refused_and_a_long_answer_keeps_its_lea
     await here.start()
     async with here.turn(ANN, "s") as held:
         for gateway in (here, there):
-            with pytest.raises(Busy):
+            with pytest.raises(SessionBusy):
                 async with gateway.turn(ANN, "s"):
                     pass
         async with there.turn(BOB, "s"), there.turn(ANN, "t"):
@@ -216,7 +216,7 @@ async def test_a_line_has_an_end(tmp_path: Path) -> None:
 
     tasks = [asyncio.create_task(take()) for _ in range(17)]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    assert [type(task.exception()) for task in done] == [Busy]
+    assert [type(task.exception()) for task in done] == [SessionBusy]
     gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert not sessions._lines
@@ -244,13 +244,13 @@ async def test_work_aside_is_done_once_at_a_time_and_ends_with_the_gateway(tmp_p
         await gate.wait()
         done.append(name)
 
-    sessions.begin_aside(ANN, "s", work("first"))
-    sessions.begin_aside(ANN, "s", work("second"))
-    assert not await sessions.settled_aside(BOB, "s")
+    sessions.start_background(ANN, "s", work("first"))
+    sessions.start_background(ANN, "s", work("second"))
+    assert not await sessions.wait_background(BOB, "s")
     asyncio.get_running_loop().call_later(0.01, gate.set)
-    assert await sessions.settled_aside(ANN, "s") and done == ["first"]
+    assert await sessions.wait_background(ANN, "s") and done == ["first"]
     gate.clear()
-    sessions.begin_aside(ANN, "s", work("cut"))
+    sessions.start_background(ANN, "s", work("cut"))
     await sessions.close()
     await asyncio.sleep(0)
     assert done == ["first"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.conversations import Conversation, Message, Summary
-from penstock.conversations.summaries import Room, Tokens, condense, transcripts, with_notes
+from penstock.conversations.summaries import SummaryBudget, Tokens, condense, transcripts, with_notes
 
 
 def cut(text: str, most: int) -> str:
@@ -12,7 +12,7 @@ def cut(text: str, most: int) -> str:
 
 
 WORDS = Tokens(count=lambda text: len(text.split()), cut=cut)
-ROOM = Room(note=8, notes=20, transcript=40)
+ROOM = SummaryBudget(note=8, notes=20, transcript=40)
 
 
 def talk(turns: int) -> Conversation:

@@ -13,7 +13,7 @@ import yaml
 
 from penstock.config.schema import RequestLogConfig
 from penstock.engine.request import Delta, DeviceLoad, Load, Request
-from penstock.metering.request_log import Entry, Sink, SinkError
+from penstock.metering.request_log import LogEntry, Sink, SinkError
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.deploy.prometheus import (
@@ -108,7 +108,7 @@ class Flaky(Sink):
         self._sink = sink
         self._engine = engine
 
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         if self._engine.troubled:
             raise SinkError("away")
         await self._sink.write(entries)

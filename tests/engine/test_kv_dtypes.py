@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.backends import cpu
 from penstock.engine.config import EngineConfig
-from penstock.engine.kv.cache import KVShape
+from penstock.engine.kv.cache import CacheShape
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.startup.device import pick_kv_dtype
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
@@ -50,9 +50,9 @@ def test_one_byte_per_number_doubles_the_blocks(folder: Path) -> None:
     assert blocks["fp8"] == pytest.approx(4 * blocks["auto"], abs=4)  # a quarter of float32
     # Heads of 16 numbers: a scale of two bytes costs an eighth.
     assert blocks["int8"] == pytest.approx(4 * 16 / 18 * blocks["auto"], abs=4)
-    wide = KVShape(32, 8, 128, 16, torch.bfloat16).block_bytes
-    assert wide / KVShape(32, 8, 128, 16, torch.float8_e4m3fn).block_bytes == 2
-    assert wide / KVShape(32, 8, 128, 16, torch.int8).block_bytes > 1.96
+    wide = CacheShape.of_paged_kv(32, 8, 128, 16, torch.bfloat16).block_bytes
+    assert wide / CacheShape.of_paged_kv(32, 8, 128, 16, torch.float8_e4m3fn).block_bytes == 2
+    assert wide / CacheShape.of_paged_kv(32, 8, 128, 16, torch.int8).block_bytes > 1.96
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

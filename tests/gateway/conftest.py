@@ -18,7 +18,7 @@ from penstock.gateway.process.main import Application, serve
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
@@ -96,7 +96,7 @@ def serving(text: TextModel) -> Serving:
         )
         stop = asyncio.Event()
         listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        registry = Registry([model, *more], others)
+        registry = ModelRegistry([model, *more], others)
         task = asyncio.create_task(serve(gateway, registry, stop, listening.set_result, encoders, wrap=wrap))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

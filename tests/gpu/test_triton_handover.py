@@ -21,7 +21,7 @@ from penstock.bench import shapes  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.kv.allocator import BlockAllocator  # noqa: E402
-from penstock.engine.kv.cache import KVCache, KVShape  # noqa: E402
+from penstock.engine.kv.cache import CacheShape, KVCache  # noqa: E402
 from penstock.engine.kv.exchange import BlockExchange  # noqa: E402
 from penstock.engine.kv.pool import BlockPool  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
@@ -88,7 +88,7 @@ def bench_blocks_cross() -> Iterator[Row]:
         return
     ends = []
     for _ in range(2):
-        kv = KVCache(KVShape(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
+        kv = KVCache(CacheShape.of_paged_kv(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
         allocator = BlockAllocator(BlockPool(300), 16)
         ends.append((BlockExchange(allocator, kv, step_tokens=2048, version=lambda name: name), allocator.pool))
     (giver, source), (taker, target) = ends

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.identity import OPEN_CALLER, IdentityStore, KeyRing
-from penstock.identity.exposure import check_doors
+from penstock.identity.exposure import check_exposure
 from penstock.identity.secrets import digest, key_id, mint
 from penstock.identity.store import IdentityError
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable
@@ -238,12 +238,12 @@ async def test_names_and_scopes_are_checked(store: IdentityStore) -> None:
 
 async def test_an_address_others_can_reach_needs_a_key(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'doors.db'}"
-    await check_doors("127.0.0.1", url)
+    await check_exposure("127.0.0.1", url)
     with pytest.raises(ConfigError, match="penstock keys create"):
-        await check_doors("0.0.0.0", url)
+        await check_exposure("0.0.0.0", url)
     database = await open_database(url)
     store = IdentityStore(database)
     await store.create_tenant("acme")
     await store.create_key("acme")
     await database.close()
-    await check_doors("0.0.0.0", url)
+    await check_exposure("0.0.0.0", url)

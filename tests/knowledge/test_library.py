@@ -13,7 +13,7 @@ import pytest
 from penstock.knowledge.entities import Collection, CollectionExists, Document, KnowledgeError, TooMany
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.queue import LEASE_S, ReadingQueue
+from penstock.knowledge.queue import LEASE_S, IngestQueue
 from penstock.protocol.errors import EngineUnavailable
 from tests.knowledge.embedding import HashingEmbedder
 from tests.knowledge.files import make_pdf
@@ -165,7 +165,7 @@ async def test_a_claim_ends_with_its_lease(tmp_path: Path) -> None:
     async with opened(tmp_path, limits=LibraryLimits(readers=0)) as library:
         col = await library.create_collection("acme", "handbook")
         document = await put(library, col, "Pumps need oil.")
-        one, other = (ReadingQueue(library._database, lambda: now[0]) for _ in range(2))
+        one, other = (IngestQueue(library._database, lambda: now[0]) for _ in range(2))
         claim = await one.claim("acme")
         assert claim is not None and claim.body == b"Pumps need oil."
         assert await other.claim("acme") is None and await other.waiting_tenants() == []

@@ -97,7 +97,7 @@ BUDGET = Limit("tenant:acme:day", "budget", 5_000_000_000, 86400.0)
 async def test_what_fits_is_granted_and_the_rest_is_told_when(store: LimitStore, clock: Clock) -> None:
     for index in range(10):
         decision = await store.reserve(f"r{index}", [REQUESTS], Amounts())
-        assert decision.refusal is None and decision.standings[0].remaining == 9 - index
+        assert decision.refusal is None and decision.states[0].remaining == 9 - index
         clock.now += 1.0
     refused = await store.reserve("r10", [REQUESTS], Amounts())
     assert refused.refusal is not None and refused.refusal.limit == REQUESTS
@@ -111,7 +111,7 @@ async def test_all_limits_or_none(store: LimitStore) -> None:
     assert (await store.reserve("a", [REQUESTS, TOKENS], Amounts(tokens=900))).refusal is None
     refused = await store.reserve("b", [REQUESTS, TOKENS], Amounts(tokens=200))
     assert refused.refusal is not None and refused.refusal.limit == TOKENS
-    assert [standing.used for standing in refused.standings] == [1, 900]
+    assert [state.used for state in refused.states] == [1, 900]
     assert (await store.reserve("c", [REQUESTS, TOKENS], Amounts(tokens=100))).refusal is None
 
 
@@ -131,7 +131,7 @@ async def test_what_was_not_used_is_given_back_once(store: LimitStore) -> None:
     await store.settle("never", limits, reserved, used)
     decision = await store.reserve("c", limits, Amounts(tokens=700, budget=4_000_000_000))
     assert decision.refusal is None
-    assert [standing.used for standing in decision.standings] == [1000, 1, 5_000_000_000]
+    assert [state.used for state in decision.states] == [1000, 1, 5_000_000_000]
 
 
 async def test_using_more_than_was_reserved_counts(store: LimitStore) -> None:
@@ -266,7 +266,7 @@ async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_no
         while decision.refusal is not None:
             await asyncio.sleep(0.01)
             decision = await stores[1].reserve("f", both, Amounts(tokens=1))
-        assert [standing.used for standing in decision.standings] == [1, 301], "what it may have used still counts"
+        assert [state.used for state in decision.states] == [1, 301], "what it may have used still counts"
         with pytest.raises(Overloaded):
             await stores[0].reserve("g", both, Amounts())
 

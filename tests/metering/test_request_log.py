@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.metering.request_log import FIELDS, Counts, Entry, RequestLog, Sink, SinkError, entry_of
+from penstock.metering.request_log import FIELDS, LogCounts, LogEntry, RequestLog, Sink, SinkError, entry_of
 from penstock.metering.request_sinks import ClickHouseSink, KafkaSink, open_sink
 from penstock.metering.request_store import ROWS_TOGETHER, RequestStore
 from penstock.metering.spool import Spool
@@ -38,7 +38,7 @@ class Memory(Sink):
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def write(self, entries: Sequence[Entry]) -> None:
+    async def write(self, entries: Sequence[LogEntry]) -> None:
         await self.gate.wait()
         if self.away:
             raise SinkError("away")
@@ -52,8 +52,8 @@ class Memory(Sink):
 @asynccontextmanager
 async def logging_to(
     sink: Sink, folder: Path, limit: int = 10**7, spool: type[Spool] = Spool, **more: Any
-) -> AsyncIterator[tuple[RequestLog, Counts]]:
-    counts = Counts(Value(), Value(), Value())
+) -> AsyncIterator[tuple[RequestLog, LogCounts]]:
+    counts = LogCounts(Value(), Value(), Value())
     log = RequestLog(sink, spool(folder, limit), counts, **{"flush_s": 0.01, "retry_s": 0.01, **more})
     log.start()
     try:
@@ -277,7 +277,9 @@ async def test_clickhouse_table_is_made_and_filled() -> None:
     connect = pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect")
     client = connect.get_client(interface="chdb")
     sink = ClickHouseSink("clickhouse://localhost/default", retention_s=10**9, client=client)
-    entry = Entry("req_1", None, "acme", "m", None, 7, 0, 3, 1.5, 20.25, "stop", "/v1/chat/completions", 1.7e9 + 0.25)
+    entry = LogEntry(
+        "req_1", None, "acme", "m", None, 7, 0, 3, 1.5, 20.25, "stop", "/v1/chat/completions", 1.7e9 + 0.25
+    )
     await sink.write([entry])
     await sink.write([entry])  # the acknowledgement got lost
     [row] = client.query(f"SELECT {', '.join(FIELDS)} FROM request_log").result_rows

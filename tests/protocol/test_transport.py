@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.protocol.transport import CurveClient, CurveServer, Listener, generate_keypair, public_key
+from penstock.protocol.transport import (
+    CurveClient,
+    CurveServer,
+    Listener,
+    generate_keypair,
+    public_key,
+    write_secret_key,
+)
 from tests.engine_host.client import connected, serving
 from tests.engine_host.scripted import ScriptedEngine
 
@@ -89,3 +96,23 @@ def test_the_public_key_follows_from_the_secret_one() -> None:
     assert public_key(secret) == public
     with pytest.raises(ConfigError, match="not a CURVE secret key"):
         public_key("short")
+
+
+def test_a_secret_key_is_written_once_and_read_back_with_the_admitted_clients(tmp_path: Path) -> None:
+    key, clients = tmp_path / "engine.key", tmp_path / "gateways.txt"
+    public = write_secret_key(key)
+    clients.write_text(f"{public}\n\n")
+    assert key.stat().st_mode & 0o777 == 0o600
+    curve = CurveServer.read(key, clients)
+    assert curve is not None and curve.clients == [public] and public_key(curve.secret_key) == public
+    with pytest.raises(ConfigError, match="exists"):
+        write_secret_key(key)
+
+
+def test_curve_files_are_given_together_and_must_be_readable(tmp_path: Path) -> None:
+    assert CurveServer.read(None, None) is None
+    with pytest.raises(ConfigError, match="are given together"):
+        CurveServer.read(tmp_path / "engine.key", None)
+    with pytest.raises(ConfigError, match=r"engine\.key"):
+        (tmp_path / "gateways.txt").write_text("")
+        CurveServer.read(tmp_path / "engine.key", tmp_path / "gateways.txt")

@@ -13,7 +13,7 @@ from penstock.backends.native import NativeBackend
 from penstock.config.routing import AdmissionConfig
 from penstock.engine.config import Role
 from penstock.engine.request import Handover, HandoverLoad, Load, Request, SamplingParams
-from penstock.routing.admission.capacity import Capacity
+from penstock.routing.admission.capacity import EngineCapacity
 from penstock.routing.dispatch import Resilience
 from penstock.routing.handover import HandoverPolicy
 from penstock.routing.loads import total_load
@@ -133,13 +133,13 @@ async def test_replicas_whose_blocks_differ_are_not_paired_and_the_log_says_so_o
         await it.run("a", LONG)
         await it.run("b", LONG)
         assert it.engines[1].seen == {"a": None, "b": None}
-    (told,) = [record for record in caplog.records if "cannot hand prompts over" in record.getMessage()]
+    (told,) = [record for record in caplog.records if "different KV block formats" in record.getMessage()]
     assert (vars(told)["prefill_has"], vars(told)["decode_has"]) == ("int8", "bf16")
 
 
 async def test_a_prefill_replica_is_no_room_for_requests() -> None:
     async with world("prefill", "decode") as it:
-        capacity = Capacity(it.replicas, AdmissionConfig(ahead=0))
+        capacity = EngineCapacity(it.replicas, AdmissionConfig(ahead=0))
         assert capacity().slots == it.engines[1].info.max_running
 
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.routing.time_slice import Move, TimeSlice
+from penstock.routing.time_slice import TimeSlicePolicy, Transition
 
 MODELS = ("a", "b", "c")
 SLICE_S = 10.0
@@ -18,11 +18,11 @@ class Turns(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.now = 0.0
-        self.policy = TimeSlice(SLICE_S, lambda: self.now)
+        self.policy = TimeSlicePolicy(SLICE_S, lambda: self.now)
         self.tickets: dict[int, str] = {}
         self.running: list[str] = []
         self.awake: str | None = None
-        self.move: Move | None = None
+        self.move: Transition | None = None
         self.woke_at = 0.0
 
     @rule(model=st.sampled_from(MODELS))
@@ -104,7 +104,9 @@ TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def serve_all(policy: TimeSlice, clock: list[float], wanted: list[tuple[float, str]], run_s: float) -> dict[int, float]:
+def serve_all(
+    policy: TimeSlicePolicy, clock: list[float], wanted: list[tuple[float, str]], run_s: float
+) -> dict[int, float]:
     """Play `wanted` (arrival, model) against the policy with instant switches; when each request was admitted."""
     arrivals = sorted(wanted)
     waiting: dict[int, int] = {}
@@ -130,7 +132,7 @@ def serve_all(policy: TimeSlice, clock: list[float], wanted: list[tuple[float, s
 def test_a_busy_model_gives_way_after_its_slice() -> None:
     """Requests for `a` never stop coming, and overlap; the one for `b` still gets its turn."""
     clock = [0.0]
-    policy = TimeSlice(SLICE_S, lambda: clock[0])
+    policy = TimeSlicePolicy(SLICE_S, lambda: clock[0])
     wanted = [(second, "a") for second in range(60)] + [(3.0, "b")]
     admitted = serve_all(policy, clock, wanted, run_s=2.0)
     waited_for_b = admitted[sorted(wanted).index((3.0, "b"))] - 3.0
@@ -140,13 +142,13 @@ def test_a_busy_model_gives_way_after_its_slice() -> None:
 
 def test_an_idle_model_is_replaced_after_its_slice_and_not_before() -> None:
     clock = [0.0]
-    policy = TimeSlice(SLICE_S, lambda: clock[0])
+    policy = TimeSlicePolicy(SLICE_S, lambda: clock[0])
     admitted = serve_all(policy, clock, [(0.0, "a"), (1.0, "b")], run_s=0.5)
     assert admitted == {0: 0.0, 1: SLICE_S}
 
 
 def test_without_rivals_a_model_stays_awake() -> None:
     clock = [0.0]
-    policy = TimeSlice(SLICE_S, lambda: clock[0])
+    policy = TimeSlicePolicy(SLICE_S, lambda: clock[0])
     serve_all(policy, clock, [(0.0, "a"), (50.0, "a")], run_s=1.0)
     assert policy.next_move() is None and policy.phase == "awake"

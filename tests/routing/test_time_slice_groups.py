@@ -15,7 +15,7 @@ from penstock.backends.native import NativeBackend
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, ModelAsleep
 from penstock.routing.registry import ServedModel
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.time_slice_groups import TimeSlices
 from tests.engine_host.client import serving
 from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually
@@ -54,7 +54,7 @@ class CountingSleeper:
 class World:
     models: dict[str, ServedModel]
     sleepers: dict[str, CountingSleeper]
-    slices: Slices
+    slices: TimeSlices
 
     async def ask(self, name: str, tokens: int = 3, within_s: float = 60.0) -> list[int]:
         """What a request through the gateway does: wait for the turn, run, give it back."""
@@ -82,7 +82,7 @@ async def world(*names: str, step_s: float = 0.0, state: str = "sleeping", group
             await backend.wait_ready(60)
             text: Any = None
             models[name] = ServedModel(name, text, backend, time_slice=group)
-        slices = Slices(models.values(), SLICE_S)
+        slices = TimeSlices(models.values(), SLICE_S)
         slices.start()
         stack.push_async_callback(slices.close)
         yield World(models, sleepers, slices)
@@ -111,7 +111,7 @@ async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     async with world("a", "b", step_s=0.02) as w:
         long = asyncio.create_task(w.ask("a", tokens=60))
         await eventually(lambda: w.models["a"].backend.in_flight == 1)
-        with pytest.raises(ModelAsleep, match="its turn did not come within") as raised:
+        with pytest.raises(ModelAsleep, match="could not be woken within") as raised:
             await w.ask("b", within_s=0.2)
         assert raised.value.status == 503 and "retry-after" in {key.lower() for key in raised.value.headers()}
         await long

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from penstock.storage.sqlite import LOOK_EVERY, SQLiteDatabase
-from penstock.storage.wal_index import LogIndex
+from penstock.storage.wal_index import WalIndex
 
 IN_USE = 128
 """The byte of the index that every process which uses it has a shared lock on."""
@@ -53,7 +53,7 @@ async def test_a_database_that_was_looked_at_is_still_in_use(tmp_path: Path) -> 
 async def test_pages_are_those_of_the_log_and_nothing_stays_open(tmp_path: Path) -> None:
     path = tmp_path / "b.db"
     before = open_files()
-    index = LogIndex.hold(path)
+    index = WalIndex.hold(path)
     assert index.pages() == 0, "there is no log yet"
     database = await busy(path)
     connection = sqlite3.connect(path)

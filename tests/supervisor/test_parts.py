@@ -14,7 +14,7 @@ from penstock.gateway.http.port import check_port
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
 from penstock.supervisor.health import is_ready, local_url
-from penstock.supervisor.heartbeat import Pulse
+from penstock.supervisor.heartbeat import Heartbeat
 from penstock.supervisor.runtime import RuntimeFolder, sweep
 from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import alive
@@ -29,7 +29,7 @@ def test_backoff_doubles_up_to_its_limit_and_forgives_after_good_service() -> No
 
 def test_silence_is_judged_once_a_process_has_begun_to_beat() -> None:
     now = [0.0]
-    pulse = Pulse(3.0, clock=lambda: now[0])
+    pulse = Heartbeat(3.0, clock=lambda: now[0])
 
     def looks(times: int, every: float = 1.0) -> list[bool]:
         seen = []
@@ -47,7 +47,7 @@ def test_silence_is_judged_once_a_process_has_begun_to_beat() -> None:
     assert looks(1, every=3600.0) == [False], "whoever looks was away too"
     pulse.beat()
     assert looks(3) == [False] * 3
-    never = Pulse(0.0, clock=lambda: now[0])
+    never = Heartbeat(0.0, clock=lambda: now[0])
     never.beat()
     now[0] += 1e6
     assert not any(never.look() for _ in range(3))

@@ -19,12 +19,12 @@ from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.protocol.control import Drain, Load, Restart, Scale, Stop, Topology, Unload
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.supervisor import replicas as module
-from penstock.supervisor.catalogue import Catalogue
+from penstock.supervisor.catalogue import ModelCatalogue
 from penstock.supervisor.child import STATUS_FD
-from penstock.supervisor.control import Control
+from penstock.supervisor.control import ControlServer
 from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.runtime import RuntimeFolder
-from penstock.supervisor.saved_models import KeptModels
+from penstock.supervisor.saved_models import SavedModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 from tests.supervisor.test_supervisor import alive, folder, supervised, until
@@ -46,7 +46,7 @@ class World:
         return [replica.name for replica in self.seen[-1].models["m"]]
 
 
-class Known(Catalogue):
+class Known(ModelCatalogue):
     """Takes any model that is not called `wrong`, and fetches nothing."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Known(Catalogue):
 
 
 @asynccontextmanager
-async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: KeptModels | None = None) -> AsyncIterator[World]:
+async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: SavedModels | None = None) -> AsyncIterator[World]:
     monkeypatch.setattr(module, "FOUND_S", 0.0)
     async with supervised(folder) as (supervisor, _, engine, _gateway):
         engine.model, engine.replica, engine.endpoint = "m", "0", f"ipc://{folder}/engine"
@@ -78,7 +78,7 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: KeptModels 
         async def follow(topology: Topology) -> None:
             it.seen.append(topology)
 
-        async with Control(folder / "control", Replicas(supervisor, [engine], make, Known(), kept)):
+        async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), kept)):
             line = ControlLine(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
@@ -114,17 +114,17 @@ async def test_models_that_were_loaded_are_there_again_after_a_restart(
 ) -> None:
     file = tmp_path / "models.json"
     file.write_text('{"wrong": {"source": "x", "name": "wrong"}}')
-    async with world(folder, monkeypatch, KeptModels(file)) as it:
+    async with world(folder, monkeypatch, SavedModels(file)) as it:
         await it.line.ask(lambda number: Load(number, {"source": "x", "name": "new"}))
         await it.line.ask(lambda number: Load(number, {"source": "x", "name": "brief"}))
         await it.line.ask(lambda number: Unload(number, "brief"))
-    async with world(folder, monkeypatch, KeptModels(file)) as it:
+    async with world(folder, monkeypatch, SavedModels(file)) as it:
         await until(lambda: "new" in it.seen[-1].models)
         assert set(it.seen[-1].models) == {"m", "new"}, "what cannot be loaded hurts nobody"
         await it.line.ask(lambda number: Unload(number, "new"))
-    assert [model["name"] for model in KeptModels(file).models] == ["wrong"], "and is not forgotten"
+    assert [model["name"] for model in SavedModels(file).models] == ["wrong"], "and is not forgotten"
     file.write_text("damaged")
-    assert KeptModels(file).models == []
+    assert SavedModels(file).models == []
 
 
 async def test_scaling_up_and_down_starts_and_drains_and_tells_every_gateway(

@@ -19,7 +19,7 @@ from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.reporter import Reporter
-from penstock.supervisor.status import Asked
+from penstock.supervisor.status import EncoderNeeded
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
 from tests.engine_host.client import connected, eventually
@@ -194,8 +194,8 @@ async def test_an_optional_engine_is_started_when_it_is_asked_for(folder: Path) 
     try:
         await until(lambda: recorder.count("ready") == 1)
         assert wanted.child is None and broken.child is None
-        supervisor._on_status(gateway, Asked("a"))
-        supervisor._on_status(gateway, Asked("b"))
+        supervisor._on_status(gateway, EncoderNeeded("a"))
+        supervisor._on_status(gateway, EncoderNeeded("b"))
         await until(lambda: wanted.ready.is_set() and any("no such model" in line for line in recorder.lines))
         os.kill(wanted.child.pid, signal.SIGKILL)  # type: ignore[union-attr]
         await until(lambda: sum(event[:2] == ("started", "encoder a") for event in recorder.events) == 2)

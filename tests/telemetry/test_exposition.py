@@ -6,10 +6,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.telemetry.exposition import MOST_CHILDREN, Registry, render
+from penstock.telemetry.exposition import MOST_CHILDREN, MetricRegistry, render
 
 
-def parse(registry: Registry) -> dict[str, dict[tuple[str, ...], float]]:
+def parse(registry: MetricRegistry) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(registry.render().decode()):
         for sample in family.samples:
@@ -18,7 +18,7 @@ def parse(registry: Registry) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_counters_gauges_and_label_escaping() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.counter("a_total", "Help.", ("what",)).child('quote " slash \\ line\n').inc(2)
     registry.gauge("b", "Help.").child().set(1.5)
     registry.sampled("gauge", "c", "Help.", ("x",), lambda: [(("1",), 0.25), (("2",), 1e9)])
@@ -29,7 +29,7 @@ def test_counters_gauges_and_label_escaping() -> None:
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_are_inclusive() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     child = registry.histogram("h", "Help.", (0.1, 1.0), ("m",)).child("x")
     child.observe(0.1)
     child.observe(0.5, 2)
@@ -41,7 +41,7 @@ def test_histogram_buckets_are_cumulative_and_bounds_are_inclusive() -> None:
 
 
 def test_a_scrape_sees_what_was_observed_since_the_last_one() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     child = registry.histogram("h", "Help.", (1.0,)).child()
     for count in range(1, 4):
         child.observe(0.5)
@@ -50,7 +50,7 @@ def test_a_scrape_sees_what_was_observed_since_the_last_one() -> None:
 
 
 def test_openmetrics_names_a_trace_per_bucket() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.counter("a_total", "Help.").child().inc(3)
     child = registry.histogram("h", "Help.", (0.1, 1.0), ("m",)).child("x")
     child.observe(0.05)
@@ -65,7 +65,7 @@ def test_openmetrics_names_a_trace_per_bucket() -> None:
 
 
 def test_labels_that_never_end_do_not_fill_the_memory() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     family = registry.counter("a_total", "Help.", ("who",))
     for i in range(2 * MOST_CHILDREN):
         family.child(str(i)).inc()
@@ -76,7 +76,7 @@ def test_labels_that_never_end_do_not_fill_the_memory() -> None:
 
 
 def test_readings_are_what_a_scrape_would_show() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.counter("a_total", "Help.", ("x",)).child("1").inc(2)
     registry.histogram("h", "Help.", (1.0,)).child().observe(3.0)
     registry.sampled("gauge", "g", "Help.", (), lambda: [((), 7)])
@@ -88,7 +88,7 @@ def test_readings_are_what_a_scrape_would_show() -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.gauge("a", "Help.")
     with pytest.raises(ValueError, match="twice"):
         registry.gauge("a", "Help.")

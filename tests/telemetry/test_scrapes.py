@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 from penstock.telemetry.scrapes import Interval, Scrape
 
 
-def scrape(registry: Registry, at: float) -> Scrape:
+def scrape(registry: MetricRegistry, at: float) -> Scrape:
     return Scrape(registry.render().decode(), at)
 
 
 def test_rates_by_label_and_over_all() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     family = registry.counter("a_total", "Help.", ("who",))
     family.child("x").inc(5)
     before = scrape(registry, 10.0)
@@ -27,14 +27,14 @@ def test_rates_by_label_and_over_all() -> None:
 
 
 def test_a_restarted_process_counts_from_zero() -> None:
-    old, new = Registry(), Registry()
+    old, new = MetricRegistry(), MetricRegistry()
     old.counter("a_total", "Help.").child().inc(1000)
     new.counter("a_total", "Help.").child().inc(10)
     assert Interval(scrape(old, 0.0), scrape(new, 1.0)).rate("a_total") == 10
 
 
 def test_percentiles_are_of_the_interval_alone() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     child = registry.histogram("h", "Help.", (0.1, 0.2, 0.4), ("m",)).child("x")
     child.observe(9.0, 1000)
     before = scrape(registry, 0.0)
@@ -47,7 +47,7 @@ def test_percentiles_are_of_the_interval_alone() -> None:
 
 
 def test_nothing_observed_is_nothing_known() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     registry.histogram("h", "Help.", (1.0,)).child()
     interval = Interval(scrape(registry, 0.0), scrape(registry, 1.0))
     assert interval.quantile(0.5, "h") is None

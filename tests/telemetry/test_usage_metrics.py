@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 from penstock.telemetry.usage_metrics import UsageMetrics
 from tests.telemetry.test_exposition import parse
 
@@ -12,7 +12,7 @@ def settle(usage: UsageMetrics, tenant: str, feature: str = "") -> None:
 
 
 def test_tokens_and_money_of_each_combination() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     usage = UsageMetrics(registry, most=10)
     settle(usage, "acme", "search")
     settle(usage, "acme", "search")
@@ -27,7 +27,7 @@ def test_tokens_and_money_of_each_combination() -> None:
 
 
 def test_a_client_that_invents_features_costs_others_nothing() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     usage = UsageMetrics(registry, most=10)
     for i in range(1000):
         settle(usage, "noisy", f"feature-{i}")
@@ -39,7 +39,7 @@ def test_a_client_that_invents_features_costs_others_nothing() -> None:
 
 
 def test_even_tenants_without_number_are_bounded() -> None:
-    registry = Registry()
+    registry = MetricRegistry()
     usage = UsageMetrics(registry, most=10)
     for i in range(1000):
         settle(usage, f"tenant-{i}")

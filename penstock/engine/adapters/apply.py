@@ -19,8 +19,9 @@ from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import InlineLinear, Linear
-from penstock.engine.models.layers.mlp import GatedMlp
 
 _REFERENCE_BLOCK = 1 << 30
 
@@ -111,24 +112,28 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites:
     residuals stay outside the linears, unless all of these take adapters into their launch."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
-    if isinstance(kernel, FusedLora) and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
+    if isinstance(kernel, FusedLora) and all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers):
         made = FusedAdaptedLinear
         linears = [linear for layer in decoder.layers for linear in layer.linears]
         if kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        own: dict[str, Any] = {}
-        inner: dict[str, Any] = {}
+        assert isinstance(layer.mixer, Attention)
+        mixer: dict[str, Any] = {"ops": decoder.ops}
+        feed_forward: dict[str, Any] = {}
         for index, site in enumerate(layout.sites[:sites]):
-            holder, found = (layer, own) if hasattr(layer, site.attribute) else (layer.mlp, inner)
+            in_mixer = hasattr(layer.mixer, site.attribute)
+            holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             found[site.attribute] = made(getattr(holder, site.attribute), kernel, placed)
-        if inner:
-            assert isinstance(layer.mlp, GatedMlp)
-            own["mlp"] = dataclasses.replace(layer.mlp, ops=decoder.ops, **inner)
-        layers.append(dataclasses.replace(layer, **own))
-    return dataclasses.replace(decoder, layers=layers, inner=decoder.ops, fused_up_to=fused_up_to)
+        changed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **mixer))
+        if feed_forward:
+            assert isinstance(layer.feed_forward, GatedMlp)
+            adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
+            changed = dataclasses.replace(changed, feed_forward=adapted)
+        layers.append(changed)
+    return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
 
 
 class ReferenceLora:

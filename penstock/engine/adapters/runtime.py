@@ -118,7 +118,7 @@ def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtyp
 def _adapter_dtype(decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
     """float16 on CPU beside weights of few bits: far finer than those, and half the bytes of float32 to read."""
     site = layout.sites[0]
-    few_bits = decoder.layers[0].qkv.weight_bytes < 2 * site.inputs * site.outputs
+    few_bits = decoder.layers[0].mixer.linears[0].weight_bytes < 2 * site.inputs * site.outputs
     return torch.float16 if few_bits and dtype == torch.float32 and isinstance(decoder.ops, CpuOps) else dtype
 
 

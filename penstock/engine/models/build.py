@@ -12,10 +12,12 @@ from penstock.engine.backends.interface import ActivationOps, HeadLayout, KVScal
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear, SoftCapped, make_linear
-from penstock.engine.models.layers.mlp import GatedMlp, Mlp
-from penstock.engine.models.layers.moe import ExpertMlp, Router
 from penstock.engine.models.layers.rotary import cos_sin_table
+from penstock.engine.models.llama import LlamaDecoder
 from penstock.errors import CheckpointError
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -119,7 +121,7 @@ def build_decoder(
         at = f"{prefix}layers.{index}."
         scales = _kv_scales(weights, f"{at}self_attn.", config.num_kv_heads, device) if fp8_cache else None
         mlp = _mlp(read, config, at, index, ops, inner or ops)
-        layers.append(_layer(read, config, at, index, ropes[config.ropes[index]], mlp, scales))
+        layers.append(_layer(read, config, at, index, ropes[config.ropes[index]], mlp, scales, ops, inner or ops))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
     heads = [name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in read.names]
@@ -128,14 +130,14 @@ def build_decoder(
     head = read.linear("", rows, hidden) if ends else make_linear(read.zeros(16, hidden))
     if hasattr(head, "out_dtype"):
         head.out_dtype = torch.float32  # logits are compared, so they keep all their bits
-    decoder = Decoder(
+    decoder = LlamaDecoder(
         config=config,
         ops=ops,
         embedding=embedding,
         layers=layers,
         final_norm=read.norm(f"{prefix}norm.weight", hidden, shift),
         head=head if config.logit_softcap is None else SoftCapped(head, config.logit_softcap),
-        inner=inner or ops,
+        max_positions=max_positions,
         fused_up_to=fused_up_to if config.plain_layers else 0,
     )
     if progress is not None:
@@ -144,7 +146,15 @@ def build_decoder(
 
 
 def _layer(
-    read: _Reader, config: ModelConfig, at: str, index: int, cos_sin: Tensor, mlp: Mlp, kv_scales: KVScales | None
+    read: _Reader,
+    config: ModelConfig,
+    at: str,
+    index: int,
+    cos_sin: Tensor,
+    feed_forward: FeedForward,
+    kv_scales: KVScales | None,
+    ops: Ops,
+    inner: ActivationOps,
 ) -> DecoderLayer:
     hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_shift
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
@@ -159,11 +169,11 @@ def _layer(
     def norm(name: str, size: int) -> Tensor:
         return read.norm(f"{name}.weight", size, shift)
 
-    return DecoderLayer(
-        input_norm=norm(f"{at}input_layernorm", hidden),
+    mixer = Attention(
+        ops=inner,
+        attention_ops=ops,
         qkv=read.linear(attention, qkv, hidden, config.qkv_bias, fused="qkv_proj"),
-        q_norm=norm(f"{attention}q_norm", dim) if config.qk_norm else None,
-        k_norm=norm(f"{attention}k_norm", dim) if config.qk_norm else None,
+        output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
         heads=HeadLayout(
             config.num_heads,
             config.num_kv_heads,
@@ -173,16 +183,22 @@ def _layer(
             config.attention_softcap,
         ),
         cos_sin=cos_sin,
-        output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
-        attention_out_norm=norm(f"{at}{after_attention}", hidden) if after_attention else None,
-        mlp_norm=norm(f"{at}{before_mlp}", hidden),
-        mlp=mlp,
-        mlp_out_norm=norm(f"{at}{after_mlp}", hidden) if after_mlp else None,
+        q_norm=norm(f"{attention}q_norm", dim) if config.qk_norm else None,
+        k_norm=norm(f"{attention}k_norm", dim) if config.qk_norm else None,
+        eps=config.rms_eps,
         kv_scales=kv_scales,
+    )
+    return DecoderLayer(
+        mixer_norm=norm(f"{at}input_layernorm", hidden),
+        mixer=mixer,
+        feed_forward_norm=norm(f"{at}{before_mlp}", hidden),
+        feed_forward=feed_forward,
+        mixer_out_norm=norm(f"{at}{after_attention}", hidden) if after_attention else None,
+        feed_forward_out_norm=norm(f"{at}{after_mlp}", hidden) if after_mlp else None,
     )
 
 
-def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inner: ActivationOps) -> Mlp:
+def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inner: ActivationOps) -> FeedForward:
     hidden, moe = config.hidden_size, config.moe
     if moe is None or not moe.layers[index]:
         return _gated(read, config, f"{at}mlp.", _DENSE, config.ffn_size, inner)

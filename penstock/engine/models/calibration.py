@@ -16,9 +16,11 @@ from torch import Tensor
 
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.interface import AttentionBatch
-from penstock.engine.kv.cache import KVCache, KVShape
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.kinds import PagedKVCache
+from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.key_smoothing import key_smoothing
+from penstock.engine.models.layers.attention import Attention
 
 _TOKENS: Final = 128
 _BLOCK_SIZE: Final = 16
@@ -39,25 +41,33 @@ def settle(decoder: Decoder, *, int8_cache: bool) -> Decoder:
         linear.finish()
     if not int8_cache:
         return decoder
-    layers = [
-        dataclasses.replace(layer, key_smoothing=key_smoothing(seen, layer))
-        for layer, seen in zip(decoder.layers, keys, strict=True)
-    ]
+    layers = [_smoothed(layer, seen) for layer, seen in zip(decoder.layers, keys, strict=True)]
     return dataclasses.replace(decoder, layers=layers)
 
 
-def _keys_of_a_prompt(decoder: Decoder) -> list[Tensor]:
-    """Layer by layer, float32 [tokens, kv_heads, head_dim]."""
+def _smoothed(layer: DecoderLayer, keys: Tensor | None) -> DecoderLayer:
+    if keys is None or not isinstance(layer.mixer, Attention):
+        return layer
+    mixer = dataclasses.replace(layer.mixer, key_smoothing=key_smoothing(keys, layer.mixer))
+    return dataclasses.replace(layer, mixer=mixer)
+
+
+def _keys_of_a_prompt(decoder: Decoder) -> list[Tensor | None]:
+    """By layer: float32 [tokens, kv_heads, head_dim], None where a layer has no keys."""
     config, device = decoder.config, decoder.embedding.device
     tokens = min(_TOKENS, decoder.max_positions)
-    shape = KVShape(len(decoder.layers), config.num_kv_heads, config.head_dim, _BLOCK_SIZE, decoder.embedding.dtype)
-    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device)
+    shape = decoder.cache_shape(_BLOCK_SIZE, decoder.embedding.dtype)
+    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device, num_rows=1)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
     hidden = decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
     if isinstance(decoder.head, QuantLinear) and decoder.head.watcher is not None:
         decoder.head.watcher(hidden)
-    return [cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float() for cache in kv.layers]
+    return [_keys_in(cache, tokens) if isinstance(cache, PagedKVCache) else None for cache in kv.layers]
+
+
+def _keys_in(cache: PagedKVCache, tokens: int) -> Tensor:
+    return cache.k[1:].transpose(1, 2).flatten(0, 1)[:tokens].float()
 
 
 class _Watched:

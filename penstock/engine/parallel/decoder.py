@@ -88,6 +88,9 @@ class LeadDecoder(Decoder):
             self.ranks.tell(self._message(batch.host, batch).encode())
             return self.stage.forward(token_ids, batch, kv)
 
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.decoder.run(residual, batch, kv)
+
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(
             host.token_ids,

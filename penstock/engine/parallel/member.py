@@ -15,9 +15,10 @@ import torch
 from penstock.engine.models.build import Weights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.attention import Attention
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config
-from penstock.engine.parallel.linears import GatheredLinear, SummedLinear, SummedMlp
+from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
 from penstock.engine.parallel.shards import head_rows, shard
 from penstock.errors import ConfigError
 
@@ -76,4 +77,6 @@ class Member(ABC):
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    return dataclasses.replace(layer, output=SummedLinear(layer.output, group), mlp=SummedMlp(layer.mlp, group))
+    assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
+    mixer = dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, group))
+    return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))

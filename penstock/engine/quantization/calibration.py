@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.ops import ReferenceOps
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import Weights, build_decoder
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
@@ -110,12 +110,11 @@ def calibrate(
         quantize=WatchedLinear,
     )
     blocks = -(-longest // _BLOCK_SIZE)
-    shape = KVShape(1, model.num_kv_heads, model.head_dim, _BLOCK_SIZE, torch.float32)
-    kv = KVCache(shape, blocks + 1, device)
     streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
 
     def run(layer: DecoderLayer, update: bool) -> None:
         alone = replace(decoder, layers=[layer])
+        kv = KVCache(alone.cache_shape(_BLOCK_SIZE, torch.float32), blocks + 1, device, num_rows=1)
         for stream in streams:
             residual = stream if update else stream.clone()
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)

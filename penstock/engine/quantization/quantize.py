@@ -204,7 +204,7 @@ def _scale(
         return norm / scales
 
     qkv, output = linears[:2]
-    layer = replace(layer, input_norm=behind_norm(layer.input_norm, qkv, "input_layernorm"))
+    layer = replace(layer, mixer_norm=behind_norm(layer.mixer_norm, qkv, "input_layernorm"))
     if model.num_heads == model.num_kv_heads:
         # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
         _behind_rows(qkv, output, group)
@@ -212,7 +212,7 @@ def _scale(
         return layer  # experts share their inputs: their groups are clipped, not scaled
     gate_up, down = linears[2:]
     before = "pre_feedforward_layernorm" if model.sandwich_norms else "post_attention_layernorm"
-    layer = replace(layer, mlp_norm=behind_norm(layer.mlp_norm, gate_up, before))
+    layer = replace(layer, feed_forward_norm=behind_norm(layer.feed_forward_norm, gate_up, before))
     _behind_rows(gate_up, down, group)
     return layer
 

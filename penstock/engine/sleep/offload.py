@@ -83,7 +83,9 @@ def park(engine: Engine) -> Parked:
     graphs = [(item, item.forget()) for item in found if isinstance(item, DecodeGraphs)]
     engine.scheduler.allocator.pool.forget_all()
     device = engine.runner.kv.device
-    caches = storages_of([tensor for item in found if isinstance(item, KVCache) for tensor in item.tensors])
+    caches = storages_of(
+        [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
+    )
     found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == device])
     moving = [storage for key, storage in found_there.items() if key not in caches]
     slabs = Slabs()

@@ -19,6 +19,7 @@ from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
@@ -146,7 +147,8 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
     if scheduler.allocator.window is not None:
         log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
         return ""
-    smoothings = [layer.key_smoothing for layer in part.decoder.layers if layer.key_smoothing is not None]
+    mixers = [layer.mixer for layer in part.decoder.layers]
+    smoothings = [mixer.key_smoothing for mixer in mixers if isinstance(mixer, Attention) and mixer.key_smoothing]
     return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
 
 

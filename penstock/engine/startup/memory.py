@@ -9,7 +9,7 @@ import torch
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.errors import ConfigError
@@ -18,11 +18,6 @@ _CPU_SHARE = 0.15
 """Of the free memory: the machine has other things to do."""
 _CUDA_SHARE = 0.92
 """Of what activations leave: the rest is for CUDA graphs, the sampler, and fragmentation."""
-
-
-def kv_shape(model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
-    """The cache that a model needs."""
-    return KVShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def count_blocks(
@@ -41,8 +36,8 @@ def count_blocks(
     """
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    device, model = decoder.embedding.device, decoder.config
-    block_bytes = kv_shape(model, config.block_size, dtype).block_bytes + beside
+    device, shape = decoder.embedding.device, decoder.cache_shape(config.block_size, dtype)
+    block_bytes = shape.block_bytes + beside
     memory = config.kv_memory
     if memory is None:
         activations = 0
@@ -51,6 +46,7 @@ def count_blocks(
         memory = _room(config, device, activations)
     elif memory > _available(device):
         raise ConfigError(f"kv_memory: {memory} bytes are more than the {_available(device)} that are free on {device}")
+    memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful)
     if blocks < 1:
@@ -61,7 +57,12 @@ def count_blocks(
     return int(blocks) + 1
 
 
-def count_host_blocks(config: EngineConfig, shape: KVShape) -> int:
+def state_rows(max_running: int) -> int:
+    """Rows of a cache that keeps a state per sequence: one for each that runs, and a scratch row for padding."""
+    return max_running + 1
+
+
+def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
     """KV blocks that `host_memory` holds."""
     if not config.prefix_cache:
         raise ConfigError(
@@ -136,10 +137,10 @@ def _meminfo(field: str) -> int:
 @torch.inference_mode()
 def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
     """What the largest step needs besides weights and cache, measured by running one (a single long prompt)."""
-    device, model = decoder.embedding.device, decoder.config
+    device = decoder.embedding.device
     tokens = min(budget, decoder.max_positions)
     blocks = -(-tokens // block_size)
-    kv = KVCache(kv_shape(model, block_size, dtype), blocks + 1, device)
+    kv = KVCache(decoder.cache_shape(block_size, dtype), blocks + 1, device, num_rows=1)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     batch = AttentionBatch.of_one(tokens, block_size, device)

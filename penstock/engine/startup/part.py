@@ -32,7 +32,7 @@ from penstock.engine.startup.device import (
     pick_ops,
     plan_weights,
 )
-from penstock.engine.startup.memory import count_blocks, kv_shape, longest_sequence, sliding_window
+from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.engine.startup.warmup import Limits, compile_kernels
 
 if TYPE_CHECKING:
@@ -146,10 +146,11 @@ def load_part(
         num_blocks = count_blocks(
             config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget, beside=beside
         )
+        shape = decoder.cache_shape(config.block_size, kv_dtype)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
-        kv = KVCache(kv_shape(local, config.block_size, kv_dtype), num_blocks, device)
+        kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)
 

@@ -18,8 +18,10 @@ from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.grammar.interface import words_for
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.mixer import TokenMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +41,31 @@ def compile_kernels(
     """Compile whatever the decoder may launch, with a cache of `dtype`."""
     from penstock.engine.backends.cuda.kernels.common import building_kernels
 
-    config, device = decoder.config, decoder.embedding.device
-    kv = KVCache(KVShape(1, config.num_kv_heads, config.head_dim, limits.block_size, dtype), 2, device)
+    device = decoder.embedding.device
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
-    kinds = {(layer.heads, type(layer.mlp)): layer for layer in decoder.layers}
+    kinds = {(_kind_of(layer.mixer), type(layer.feed_forward)): layer for layer in decoder.layers}
     with building_kernels():
         for layer in kinds.values():
-            _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
+            alone = dataclasses.replace(decoder, layers=[layer])
+            _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
         if adapters is not None:
-            _visit_adapted(adapters, kv, tables, limits)
+            alone = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
+            _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits)
 
 
-def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+def _kind_of(mixer: TokenMixer) -> object:
+    """Equal for mixers that launch the same kernels."""
+    return mixer.heads if isinstance(mixer, Attention) else type(mixer)
+
+
+def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: Limits) -> KVCache:
+    shape = decoder.cache_shape(limits.block_size, dtype)
+    return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
+
+
+def _visit_adapted(adapters: AdapterRuntime, decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:
     """The same steps with adapters: tokens in all slots, in short and long chunks."""
-    decoder = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
     for decodes in buckets_up_to(limits.max_rows):
         adapters.kernel.begin(np.zeros(decodes, np.int32))
         _forward(decoder, kv, tables, limits, decodes, [])
@@ -63,7 +75,7 @@ def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits
 
 
 def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:
-    device, ops, heads, cache = kv.device, decoder.ops, decoder.layers[0].heads, kv.layers[0]
+    device, ops = kv.device, decoder.ops
     for decodes in buckets_up_to(limits.max_rows):
         logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
         keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
@@ -78,11 +90,15 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> Non
     for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
+    mixer, cache = decoder.layers[0].mixer, kv.layers[0]
+    if not isinstance(mixer, Attention):
+        return
+    heads = mixer.heads
     # Beside prompts there may be any number of decodes, not only those that have a graph.
     q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
         batch = _batch(decodes, [], tables, limits)
-        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or decoder.layers[0].kv_scales)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales)
 
 
 def _forward(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:

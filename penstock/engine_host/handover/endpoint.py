@@ -31,7 +31,7 @@ class BlockHost(Protocol):
     def exchange(self) -> BlockExchange | None: ...
 
 
-class HandoverDesk:
+class HandoverEndpoint:
     """Both directions of one engine."""
 
     def __init__(self, poller: zmq.Poller, socket: zmq.Socket[bytes], secret_key: str) -> None:

@@ -12,9 +12,9 @@ from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.controller import Admission, Ticket, Wish
+from penstock.routing.admission.controller import Admission, AdmissionRequest, Ticket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
-from penstock.routing.registry import Registry, Route, ServedModel
+from penstock.routing.registry import ModelRegistry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 
 DOWNGRADE = "downgrade"
@@ -54,7 +54,7 @@ class Admissions:
         config: AdmissionConfig,
         tiers: Sequence[TierConfig],
         smaller: Mapping[str, str],
-        registry: Registry,
+        registry: ModelRegistry,
         metrics: Metrics,
     ) -> None:
         """`smaller`: models by the name of the larger one that they answer for while too many requests wait."""
@@ -107,18 +107,18 @@ class Admissions:
         if self._admission is None or (demand := work.demand()) is None:
             return None
         caller = exchange.caller
-        return await self._admission.desk(demand.model).enter(
-            Wish(
+        return await self._admission.controller(demand.model).enter(
+            AdmissionRequest(
                 id=demand.id,
                 tenant=caller.tenant,
                 rank=min(max(demand.priority + 1, PREMIUM), BATCH),
                 weight=self._tier(caller).weight,
                 prompts=demand.prompts,
                 sequences=demand.sequences,
-                most_output=demand.most_output,
+                max_output_tokens=demand.most_output,
                 salt=demand.cache_key,
                 budget_left=1.0 if reservation is None else reservation.left,
-                patience_s=_patience(exchange),
+                max_wait_s=_patience(exchange),
             )
         )
 
@@ -126,7 +126,7 @@ class Admissions:
         """The number of requests of this gateway that wait for a model."""
         if self._admission is None:
             return 0
-        return sum(self._admission.desk(model).queue.standing("", 0).queued)
+        return sum(self._admission.controller(model).queue.state("", 0).queued)
 
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
         """The route to take: to the smaller model when too many requests wait for this one and the caller's tier is
@@ -135,7 +135,7 @@ class Admissions:
         if name is None or self._admission is None or not self._tier(exchange.caller).best_effort:
             return route
         smaller = self._registry.route(name).model
-        if not self._admission.desk(route.model).saturated() or self._admission.desk(smaller).saturated():
+        if not self._admission.controller(route.model).saturated() or self._admission.controller(smaller).saturated():
             return route
         window = smaller.context_window
         if not smaller.backend.ready or (window is not None and needs() > window):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.gateway.app.exchange import Exchange
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 
 
 def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
@@ -23,7 +23,7 @@ def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name
     ]
 
 
-def find_model(registry: Registry, exchange: Exchange, name: str) -> ServedModel:
+def find_model(registry: ModelRegistry, exchange: Exchange, name: str) -> ServedModel:
     """The model that is served under `name`."""
     route = registry.route(name)
     model = route.model

@@ -33,7 +33,7 @@ from penstock.metering.ledger import Charge, Ledger, OpenCharge, Settlement, cos
 from penstock.metering.prices import PriceBook, Usage
 from penstock.protocol.errors import ApiError, LedgerUnavailable
 from penstock.protocol.messages import Produced
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.storage import DatabaseError
 from penstock.telemetry.usage_metrics import UsageMetrics
 
@@ -186,7 +186,7 @@ class Accounts:
         self,
         ledger: Ledger,
         prices: PriceBook,
-        registry: Registry,
+        registry: ModelRegistry,
         metrics: UsageMetrics | None = None,
         *,
         dead_after_s: float = 20.0,

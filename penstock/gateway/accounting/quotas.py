@@ -77,7 +77,7 @@ class Quotas:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
-        left = min(standing.remaining / max(standing.limit.most, 1) for standing in decision.standings)
+        left = min(state.remaining / max(state.limit.most, 1) for state in decision.states)
         return Reservation(id, limits, amounts, price, percent, left)
 
     async def settle(self, reservation: Reservation, generation: Metered) -> None:
@@ -164,11 +164,11 @@ def _limits(subject: str, source: TierConfig | LimitConfig | Allowance) -> list[
 def _refused(decision: Decision, amounts: Amounts) -> ApiError:
     refusal = decision.refusal
     assert refusal is not None
-    limit, standing = refusal.limit, next(s for s in decision.standings if s.limit == refusal.limit)
+    limit, state = refusal.limit, next(s for s in decision.states if s.limit == refusal.limit)
     what = limit.subject.partition(":")[0]
     if limit.metric == "budget":
         return InsufficientQuota(
-            f"The budget of this {what} is {dollars(limit.most)} for the period, {dollars(standing.used)} is spent or "
+            f"The budget of this {what} is {dollars(limit.most)} for the period, {dollars(state.used)} is spent or "
             f"reserved, and this request may cost {dollars(amounts.budget)}."
         )
     asked, unit = amounts.of(limit.metric), {"concurrent": "requests at one time"}.get(limit.metric, limit.metric)
@@ -181,7 +181,7 @@ def _refused(decision: Decision, amounts: Amounts) -> ApiError:
         )
     per = "" if limit.metric == "concurrent" else " per minute"
     return RateLimitExceeded(
-        f"This {what} may use {limit.most:,} {unit}{per}; {standing.used:,} are used and this request needs {asked:,}.",
+        f"This {what} may use {limit.most:,} {unit}{per}; {state.used:,} are used and this request needs {asked:,}.",
         retry_after=1.0 if limit.metric == "concurrent" else refusal.retry_s,
     )
 
@@ -190,9 +190,9 @@ def _headers(decision: Decision, dialect: Dialect) -> list[tuple[bytes, bytes]]:
     """Where the tightest limit on requests and on tokens stands."""
     headers: list[tuple[bytes, bytes]] = []
     for metric in ("requests", "tokens"):
-        standings = [standing for standing in decision.standings if standing.limit.metric == metric]
-        if standings:
-            tightest = min(standings, key=lambda standing: standing.remaining / standing.limit.most)
+        states = [state for state in decision.states if state.limit.metric == metric]
+        if states:
+            tightest = min(states, key=lambda state: state.remaining / state.limit.most)
             told = dialect.limit_headers(tightest)
             headers += [(name.encode(), value.encode()) for name, value in told.items()]
     return headers

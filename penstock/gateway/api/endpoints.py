@@ -5,14 +5,14 @@ from __future__ import annotations
 from penstock.gateway.api.admin.traces import TracesQuery, get_trace, list_traces
 from penstock.gateway.api.admin.usage import UsageQuery, usage
 from penstock.gateway.api.admin_endpoints import ADMIN
-from penstock.gateway.api.anthropic.endpoints import count_tokens, create_message
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.api.openai.chat import chat_completions
-from penstock.gateway.api.openai.completions import completions
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import embeddings
 from penstock.gateway.api.openai.models import get_model, list_models
 from penstock.gateway.api.openai.rerank import rerank
-from penstock.gateway.api.openai.responses.endpoints import create_response, delete_response, get_response
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.api.openai.tokenize import detokenize, tokenize
 from penstock.gateway.api.operations.health import live, ready
@@ -82,35 +82,38 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/chat/completions",
-        chat_completions,
+        ChatEndpoints.chat_completions,
         "Answer a conversation, streamed or whole.",
         "Inference",
         ChatRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
         "POST",
         "/v1/completions",
-        completions,
+        CompletionEndpoints.completions,
         "Continue text or token ids.",
         "Inference",
         CompletionRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
         "POST",
         "/v1/responses",
-        create_response,
+        ResponseEndpoints.create_response,
         "Answer a conversation, which may be stored and continued.",
         "Inference",
         ResponsesRequest,
-        hot=True,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
-    Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
+    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{response}",
+        ResponseEndpoints.delete_response,
+        "Forget a stored response.",
+        "Inference",
+    ),
     Endpoint("GET", "/v1/tools", list_tools, "Tools that the server runs for you.", "Inference"),
     Endpoint(
         "GET",
@@ -139,18 +142,17 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/messages",
-        create_message,
+        MessageEndpoints.create_message,
         "Answer a conversation, for clients of the Messages API.",
         "Inference",
         MessagesRequest,
-        hot=True,
         serves_tokens=True,
         dialect=ANTHROPIC,
     ),
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        count_tokens,
+        MessageEndpoints.count_tokens,
         "How many tokens a conversation has.",
         "Tokens",
         CountTokensRequest,
@@ -164,7 +166,6 @@ ENDPOINTS = (
         "Vectors of texts.",
         "Inference",
         EmbeddingsRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint(
@@ -174,7 +175,6 @@ ENDPOINTS = (
         "Documents in order of how well they answer a query.",
         "Inference",
         RerankRequest,
-        hot=True,
         serves_tokens=True,
     ),
     Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
@@ -260,5 +260,5 @@ ENDPOINTS = (
     *ADMIN,
     Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", hot=True, logged=False),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", logged=False),
 )

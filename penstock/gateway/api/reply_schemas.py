@@ -1,9 +1,11 @@
-"""The shapes of replies, as JSON schemas by the name of the function that answers. Objects may have more than what is
-required here; what is here is there."""
+"""The shapes of replies, as JSON schemas by the name of the handler. The fields listed here are always present; an
+object may have more."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from penstock.gateway.app.openapi import Replies
 
 Schema = dict[str, Any]
 
@@ -77,13 +79,7 @@ _CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
 _REPLICAS = obj(id=STRING, object=word("model"), replicas=many(ANY_OBJECT))
 _DELETED = obj(id=STRING, object=STRING, deleted=BOOLEAN)
 
-EVENTS = frozenset(("chat_completions", "completions", "create_response", "create_message"))
-"""Those that may answer with a stream of events instead."""
-
-ACCEPTED = frozenset(("drain_server",))
-"""Those that answer 202: what they were asked for goes on."""
-
-REPLIES: dict[str, Schema] = {
+_SCHEMAS: dict[str, Schema] = {
     "chat_completions": obj(
         object=word("chat.completion"),
         choices=many(obj(index=INTEGER, message=_MESSAGE, finish_reason=STRING)),
@@ -178,3 +174,9 @@ REPLIES: dict[str, Schema] = {
     "ready": obj(status=STRING, models=ANY_OBJECT),
     "metrics": {"text/plain": {"schema": STRING}},
 }
+
+REPLIES = Replies(
+    _SCHEMAS,
+    streams=frozenset(("chat_completions", "completions", "create_response", "create_message")),
+    accepted=frozenset(("drain_server",)),
+)

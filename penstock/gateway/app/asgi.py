@@ -1,53 +1,64 @@
-"""The ASGI application: every request becomes an `Exchange`, every failure one OpenAI-shaped error.
+"""The ASGI application: every request becomes an `Exchange`, every failure one error in the words of its API.
 
-FastAPI holds the routes and writes `/openapi.json`, of which `/docs` is made; the paths that carry the load are looked
-up in a dictionary first and never enter it. There is no middleware: ids, errors, metrics and the request log are all in
-`App`, so that there is one place where an answer can come from.
+There is no middleware: ids, errors, metrics and the request log are all in `App`, so that there is one place where an
+answer can come from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from urllib.parse import quote
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-
-import penstock
-from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.cors import Cors
-from penstock.gateway.app.docs_page import page
-from penstock.gateway.app.endpoint import Door, Endpoint
+from penstock.gateway.app.drain import Drain
+from penstock.gateway.app.endpoint import BoundEndpoint
 from penstock.gateway.app.exchange import ClientGone, Exchange, Receive, Send, StalledReader
-from penstock.gateway.app.openapi import openapi_of
+from penstock.gateway.app.router import Router
+from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.http.request import Message, Scope
-from penstock.gateway.process.service import Service
-from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
+from penstock.protocol.errors import ApiError, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.context import current
-from penstock.telemetry.logging import log_request
+from penstock.telemetry.logging import RequestRecord, log_request
+from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger("penstock.gateway")
 
 CLIENT_CLOSED = 499
-"""What logs and metrics call a request whose client left; nothing is sent."""
+"""The status of a request whose client disconnected, in logs and metrics; nothing is sent."""
 METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
-_EXCHANGE = "penstock.exchange"
 
 
 class App:
-    """The gateway as an ASGI callable. `door`: what of it is behind this port."""
+    """The gateway as an ASGI callable, for one port."""
 
-    def __init__(self, service: Service, door: Door = "all") -> None:
-        self.service = service
-        self._endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
-        self.fastapi = self._routes()
-        self._hot = {(endpoint.method, endpoint.path): endpoint for endpoint in self._endpoints if endpoint.hot}
-        self._inner = {endpoint.path: endpoint for endpoint in self._endpoints if endpoint.method == "POST"}
-        origins = service.settings.cors_origins
-        self._cors = Cors(origins) if origins else None
+    def __init__(
+        self,
+        endpoints: Sequence[BoundEndpoint],
+        *,
+        authentication: OpenAuthentication,
+        drain: Drain,
+        metrics: Metrics,
+        tracing: RequestTracing,
+        record: Callable[[RequestRecord], None],
+        cors_origins: Sequence[str] = (),
+        stalled_reader_s: float,
+        receive_s: float,
+    ) -> None:
+        """`record` takes the record of every logged request to the request log."""
+        self._router = Router(endpoints)
+        self._fixed = self._router.fixed
+        self._inner = {bound.endpoint.path: bound for bound in endpoints if bound.endpoint.method == "POST"}
+        self._authentication = authentication
+        self._drain = drain
+        self._metrics = metrics
+        self._tracing = tracing
+        self._record = record
+        self._cors = Cors(cors_origins) if cors_origins else None
+        self._stalled_reader_s = stalled_reader_s
+        self._receive_s = receive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,85 +66,86 @@ class App:
         exchange = self._exchange(scope, receive, send)
         if self._cors is not None and await self._cors.answered(exchange):
             return
-        endpoint = self._hot.get((exchange.method, exchange.path))
-        if endpoint is not None:
-            await self._answer(exchange, endpoint)
-            return
-        scope[_EXCHANGE] = exchange
-        try:
-            await self.fastapi(scope, receive, _tagging(exchange, send))
-        finally:
-            del scope[_EXCHANGE]  # which refers to the scope
+        bound = self._fixed.get((exchange.method, exchange.path))
+        if bound is None:
+            found = self._router.match(exchange.method, exchange.path)
+            if found is None:
+                await self._answer_unrouted(exchange)
+                return
+            bound, scope["path_params"] = found
+        await self._answer(exchange, bound)
 
     async def failed(self, error: Exception, scope: Scope, receive: Receive, send: Send | None) -> None:
-        """What escaped, here or in front: our fault, told to the log, to metrics and, where nothing of an answer has
-        been sent, to the client."""
+        """An exception that no handler caught, here or in front of this application: log and count it, and answer 500
+        unless a response has begun (`send` is None then)."""
         exchange = self._exchange(scope, receive, send or _nobody)
         context = current.get()
         if context is not None:  # it had got as far as having an id
             exchange.request_id = context.request_id
-        endpoint = self._hot.get((exchange.method, exchange.path))
-        exchange.route = "unknown" if endpoint is None else endpoint.path
-        exchange.dialect = exchange.dialect if endpoint is None else endpoint.dialect
+        bound = self._fixed.get((exchange.method, exchange.path))
+        if bound is None:
+            exchange.route = "unknown"
+        else:
+            exchange.route, exchange.dialect = bound.endpoint.path, bound.endpoint.dialect
         about = {"request_id": exchange.request_id, "route": exchange.route}
         log.error("unhandled error outside of a handler", exc_info=error, extra=about)
-        self.service.metrics.failed(exchange.route, ServerError.status, "escaped")
+        self._metrics.failed(exchange.route, ServerError.status, "escaped")
         if send is not None:
             await exchange.reply_error(_our_fault(exchange))
 
     def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        settings = self.service.settings
-        return Exchange(scope, receive, send, stalled_reader_s=settings.stalled_reader_s, receive_s=settings.receive_s)
+        return Exchange(scope, receive, send, stalled_reader_s=self._stalled_reader_s, receive_s=self._receive_s)
 
     @property
     def paths(self) -> Collection[str]:
-        """Where something can be posted."""
+        """The paths that take a POST request."""
         return self._inner.keys()
 
     async def answer_inner(self, exchange: Exchange) -> None:
-        """Answer a request that was not sent through a socket."""
+        """Answer a request that did not come from a socket."""
         await self._answer(exchange, self._inner[exchange.path])
 
-    async def _answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        service = self.service
+    async def _answer(self, exchange: Exchange, bound: BoundEndpoint) -> None:
+        endpoint = bound.endpoint
         exchange.route = exchange.record.route = endpoint.path
         exchange.dialect = endpoint.dialect
-        service.tracing.begin(exchange)
-        in_flight = service.metrics.in_flight(endpoint.path)
+        self._tracing.begin(exchange)
+        in_flight = self._metrics.in_flight(endpoint.path)
         in_flight.inc()
         try:
             if endpoint.serves_tokens:
-                service.drain.enter()
+                self._drain.enter()
                 try:
-                    await self._guarded(exchange, self._handle(exchange, endpoint))
+                    await self._guarded(exchange, self._handle(exchange, bound))
                 finally:
-                    service.drain.leave()
+                    self._drain.leave()
             else:
-                await self._guarded(exchange, self._handle(exchange, endpoint))
+                await self._guarded(exchange, self._handle(exchange, bound))
         except ApiError as error:  # draining
             await self._guarded(exchange, _fail(error))
         finally:
             in_flight.dec()
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
-    async def _handle(self, exchange: Exchange, endpoint: Endpoint) -> None:
+    async def _handle(self, exchange: Exchange, bound: BoundEndpoint) -> None:
+        scope = bound.endpoint.scope
         if exchange.line is not None:
             exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
-        elif endpoint.scope is not None:
-            caller = exchange.caller = await self.service.authentication.caller(exchange, endpoint.scope)
+        elif scope is not None:
+            caller = exchange.caller = await self._authentication.caller(exchange, scope)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
-        await endpoint.handler(self.service, exchange)
+        await bound.handle(exchange)
 
     async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:
-        """Run `work`; render what it raises. Nothing but cancellation comes out."""
+        """Run `work` and render what it raises; only a cancellation passes through."""
         try:
             try:
                 await work
             except ApiError as error:
                 if error.reason is not None:
-                    self.service.metrics.rejected(error.reason)
-                self.service.metrics.failed(exchange.route, error.status, error.code or error.type)
+                    self._metrics.rejected(error.reason)
+                self._metrics.failed(exchange.route, error.status, error.code or error.type)
                 exchange.record.finish_reason = "error"
                 await exchange.reply_error(error)
             except ClientGone:
@@ -141,91 +153,46 @@ class App:
             except Exception:
                 log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
                 exchange.record.finish_reason = "error"
-                self.service.metrics.failed(exchange.route, ServerError.status, "unhandled")
+                self._metrics.failed(exchange.route, ServerError.status, "unhandled")
                 if not exchange.response_started:
                     await exchange.reply_error(_our_fault(exchange))
         except asyncio.CancelledError:
             exchange.record.finish_reason = "abort"
             raise
         except ClientGone as gone:
-            gone.__traceback__ = None  # the generation has it, and is in there
+            gone.__traceback__ = None  # it refers to the generation, which refers to it
             exchange.record.finish_reason = "abort"
             exchange.status = CLIENT_CLOSED
-            self.service.metrics.disconnects.inc()
+            self._metrics.disconnects.inc()
             if isinstance(gone, StalledReader):
-                self.service.metrics.stalled_readers.inc()
+                self._metrics.stalled_readers.inc()
 
     def _finish(self, exchange: Exchange, logged: bool, *, timed: bool = False) -> None:
         seconds = exchange.elapsed_s
         status = exchange.status or CLIENT_CLOSED
         method = exchange.method if exchange.method in METHODS else "other"  # a label must not grow with its users
-        self.service.metrics.answered(exchange.route, method, status, seconds)
+        self._metrics.answered(exchange.route, method, status, seconds)
         if logged:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)
-            log_request(exchange.record, self.service.tracing.texts(exchange))
-            if self.service.request_log is not None:
-                self.service.request_log.add(exchange.record)
+            log_request(exchange.record, self._tracing.texts(exchange))
+            self._record(exchange.record)
             if timed:
-                self.service.tracing.finish(exchange)
+                self._tracing.finish(exchange)
 
-    def _routes(self) -> FastAPI:
-        api = FastAPI(
-            title="Penstock",
-            version=penstock.__version__,
-            description="OpenAI-compatible serving of language models.",
-            docs_url=None,
-            redoc_url=None,
-        )
-
-        def endpoint_function(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-            async def respond(request: Request) -> Response:
-                return _Answer(lambda exchange: self._answer(exchange, endpoint))
-
-            return respond
-
-        for endpoint in self._endpoints:
-            api.add_api_route(
-                endpoint.path,
-                endpoint_function(endpoint),
-                methods=[endpoint.method],
-                summary=endpoint.summary,
-                tags=[endpoint.tag],
-                operation_id=endpoint.handler.__name__,
-                include_in_schema=endpoint.documented,
-                response_class=Response,
-            )
-
-        async def http_error(request: Request, error: Exception) -> Response:
-            assert isinstance(error, HTTPException)
-            return _Answer(lambda exchange: self._answer_unrouted(exchange, error))
-
-        async def crashed(request: Request, error: Exception) -> Response:
-            return _Answer(lambda exchange: exchange.reply_error(_our_fault(exchange)))  # the error itself goes on
-
-        api.add_exception_handler(HTTPException, http_error)
-        api.add_exception_handler(Exception, crashed)
-        api.openapi = openapi_of(api, self._endpoints)  # type: ignore[method-assign]
-
-        async def reference() -> HTMLResponse:
-            return HTMLResponse(page(api.openapi()))
-
-        api.add_api_route("/docs", reference, include_in_schema=False)
-        return api
-
-    async def _answer_unrouted(self, exchange: Exchange, error: HTTPException) -> None:
+    async def _answer_unrouted(self, exchange: Exchange) -> None:
         exchange.route = "unknown"
-        where = f"{exchange.method[:16]} {exchange.path[:256]}"
-        problem: ApiError
-        if error.status_code == 404:
-            problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
-            exchange.extra_headers.append((b"allow", allowed.encode()))
-            problem = MethodNotAllowed(f"{where} is not possible; use {allowed}.")
+        path = exchange.path
+        method = self._router.method_of(path)
+        where = f"{exchange.method[:16]} {path[:256]}"
+        if method is not None:
+            exchange.extra_headers.append((b"allow", method.encode()))
+            await self._guarded(exchange, _fail(MethodNotAllowed(f"{where} is not possible; use {method}.")))
+        elif path.endswith("/") and self._router.method_of(path.rstrip("/")) is not None:
+            await self._guarded(exchange, exchange.reply(307, b"", headers=[(b"location", _without_slash(exchange))]))
         else:
-            problem = InvalidRequest(str(error.detail))
-        await self._guarded(exchange, _fail(problem))
+            problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
+            await self._guarded(exchange, _fail(problem))
         self._finish(exchange, logged=False)
 
 
@@ -234,31 +201,16 @@ async def _fail(error: ApiError) -> None:
 
 
 async def _nobody(message: Message) -> None:
-    raise RuntimeError("there is nobody to answer any more")
+    raise RuntimeError("the response has begun; there is nobody to answer")
 
 
 def _our_fault(exchange: Exchange) -> ServerError:
     return ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
 
 
-class _Answer(Response):
-    """Lets a FastAPI route answer through the request's `Exchange`."""
-
-    def __init__(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
-        super().__init__()
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope[_EXCHANGE])
-
-
-def _tagging(exchange: Exchange, send: Send) -> Send:
-    """For the pages FastAPI writes itself (`/docs`): the same request id header."""
-
-    async def tagged(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            own = (b"x-request-id", exchange.request_id.encode())
-            message["headers"] = [*message["headers"], own, *exchange.extra_headers]
-        await send(message)
-
-    return tagged
+def _without_slash(exchange: Exchange) -> bytes:
+    """The URL of a request without the slashes at its end."""
+    query: bytes = exchange.scope["query_string"]
+    host = exchange.header(b"host")
+    path = quote(exchange.path.rstrip("/"), safe=":/%#?=@[]!$&'()*+,;").encode()
+    return (b"" if host is None else b"http://" + host) + path + (b"?" + query if query else b"")

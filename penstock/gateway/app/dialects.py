@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from penstock.limits import Standing
+from penstock.limits import LimitState
 from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, PayloadTooLarge
 
 Renaming = Sequence[tuple[str, str]]
@@ -34,12 +34,12 @@ class Dialect:
     def error(self, error: ApiError, request_id: str) -> object:
         return error.body()
 
-    def limit_headers(self, standing: Standing) -> dict[str, str]:
-        metric = standing.limit.metric
+    def limit_headers(self, state: LimitState) -> dict[str, str]:
+        metric = state.limit.metric
         return {
-            f"x-ratelimit-limit-{metric}": str(standing.limit.most),
-            f"x-ratelimit-remaining-{metric}": str(standing.remaining),
-            f"x-ratelimit-reset-{metric}": duration(standing.reset_s),
+            f"x-ratelimit-limit-{metric}": str(state.limit.most),
+            f"x-ratelimit-remaining-{metric}": str(state.remaining),
+            f"x-ratelimit-reset-{metric}": duration(state.reset_s),
         }
 
 
@@ -57,12 +57,12 @@ class AnthropicDialect(Dialect):
             "request_id": request_id,
         }
 
-    def limit_headers(self, standing: Standing) -> dict[str, str]:
-        prefix = f"anthropic-ratelimit-{standing.limit.metric}"
-        reset = datetime.datetime.fromtimestamp(time.time() + standing.reset_s, datetime.UTC)
+    def limit_headers(self, state: LimitState) -> dict[str, str]:
+        prefix = f"anthropic-ratelimit-{state.limit.metric}"
+        reset = datetime.datetime.fromtimestamp(time.time() + state.reset_s, datetime.UTC)
         return {
-            f"{prefix}-limit": str(standing.limit.most),
-            f"{prefix}-remaining": str(standing.remaining),
+            f"{prefix}-limit": str(state.limit.most),
+            f"{prefix}-remaining": str(state.remaining),
             f"{prefix}-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 

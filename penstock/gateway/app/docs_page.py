@@ -1,11 +1,16 @@
-"""`/docs`: the OpenAPI document as a page. It is written here, whole, and loads nothing from anywhere."""
+"""`/openapi.json`, and `/docs`: the same document as one page that loads nothing else."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from html import escape
 from typing import Any
+
+from penstock.gateway.app.endpoint import Endpoint
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.openapi import Document, Replies, openapi
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }
@@ -13,10 +18,40 @@ summary { cursor: pointer; padding: .2rem 0 } summary span { opacity: .7 }
 code { font: 13px/1.4 ui-monospace, monospace } pre { overflow-x: auto; padding: .6rem; border: 1px solid #8884 }
 b { display: inline-block; min-width: 4.2rem }
 """  # noqa: E501
+HTML = b"text/html; charset=utf-8"
+
+
+class Documentation:
+    """Answers both; the document is made when it is first asked for."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], replies: Replies) -> None:
+        self._endpoints = endpoints
+        self._replies = replies
+
+    @cached_property
+    def _document(self) -> Document:
+        return openapi(self._endpoints, self._replies)
+
+    async def openapi_json(self, exchange: Exchange) -> None:
+        await exchange.reply_json(self._document)
+
+    async def docs(self, exchange: Exchange) -> None:
+        await exchange.reply(200, page(self._document).encode(), HTML)
+
+
+PAGES = tuple(
+    Endpoint(method, path, handler, summary, "Documentation", scope=None, logged=False)
+    for method, path, handler, summary in (
+        ("GET", "/openapi.json", Documentation.openapi_json, "The OpenAPI document."),
+        ("HEAD", "/openapi.json", Documentation.openapi_json, "Its size."),
+        ("GET", "/docs", Documentation.docs, "The same as a page."),
+    )
+)
+"""Not part of the API, so not in its table."""
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Every endpoint by its tag, with what it takes and answers."""
+    """Every endpoint by its tag, with its parameters and replies."""
     info = document["info"]
     body = "".join(_section(document, tag) for tag in _tags(document))
     return (

@@ -1,8 +1,8 @@
-"""What the table of endpoints says of each."""
+"""What the table of endpoints says of each, and how its handler is bound to the object that answers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,10 +10,11 @@ import msgspec
 
 from penstock.gateway.app.dialects import OPENAI, Dialect
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.identity import Scope
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+UnboundHandler = Callable[[Any, Exchange], Awaitable[None]]
+"""A method of an endpoint class, as the table names it. Its name is the operation id."""
+Handler = Callable[[Exchange], Awaitable[None]]
 Door = Literal["all", "public", "admin"]
 """What a port answers: everything, or, where administration has a port of its own, one part each. Health, metrics and
 the documentation are behind every door."""
@@ -23,25 +24,46 @@ the documentation are behind every door."""
 class Endpoint:
     method: str
     path: str
-    handler: Handler
+    handler: UnboundHandler
     summary: str
     tag: str
     body: type[msgspec.Struct] | None = None
     form: dict[str, Any] | None = None
-    """The fields of one that is sent a form with a file, as a JSON schema."""
+    """The fields of a form with a file, as a JSON schema."""
     query: type[msgspec.Struct] | None = None
-    """What may stand behind the question mark."""
-    hot: bool = False
-    """Answered without entering FastAPI."""
+    """The parameters of the query string."""
     serves_tokens: bool = False
-    """Refused while draining, and waited for."""
+    """Refused while draining; the drain waits for it."""
     scope: Scope | None = "inference"
-    """What a key must be allowed to do; None: no key is needed."""
+    """The scope that a key needs; None: no key is needed."""
     logged: bool = True
-    documented: bool = True
     dialect: Dialect = OPENAI
+
+    @property
+    def name(self) -> str:
+        return self.handler.__name__
 
     def behind(self, door: Door) -> bool:
         if door == "all" or self.scope in (None, "metrics"):
             return True
         return (self.scope == "admin") == (door == "admin")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEndpoint:
+    """An endpoint with the handler that answers it."""
+
+    endpoint: Endpoint
+    handle: Handler
+
+
+def bind(endpoints: Iterable[Endpoint], owners: Sequence[object], rest: object = None) -> list[BoundEndpoint]:
+    """Bind each handler to the one of `owners` whose class defines it; the remaining ones to `rest`."""
+    owner_of = {function: owner for owner in owners for function in vars(type(owner)).values() if callable(function)}
+    bound = []
+    for endpoint in endpoints:
+        owner = owner_of.get(endpoint.handler, rest)
+        if owner is None:
+            raise LookupError(f"nothing answers {endpoint.method} {endpoint.path} ({endpoint.name})")
+        bound.append(BoundEndpoint(endpoint, endpoint.handler.__get__(owner)))  # type: ignore[attr-defined]
+    return bound

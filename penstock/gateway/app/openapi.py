@@ -4,18 +4,17 @@ client generated from it, or a fuzzer, sees what the server really takes and say
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 
-from penstock.gateway.api.reply_schemas import ACCEPTED, ANY_OBJECT, EVENTS, REPLIES
-
-if TYPE_CHECKING:
-    from penstock.gateway.app.endpoint import Endpoint
+import penstock
+from penstock.gateway.app.endpoint import Endpoint
 
 Document = dict[str, Any]
+_ANY_OBJECT: Document = {"type": "object"}
 _SCHEMAS = "#/components/schemas/{name}"
 _IN_PATH = re.compile(r"{(\w+)(?::path)?}")
 _KEYS = {
@@ -30,31 +29,29 @@ _REQUEST_ID = {
 }
 
 
-def openapi_of(api: FastAPI, endpoints: Sequence[Endpoint]) -> Callable[[], Document]:
-    """FastAPI's document of the routes, with what it cannot know of them; made once, when it is first asked for."""
-    plain = api.openapi
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """The shapes of successful replies, by the name of the handler."""
 
-    def openapi() -> Document:
-        if api.openapi_schema is None:
-            api.openapi_schema = _document(plain(), [endpoint for endpoint in endpoints if endpoint.documented])
-        return api.openapi_schema
+    schemas: Mapping[str, Document]
+    streams: frozenset[str]
+    """Handlers that may answer with a stream of events instead."""
+    accepted: frozenset[str]
+    """Handlers that answer 202."""
 
-    return openapi
 
-
-def _document(document: Document, endpoints: Sequence[Endpoint]) -> Document:
+def openapi(endpoints: Sequence[Endpoint], replies: Replies) -> Document:
     structs = [struct for endpoint in endpoints for struct in (endpoint.body, endpoint.query) if struct is not None]
     references, schemas = msgspec.json.schema_components(structs, ref_template=_SCHEMAS)
     reference = dict(zip(structs, references, strict=True))
-    components = document.setdefault("components", {})
-    components["schemas"] = schemas
-    components["securitySchemes"] = _KEYS
+    paths: Document = {}
     queries = {endpoint.query.__name__ for endpoint in endpoints if endpoint.query is not None}
     for endpoint in endpoints:
         schemas[endpoint.dialect.error_name] = endpoint.dialect.error_schema
-        operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
+        operation: Document = {"tags": [endpoint.tag], "summary": endpoint.summary, "operationId": endpoint.name}
         operation["parameters"] = [*_path_parameters(endpoint), *_query_parameters(endpoint, schemas), _REQUEST_ID]
-        operation["responses"] = _responses(endpoint)
+        operation["responses"] = _responses(endpoint, replies)
+        paths.setdefault(endpoint.path.replace(":path", ""), {})[endpoint.method.lower()] = operation
         content = {} if endpoint.body is None else _json(reference[endpoint.body])
         if endpoint.form is not None:
             content["multipart/form-data"] = {"schema": endpoint.form}
@@ -66,7 +63,16 @@ def _document(document: Document, endpoints: Sequence[Endpoint]) -> Document:
             operation["description"] = f"Needs a key with the scope `{endpoint.scope}`, once there are keys."
     for name in queries:
         del schemas[name]  # written out as parameters
-    return document
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "description": "OpenAI-compatible serving of language models.",
+            "version": penstock.__version__,
+        },
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": _KEYS},
+    }
 
 
 def _path_parameters(endpoint: Endpoint) -> list[Document]:
@@ -95,13 +101,13 @@ def _not_null(schema: Document) -> Document:
     return found
 
 
-def _responses(endpoint: Endpoint) -> Document:
-    reply = REPLIES.get(endpoint.handler.__name__, ANY_OBJECT)
+def _responses(endpoint: Endpoint, replies: Replies) -> Document:
+    reply = replies.schemas.get(endpoint.name, _ANY_OBJECT)
     content = reply if any("/" in kind for kind in reply) else _json(reply)
-    if endpoint.handler.__name__ in EVENTS:
+    if endpoint.name in replies.streams:
         content = {**content, "text/event-stream": {}}
     error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
-    success = "202" if endpoint.handler.__name__ in ACCEPTED else "200"
+    success = "202" if endpoint.name in replies.accepted else "200"
     found: Document = {success: {"description": "The answer.", "content": content}}
     statuses = {"400": "What is wrong with the request, and where."}
     if endpoint.scope is not None:
@@ -113,7 +119,7 @@ def _responses(endpoint: Endpoint) -> Document:
     if endpoint.serves_tokens:
         statuses |= {"429": "A limit of the caller.", "503": "Not at the moment; `Retry-After` says when."}
     if endpoint.scope is None:  # health: the same body says what is wrong
-        found["503"] = {"description": "Not at the moment.", "content": _json(ANY_OBJECT)}
+        found["503"] = {"description": "Not at the moment.", "content": _json(_ANY_OBJECT)}
     found |= {status: {"description": text, "content": error} for status, text in statuses.items()}
     found["default"] = {"description": "Any other error.", "content": error}
     return found

@@ -24,7 +24,7 @@ from penstock.gateway.batches.store import Answer, Batch, BatchStore
 from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, AuthenticationError
 from penstock.storage import DatabaseError, Statement
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class BatchRunner:
         lines_at_once: int,
         most_lines: int,
         lease_s: float,
-        metrics: Registry,
+        metrics: MetricRegistry,
     ) -> None:
         self._answers = metrics.counter(
             "penstock_batch_lines_total", "Requests of batches, by how they were answered.", ("endpoint", "outcome")

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config.context import ConversationsConfig
-from penstock.conversations import Conversation, Held, Message, Sessions, Summary
+from penstock.conversations import Conversation, HeldConversation, Message, Sessions, Summary
 from penstock.conversations.conversation import pack
-from penstock.conversations.summaries import Room, Tokens, condense, question, with_notes
+from penstock.conversations.summaries import SummaryBudget, Tokens, condense, question, with_notes
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.attempt import Attempt
@@ -78,12 +78,12 @@ class Summariser:
         self._metrics = metrics
 
     async def summarise(
-        self, attempt: Attempt, prompt: ConversationPrompt, held: Held, summary: Summary, room: int
+        self, attempt: Attempt, prompt: ConversationPrompt, held: HeldConversation, summary: Summary, room: int
     ) -> Summary:
         """A summary with which the conversation fits, or the current one. Waits for one that is being made in the
         background."""
         sessions = self._sessions
-        if await sessions.settled_aside(held.owner, held.id):
+        if await sessions.wait_background(held.owner, held.id):
             newer = await sessions.get(held.owner, held.id)
             if newer is not None:
                 summary = prompt.conversation.own(newer[2])
@@ -104,7 +104,7 @@ class Summariser:
         return summary
 
     async def summarise_ahead(
-        self, attempt: Attempt, prompt: ConversationPrompt, held: Held, summary: Summary, room: int
+        self, attempt: Attempt, prompt: ConversationPrompt, held: HeldConversation, summary: Summary, room: int
     ) -> None:
         """The same after a request, in the background."""
         store, stored_summary = self._sessions.store, False
@@ -157,5 +157,10 @@ class Summariser:
         frame = len(await tokenization.encode_chat(model, question("")))
         transcript = max(64, room - note - frame)
         return await condense(
-            conversation, summary, upto, ask=ask, tokens=tokens, room=Room(note, max(note, room // 4), transcript)
+            conversation,
+            summary,
+            upto,
+            ask=ask,
+            tokens=tokens,
+            room=SummaryBudget(note, max(note, room // 4), transcript),
         )

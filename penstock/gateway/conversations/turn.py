@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.context import ConversationsConfig
-from penstock.conversations import Busy, Held, Message, Owner, Sessions
+from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import Overflow, leading_system
 from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
@@ -113,7 +113,7 @@ class StoredConversations:
         try:
             async with self.sessions.turn(owner, id) as held:
                 yield StoredTurn(self, held, overflow, keep_system=keep_system)
-        except Busy as busy:
+        except SessionBusy as busy:
             raise ConversationBusy(f"The conversation `{id}` is busy: {busy}; send this one again.") from busy
         except DatabaseError as error:
             raise _unavailable() from error
@@ -125,7 +125,7 @@ class StoredTurn:
     stored = True
 
     def __init__(
-        self, conversations: StoredConversations, held: Held, overflow: Overflow, *, keep_system: bool
+        self, conversations: StoredConversations, held: HeldConversation, overflow: Overflow, *, keep_system: bool
     ) -> None:
         self._conversations = conversations
         self.held = held
@@ -266,7 +266,7 @@ class StoredTurn:
             chat = ChatPrompt(conversations.tokenization, generation.model)
             prompt = ConversationPrompt(chat, self._system, held.conversation)
             work = conversations.summariser.summarise_ahead(attempt, prompt, held, self._summary, self._room)
-            conversations.sessions.begin_aside(held.owner, held.id, work)
+            conversations.sessions.start_background(held.owner, held.id, work)
 
 
 class StoredTurnRecorder:

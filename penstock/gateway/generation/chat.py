@@ -36,7 +36,7 @@ from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.metrics import Metrics
 
@@ -56,7 +56,7 @@ class ChatGenerations:
     def __init__(
         self,
         settings: GenerationSettings,
-        registry: Registry,
+        registry: ModelRegistry,
         models: ModelAccess,
         tokenization: Tokenization,
         grammars: GrammarCache,

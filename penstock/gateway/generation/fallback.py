@@ -16,7 +16,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.model_routes import Routes
 from penstock.protocol.errors import ApiError, EngineUnavailable, InvalidRequest, Overloaded, ServerError
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger("penstock.gateway")
@@ -25,7 +25,7 @@ log = logging.getLogger("penstock.gateway")
 class FallbackChain:
     """Asks the models that may answer a request."""
 
-    def __init__(self, registry: Registry, routes: Routes, admissions: Admissions, metrics: Metrics) -> None:
+    def __init__(self, registry: ModelRegistry, routes: Routes, admissions: Admissions, metrics: Metrics) -> None:
         self._registry = registry
         self._routes = routes
         self._admissions = admissions

@@ -6,14 +6,16 @@ from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.sampling import TokenLimit
-from penstock.routing.registry import Registry, ServedModel
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.time_slice_groups import TimeSlices
 
 
 class ModelAccess:
     """Opens models for requests."""
 
-    def __init__(self, registry: Registry, admissions: Admissions, slices: Slices, engine_wait_s: float) -> None:
+    def __init__(
+        self, registry: ModelRegistry, admissions: Admissions, slices: TimeSlices, engine_wait_s: float
+    ) -> None:
         self._registry = registry
         self._admissions = admissions
         self._slices = slices

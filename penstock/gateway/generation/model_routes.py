@@ -18,9 +18,9 @@ from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
 from penstock.protocol.errors import ApiError
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.routing.selection.classifier import Classifier
-from penstock.routing.selection.selector import Rules, select
+from penstock.routing.selection.selector import RouteRules, select
 from penstock.storage import Database, DatabaseError
 from penstock.telemetry.route_metrics import RouteMetrics
 
@@ -39,7 +39,7 @@ class Routes:
     def __init__(
         self,
         configs: Sequence[RouteConfig],
-        registry: Registry,
+        registry: ModelRegistry,
         encoders: Encoders,
         metrics: RouteMetrics,
         *,
@@ -80,7 +80,7 @@ class Routes:
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)
 
-    async def switch(self, name: str, *, enabled: bool | None, share: float | None) -> Rules:
+    async def switch(self, name: str, *, enabled: bool | None, share: float | None) -> RouteRules:
         """Turn a route on or off, or change the part of requests it decides on, until the next switch."""
         rules = self.rules[name]
         changed = dataclasses.replace(
@@ -126,14 +126,14 @@ class Routes:
         return classifier.probability(text, embeddings.vectors[0])
 
 
-def _rules(config: RouteConfig, registry: Registry) -> Rules:
+def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
     if registry.named(config.name):
         raise ConfigError(f"routes: `{config.name}` is already the name of a model")
     for name in (config.small, config.large):
         if not registry.named(name):
             raise ConfigError(f"routes: `{config.name}` leads to `{name}`, but no model is called that")
     tiers = {**dict.fromkeys(config.small_tiers, "small"), **dict.fromkeys(config.large_tiers, "large")}
-    return Rules(
+    return RouteRules(
         config.name,
         config.small,
         config.large,

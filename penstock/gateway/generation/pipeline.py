@@ -7,10 +7,8 @@ or `completion`) and responds with it (`respond`). Features take part as stages 
 from __future__ import annotations
 
 from penstock.gateway.accounting.admission import Admissions
-from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
-from penstock.gateway.app.drain import Drain
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
@@ -26,8 +24,8 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
-from penstock.routing.registry import Registry
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.registry import ModelRegistry
+from penstock.routing.time_slice_groups import TimeSlices
 from penstock.telemetry.metrics import Metrics
 
 
@@ -38,9 +36,9 @@ class GenerationPipeline:
         self,
         settings: GenerationSettings,
         *,
-        registry: Registry,
+        registry: ModelRegistry,
         routes: Routes,
-        slices: Slices,
+        slices: TimeSlices,
         admissions: Admissions,
         quotas: Quotas,
         lifecycle: GenerationLifecycle,

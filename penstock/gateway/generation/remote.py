@@ -257,4 +257,3 @@ class RemoteGeneration(Generation):
                 held = choice.guard.push("", final=True)[0] if choice.guard is not None else ""
                 self._ends.append(Piece(choice.index, text=held, finish_reason="length", stop_reason=TIME_LIMIT))
         self._end()
-

@@ -74,9 +74,7 @@ class OutputGuard:
 class Guardrails:
     """All rules of a gateway. Without any it does nothing."""
 
-    def __init__(
-        self, configured: Sequence[GuardrailConfig], metrics: Metrics, backends: ModerationBackends
-    ) -> None:
+    def __init__(self, configured: Sequence[GuardrailConfig], metrics: Metrics, backends: ModerationBackends) -> None:
         rules = [_compiled(config) for config in configured if config.kind == "patterns"]
         self._input = [rule for rule in rules if rule.config.stage != "output"]
         self._output = [rule for rule in rules if rule.config.stage != "input"]

@@ -1,4 +1,4 @@
-"""Moderators say how likely a text breaks a rule: a chat model that can answer only yes or no, or a moderation endpoint.
+"""Moderators say how likely a text breaks a rule: a chat model that answers only yes or no, or a moderation endpoint.
 
 Each raises what went wrong (`FAILURES`); the rule decides what follows from that. None logs a text. What chat models
 read is in the ledger under the feature `moderation`, at no cost.
@@ -30,7 +30,7 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import ApiError
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
 FEATURE = "moderation"
@@ -71,7 +71,7 @@ class Moderator(ABC):
 class ModerationBackends:
     """What moderators need to ask a model."""
 
-    registry: Registry
+    registry: ModelRegistry
     tokenization: Tokenization
     grammars: GrammarCache
     accounts: AccountBook

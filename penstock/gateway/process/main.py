@@ -23,8 +23,11 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.gateway.app.asgi import App
-from penstock.gateway.app.endpoint import Door
+from penstock.gateway.app.docs_page import PAGES, Documentation
+from penstock.gateway.app.endpoint import Door, bind
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
@@ -34,10 +37,10 @@ from penstock.gateway.process.model_follower import Follower, served
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.gateway.process.supervisor_link import ControlLine
-from penstock.identity.exposure import check_doors
+from penstock.identity.exposure import check_exposure
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry
+from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry import logging as telemetry_logging
 
@@ -84,10 +87,10 @@ async def _run(
     listening: Callable[[], None],
     wrap: Callable[[App], Application],
 ) -> None:
-    await check_doors(settings.host, settings.store_url or "")
+    await check_exposure(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
-        await check_doors(settings.admin_host, settings.store_url or "")
-    registry = Registry(
+        await check_exposure(settings.admin_host, settings.store_url or "")
+    registry = ModelRegistry(
         (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
         (_remote(settings, remote) for remote in settings.remotes),
     )
@@ -138,7 +141,7 @@ def served_encoder(
 
 async def serve(
     settings: GatewaySettings,
-    registry: Registry,
+    registry: ModelRegistry,
     stop: asyncio.Event,
     listening: Callable[[Service], None] | None = None,
     encoders: Encoders | None = None,
@@ -154,8 +157,8 @@ async def serve(
     doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
     if settings.admin_port is not None:
         doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    apps = [App(service, door) for door, _, _ in doors]
-    # What administrates stands where administration is.
+    apps = [_app(service, door) for door, _, _ in doors]
+    # The console is an administration tool: it is served on the admin port where there is one.
     fronts: list[Application] = [
         app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
     ]
@@ -189,6 +192,23 @@ async def serve(
     if not stop.is_set():
         raise PenstockError("the connection to the supervisor's worker coordinator was lost")
     log.info("stopped")
+
+
+def _app(service: Service, door: Door) -> App:
+    settings = service.settings
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
+    owners = [*service.owners(), Documentation(endpoints, REPLIES)]
+    return App(
+        bind((*endpoints, *PAGES), owners, service),
+        authentication=service.authentication,
+        drain=service.drain,
+        metrics=service.metrics,
+        tracing=service.tracing,
+        record=service.record,
+        cors_origins=settings.cors_origins,
+        stalled_reader_s=settings.stalled_reader_s,
+        receive_s=settings.receive_s,
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.gateway.process.settings import GatewaySettings
-from penstock.metering.request_log import Counts, RequestLog, Sink
+from penstock.metering.request_log import LogCounts, RequestLog, Sink
 from penstock.metering.request_sinks import open_sink
 from penstock.metering.request_store import RequestStore
 from penstock.metering.spool import Spool
@@ -34,7 +34,7 @@ def open_request_log(settings: GatewaySettings, database: Database | None, metri
         spool = Spool(folder, config.spool_limit)
     except OSError as error:
         raise ConfigError(f"request_log.spool: {folder} cannot be used: {error}") from error
-    counts = Counts(metrics.request_log_written, metrics.request_log_spooled, metrics.request_log_lost)
+    counts = LogCounts(metrics.request_log_written, metrics.request_log_spooled, metrics.request_log_lost)
     return RequestLog(sink, spool, counts, batch=config.batch, flush_s=config.flush_s)
 
 

@@ -13,9 +13,13 @@ from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.errors import ConfigError
 from penstock.gateway.accounting.admission import Admissions
-from penstock.gateway.accounting.charges import Accounts
+from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.app.authentication import Authentication, OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
@@ -23,35 +27,41 @@ from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.runner import Answerer, BatchRunner
 from penstock.gateway.batches.store import BatchStore
-from penstock.gateway.generation.base import Generation
+from penstock.gateway.conversations.turn import NoConversations, StoredConversations
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
+from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process.readiness import Readiness
 from penstock.gateway.process.request_log import open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.gateway.quality.feedback import Feedback
-from penstock.gateway.quality.judge import Judge
+from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.library import KnowledgeLibrary
-from penstock.gateway.response_cache.cache import Recall, open_store
+from penstock.gateway.rag.retrieval import CollectionSearch
+from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff, open_store
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools
 from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
-from penstock.identity import Caller, IdentityStore, KeyRing
+from penstock.identity import IdentityStore, KeyRing
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.time_slice_groups import Slices
+from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.telemetry.timeline import Shown, TraceQuery, newest
@@ -68,7 +78,7 @@ UPLOADS = 4
 class Service:
     """One gateway process."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry, encoders: Encoders | None = None) -> None:
+    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self.settings = settings
         self.registry = registry
         self.encoders = encoders or Encoders((), ())
@@ -81,13 +91,13 @@ class Service:
         )
         self.recall = self._recall()
         self.readiness = Readiness()
-        self.slices = Slices(registry, settings.time_slice_s)
+        self.slices = TimeSlices(registry, settings.time_slice_s)
         self.drain = Drain(lambda: self.metrics.draining.set(1))
         self.background = BackgroundTasks()
         self.tokenization = Tokenization()
         self.authentication = OpenAuthentication(settings.default_tier)
         self.grammars = GrammarCache(self.metrics)
-        self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
+        self.guardrails: Guardrails | None = None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
@@ -117,7 +127,13 @@ class Service:
         self.quotas = Quotas(
             _counters(settings.counters, self.coordinator), settings.tiers, settings.limits, self.prices
         )
-        self.admissions = Admissions(settings, registry, self.metrics)
+        self.admissions = Admissions(
+            settings.admission,
+            settings.tiers,
+            {model.name: model.downgrade_to for model in settings.models if model.downgrade_to},
+            registry,
+            self.metrics,
+        )
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
 
     async def start(self) -> None:
@@ -159,12 +175,10 @@ class Service:
         if self.sessions is not None:
             await self.sessions.start()
         self.tools = await self._open_tools()
-        if self.settings.judge.rate:
-            self.judge = Judge(self, self.settings.judge)
-            self.judge.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
+        self._build_pipeline()
         await self.knowledge.start(self.database)
         for backend in self._backends():
             await backend.start()
@@ -238,6 +252,61 @@ class Service:
         self.tokenization.close()
         self.grammars.close()
 
+    def _build_pipeline(self) -> None:
+        """The generation pipeline with its stages, and the endpoints that use it."""
+        settings, generation = self.settings, self.settings.generation
+        accounts = self.accounts or NoAccounts()
+        lifecycle = GenerationLifecycle(
+            self.quotas,
+            self.admissions,
+            accounts,
+            self.drain,
+            self.background,
+            record_text=generation.record_text,
+        )
+        backends = ModerationBackends(self.registry, self.tokenization, self.grammars, accounts, generation)
+        self.guardrails = Guardrails(settings.guardrails, self.metrics, backends)
+        if settings.judge.rate:
+            self.judge = Judge(
+                settings.judge, generation, self.registry, self.tokenization, self.grammars, self.metrics.context
+            )
+            self.judge.start()
+        self.pipeline = GenerationPipeline(
+            generation,
+            registry=self.registry,
+            routes=self.routes,
+            slices=self.slices,
+            admissions=self.admissions,
+            quotas=self.quotas,
+            lifecycle=lifecycle,
+            tokenization=self.tokenization,
+            grammars=self.grammars,
+            metrics=self.metrics,
+            background=self.background,
+            content_filter=self.guardrails,
+            source_search=CollectionSearch(self.knowledge),
+            cache=self.recall or ResponseCacheOff(),
+            grader=self.judge or NoJudge(),
+        )
+        conversations = (
+            NoConversations()
+            if self.sessions is None
+            else StoredConversations(
+                self.sessions, settings.conversations, generation, lifecycle, self.tokenization, self.metrics
+            )
+        )
+        tools = (
+            NoServerTools()
+            if self.tools is None
+            else ServerTools(self.pipeline, self.tools, settings.tools, self.record)
+        )
+        self.generation_endpoints: list[object] = [
+            ChatEndpoints(self.pipeline, conversations, tools),
+            CompletionEndpoints(self.pipeline),
+            ResponseEndpoints(self.pipeline, conversations, self.responses or NoResponseStore()),
+            MessageEndpoints(self.pipeline),
+        ]
+
     async def _open_tools(self) -> ToolRegistry | None:
         """Tools that this gateway runs; None where there is no place for any."""
         settings, store = self.settings, None
@@ -249,7 +318,7 @@ class Service:
         networks = settings.tools.networks
         return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
 
-    def _recall(self) -> Recall | None:
+    def _recall(self) -> ResponseCache | None:
         """The response caches, if there are any."""
         config = self.settings.cache
         if config.exact == config.semantic == "off":
@@ -257,10 +326,18 @@ class Service:
         encoder = None
         if config.semantic != "off":
             encoder = self.encoders.find(config.encoder) if config.encoder else self.encoders.default
-        return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
+        return ResponseCache(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
+
+    def owners(self) -> list[object]:
+        """The objects whose methods answer endpoints."""
+        return [*self.generation_endpoints]
+
+    def record(self, record: RequestRecord) -> None:
+        if self.request_log is not None:
+            self.request_log.add(record)
 
     async def identities_changed(self) -> None:
         """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""
@@ -284,20 +361,10 @@ class Service:
             found = newest(found + await self.coordinator.seek(query), query.limit)
         return found
 
-    def cache_salt(self, caller: Caller) -> str:
-        """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
-        return "" if self.settings.share_prefixes or not caller.key else caller.tenant
-
     async def drain_requests(self, seconds: float) -> None:
         if self._batch_runner is not None:
             self._batch_runner.hold()
         await self.drain.run(seconds)
-
-    def track(self, generation: Generation) -> None:
-        self.drain.track(generation)
-
-    def untrack(self, generation: Generation) -> None:
-        self.drain.untrack(generation)
 
     async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self.tokenization.encode(model, text, add_special_tokens=add_special_tokens)

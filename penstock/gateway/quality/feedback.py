@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.storage import Database
-from penstock.telemetry.exposition import Registry
+from penstock.telemetry.exposition import MetricRegistry
 
 Rating = Literal["up", "down"]
 ROUTES = {
@@ -66,7 +66,7 @@ class Selection(msgspec.Struct, frozen=True):
 class Feedback:
     """All votes."""
 
-    def __init__(self, database: Database, metrics: Registry, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, metrics: MetricRegistry, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
         self._votes = metrics.counter("penstock_feedback_total", "Votes on answers.", ("model_name", "route", "rating"))

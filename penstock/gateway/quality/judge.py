@@ -27,7 +27,7 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import ApiError, ServerError
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.context_metrics import ContextMetrics
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Judge:
         self,
         config: JudgeConfig,
         settings: GenerationSettings,
-        registry: Registry,
+        registry: ModelRegistry,
         tokenization: Tokenization,
         grammars: GrammarCache,
         metrics: ContextMetrics,

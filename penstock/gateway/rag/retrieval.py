@@ -148,7 +148,9 @@ async def search(
     return found
 
 
-async def find_collection(knowledge: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None) -> Collection:
+async def find_collection(
+    knowledge: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None
+) -> Collection:
     library = await knowledge.library()
     found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
     if found is None:

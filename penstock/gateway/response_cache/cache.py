@@ -18,8 +18,8 @@ from typing import Any, Literal, cast
 import msgspec
 
 from penstock.backends.embedder import Embedder
-from penstock.caching.semantic import Search, SemanticIndex
-from penstock.caching.store import NOTES, AnswerStore, Key, MemoryStore
+from penstock.caching.semantic import SearchResult, SemanticIndex
+from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.app.exchange import Exchange
@@ -47,15 +47,15 @@ class ResponseCacheLookup:
 
     cache: ResponseCache
     generation: EngineGeneration
-    key: Key
+    key: CacheKey
     exact: bool
-    partition: Key | None
+    partition: CacheKey | None
     """Where the semantic cache looks; None: it does not."""
     read: bool
     """Whether a cached answer may be given; otherwise it is replaced."""
     found: Literal["exact", "semantic", "miss"] = "miss"
-    search: Search = field(default_factory=Search)
-    match: Key | None = None
+    search: SearchResult = field(default_factory=SearchResult)
+    match: CacheKey | None = None
     """Of a semantic hit: the answer that was given."""
 
     async def store(self, response_id: str) -> None:
@@ -152,10 +152,10 @@ class ResponseCache:
         tenant, model = exchange.caller.tenant, generation.model
         common = [model.name, model.fingerprint, spec.stops, spec.form]
         prompts = [prompt.tokens for prompt in spec.prompts]
-        key = Key(tenant, model.name, _digest([*common, *_parameters(spec), prompts]))
+        key = CacheKey(tenant, model.name, _digest([*common, *_parameters(spec), prompts]))
         partition = None
         if semantic and spec.cache_question is not None and self._index is not None:
-            partition = Key(tenant, model.name, _digest([*common, spec.cache_question.context]))
+            partition = CacheKey(tenant, model.name, _digest([*common, spec.cache_question.context]))
         return ResponseCacheLookup(self, generation, key, exact, partition, read=mode != "refresh")
 
     async def store_answer(self, lookup: ResponseCacheLookup, response_id: str) -> None:
@@ -182,7 +182,7 @@ class ResponseCache:
         if found is None:
             return False
         model, digest = msgspec.msgpack.decode(found, type=tuple[str, str])
-        await self.store.drop(Key(tenant, model, digest))
+        await self.store.drop(CacheKey(tenant, model, digest))
         await self.store.drop(note)
         self.metrics.suspected.inc()
         return True
@@ -218,7 +218,7 @@ class ResponseCache:
                 return answer
         return None
 
-    async def _answer(self, key: Key) -> list[Delta] | None:
+    async def _answer(self, key: CacheKey) -> list[Delta] | None:
         found = await self.store.get(key)
         if found is None:
             return None
@@ -269,8 +269,8 @@ def open_store(config: CacheConfig) -> AnswerStore:
     return RedisStore(config.url, config.ttl_s, config.questions)
 
 
-def _hit(tenant: str, response_id: str) -> Key:
-    return Key(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
+def _hit(tenant: str, response_id: str) -> CacheKey:
+    return CacheKey(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
 
 
 def _params(spec: GenerationSpec) -> Iterable[SamplingParams]:

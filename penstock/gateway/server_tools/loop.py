@@ -238,9 +238,7 @@ class _ToolLoop:
             request = msgspec.structs.replace(request, tool_choice=None)
         self._attempt.release()
         told = len(exchange.extra_headers)
-        generation = await self._pipeline.chat(
-            self._attempt, request, self._limit, self._turn, following=self._said
-        )
+        generation = await self._pipeline.chat(self._attempt, request, self._limit, self._turn, following=self._said)
         if number > 1:
             del exchange.extra_headers[told:]
         self._pipeline.content_filter.watch(exchange, generation)

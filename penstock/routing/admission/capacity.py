@@ -1,8 +1,8 @@
-"""How much a model's engines can take at one time, from what they say of themselves.
+"""How much a model's engines can run at one time, from the sizes and loads they report.
 
-An engine that is not up counts for nothing unless none is; one that has not told its size makes the room unlimited.
-Where the queue is this gateway's own, engines may also run what others sent: what they report beyond what was granted
-here is taken off.
+Engines that are down do not count, unless all are. An engine that has not reported its size makes the capacity
+unlimited. When the queue belongs to this gateway alone, engines may also run requests of other gateways: whatever they
+report beyond what this queue granted is subtracted.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Callable, Sequence
 
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
-from penstock.routing.admission.queue import Room
+from penstock.routing.admission.queue import Capacity
 from penstock.routing.replicas import ReplicaSet
 
 
-class Capacity:
-    """The room in front of one model."""
+class EngineCapacity:
+    """Reads the capacity of one model's engines."""
 
     def __init__(
         self, backend: Backend, config: AdmissionConfig, held: Callable[[], tuple[int, int]] | None = None
     ) -> None:
-        """`held`: slots and KV tokens that this gateway's own queue has granted; None when the queue is everybody's."""
+        """`held`: slots and KV tokens granted by this gateway's own queue; None when gateways share the queue."""
         self._backend = backend
         self._config = config
         self._held = held
 
-    def __call__(self) -> Room:
+    def __call__(self) -> Capacity:
         replicas = self._replicas()
         slots = kv_tokens = reported = used = 0
         knows_slots = knows_memory = True
         for replica in replicas:
             info, load = replica.info, replica.load
             if info is None:
-                return Room(replicas=len(replicas))
+                return Capacity(replicas=len(replicas))
             size = self._config.slots or info.max_running
             slots += size + self._config.ahead
             reported += load.running + load.waiting
@@ -48,12 +48,14 @@ class Capacity:
                 slots -= reported - held_slots
             if used > held_tokens:
                 kv_tokens -= used - held_tokens
-        return Room(max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas))
+        return Capacity(
+            max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas)
+        )
 
     def _replicas(self) -> Sequence[Backend]:
         if not isinstance(self._backend, ReplicaSet):
             return (self._backend,)
         replicas = self._backend.replicas
         up = [replica for replica in replicas if replica.ready]
-        # Those for prefill run requests of their own only while there is no other.
+        # Prefill replicas run whole requests only while no other replica is up.
         return [replica for replica in up if replica.info is None or replica.info.role != "prefill"] or up or replicas

@@ -1,7 +1,7 @@
-"""The front of admission: ask to run, get a ticket that is granted now or later, or be refused with a time to return.
+"""The entry point of admission: a request gets a ticket, granted now or later, or is refused with a retry time.
 
-Each model has a queue, an idea of what its answers usually cost, and a room. `Ticket` is what a request holds from
-its admission to its end; closing it, however the request ended, gives the room back.
+Each model has a controller with a queue, an estimate of the usual answer length, and a capacity. A request holds its
+`Ticket` from admission to its end; closing the ticket, however the request ended, releases its capacity.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import msgspec
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
-from penstock.routing.admission.capacity import Capacity
-from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated
+from penstock.routing.admission.capacity import EngineCapacity
+from penstock.routing.admission.decision import DecisionInput, decide, fits, predicted_wait, saturated
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.prefix_sketch import PrefixSketch
 from penstock.routing.admission.queue import (
     CLASSES,
     AdmissionQueue,
-    Entry,
     Outcome,
-    RoomNow,
+    QueueEntry,
+    ReadCapacity,
+    class_max_wait_s,
     cost_of,
-    patience_of,
 )
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.admission_metrics import AdmissionMetrics
-from penstock.telemetry.exposition import Registry as MetricRegistry
+from penstock.telemetry.exposition import MetricRegistry
 
 USUAL_OUTPUT = 256.0
-"""Tokens an answer is expected to have before any has been seen."""
+"""Expected tokens of an answer before any answer has been measured."""
 OUTPUT_STEP = 0.05
-"""Weight of the newest answer in their mean length."""
+"""Weight of the newest answer in the mean answer length."""
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """A request that wants to run, as a gateway describes it."""
+class AdmissionRequest(msgspec.Struct, frozen=True):
+    """A request that asks to be admitted, as the gateway describes it."""
 
     id: str
     tenant: str
@@ -47,17 +47,17 @@ class Wish(msgspec.Struct, frozen=True):
     weight: float
     prompts: Sequence[list[int]]
     sequences: int
-    """Answers that will be generated at one time."""
-    most_output: int
-    """Tokens that they may have together."""
+    """Answers generated in parallel."""
+    max_output_tokens: int
+    """Limit of all answers together."""
     salt: str = ""
-    """Prompts are cached together only under the same one."""
+    """Cache salt: prompts share cached prefixes only within one salt."""
     budget_left: float = 1.0
-    patience_s: float | None = None
-    """How long it may wait, if it says so itself; never longer than its class."""
+    max_wait_s: float | None = None
+    """How long the client is willing to wait; capped by the limit of its class."""
 
 
-class Desk:
+class AdmissionController:
     """Admission to one model."""
 
     def __init__(
@@ -70,69 +70,71 @@ class Desk:
         self.model = model.name
         self.config = config
         self.metrics = metrics
-        self.queue, self.room = _open_queue(model, config)
+        self.queue, self.capacity = _open_queue(model, config)
         self._roll = roll
         self._sketch = PrefixSketch()
         self._usual_output = USUAL_OUTPUT
         self.waits = [metrics.waits(model.name, name) for name in CLASSES]
 
-    async def enter(self, wish: Wish) -> Ticket:
-        """A ticket; raises `Overloaded` when there is neither room nor a place in the queue."""
-        config, rank = self.config, wish.rank
-        room, standing = self.room(), self.queue.standing(wish.tenant, rank)
-        prompt = sum(map(len, wish.prompts))
+    async def enter(self, request: AdmissionRequest) -> Ticket:
+        """A ticket for the request; raises `Overloaded` when it can neither run nor wait."""
+        config, rank = self.config, request.rank
+        capacity, state = self.capacity(), self.queue.state(request.tenant, rank)
+        prompt = sum(map(len, request.prompts))
         cached = 0
-        if standing.depth or room.slots is None or 2 * standing.in_flight >= room.slots:
-            # What is cached matters only where room is short; most of the time this is not worth its cost.
-            cached = sum(self._sketch.cached(tokens, wish.salt) for tokens in wish.prompts)
-        output = min(wish.most_output, round(self._usual_output * wish.sequences))
-        entry = Entry(
-            wish.id,
-            wish.tenant,
+        if state.depth or capacity.slots is None or 2 * state.in_flight >= capacity.slots:
+            # The cache estimate matters only when capacity is short; otherwise it is not worth its cost.
+            cached = sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
+        output = min(request.max_output_tokens, round(self._usual_output * request.sequences))
+        entry = QueueEntry(
+            request.id,
+            request.tenant,
             rank,
-            wish.weight,
+            request.weight,
             cost_of(prompt - cached, output),
             prompt - cached + output,
-            wish.sequences,
+            request.sequences,
             time.monotonic(),
         )
-        patience = patience_of(config, rank)
-        if wish.patience_s is not None:
-            patience = min(patience, wish.patience_s)
-        if standing.depth or not fits(entry, standing.in_flight, standing.kv_tokens, room):
-            ask = Ask(entry, prompt, cached, wish.budget_left, patience)
-            verdict = decide(ask, standing, room, config, self._roll())
+        patience = class_max_wait_s(config, rank)
+        if request.max_wait_s is not None:
+            patience = min(patience, request.max_wait_s)
+        if state.depth or not fits(entry, state.in_flight, state.kv_tokens, capacity):
+            arriving = DecisionInput(entry, prompt, cached, request.budget_left, patience)
+            verdict = decide(arriving, state, capacity, config, self._roll())
             if verdict.action == "refuse":
                 assert verdict.reason is not None
                 raise self.refusal(entry, verdict.reason, verdict.wait_s)
-        return Ticket(self, entry, await self.queue.enter(entry, room), patience)
+        return Ticket(self, entry, await self.queue.enter(entry, capacity), patience)
 
     def saturated(self) -> bool:
-        """Whether best-effort callers should go to a smaller model."""
-        return saturated(self.queue.standing("", 0), self.room(), self.config)
+        """Whether best-effort callers should be sent to a smaller model."""
+        return saturated(self.queue.state("", 0), self.capacity(), self.config)
 
-    def refusal(self, entry: Entry, reason: Reason, wait_s: float | None = None) -> Overloaded:
-        """What a request hears that cannot run; counted."""
+    def refusal(self, entry: QueueEntry, reason: Reason, wait_s: float | None = None) -> Overloaded:
+        """The error for a request that is not admitted; counts it."""
         self.metrics.shed(self.model, CLASSES[entry.rank], reason)
         if wait_s is None:
-            wait_s = predicted_wait(entry, self.queue.standing(entry.tenant, entry.rank), self.config)
-        # By then whoever waits now was served, or has given up.
-        wait_s = min(wait_s, patience_of(self.config, entry.rank))
-        # To the nearest second: it is an estimate, and rounding it up would make it late on the whole.
-        return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
+            wait_s = predicted_wait(entry, self.queue.state(entry.tenant, entry.rank), self.config)
+        # By then every request that waits now has been served or has timed out.
+        wait_s = min(wait_s, class_max_wait_s(self.config, entry.rank))
+        # Rounded to the nearest second: always rounding up would bias the estimate.
+        return Overloaded(_MESSAGES[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
 
     def answered(self, tokens: float) -> None:
-        """An answer came to its end with so many tokens."""
+        """Takes the length of a finished answer into the mean."""
         self._usual_output += OUTPUT_STEP * (tokens - self._usual_output)
 
 
 class Ticket:
-    """A request's place: in the queue, then among those that run."""
+    """A request's place in the queue and, once granted, its share of the capacity."""
 
-    __slots__ = ("_closed", "_desk", "_entry", "_error", "_outcome", "_patience", "granted")
+    __slots__ = ("_closed", "_controller", "_entry", "_error", "_outcome", "_patience", "granted")
 
-    def __init__(self, desk: Desk, entry: Entry, outcome: asyncio.Future[Outcome], patience: float) -> None:
-        self._desk = desk
+    def __init__(
+        self, controller: AdmissionController, entry: QueueEntry, outcome: asyncio.Future[Outcome], patience: float
+    ) -> None:
+        self._controller = controller
         self._entry = entry
         self._outcome = outcome
         self._patience = patience
@@ -142,7 +144,7 @@ class Ticket:
         self._look()
 
     async def wait(self, within: float | None = None) -> bool:
-        """Whether it may run; False when `within` seconds have passed. Raises when it never will."""
+        """Waits until the request may run; False after `within` seconds. Raises when it will never run."""
         left = self._entry.arrived + self._patience - time.monotonic()
         if not self._outcome.done() and self._error is None:
             timeout = max(left if within is None else min(within, left), 0.0)
@@ -154,97 +156,97 @@ class Ticket:
         if self._entry.arrived + self._patience > time.monotonic():
             return False
         self.close()
-        raise self._desk.refusal(self._entry, "queue_timeout")
+        raise self._controller.refusal(self._entry, "queue_timeout")
 
     def fail(self, error: Exception) -> None:
-        """Give up: whoever waits, now or later, gets `error`."""
+        """Gives up the place in the queue: `wait` raises `error`, now or later. Has no effect once granted."""
         if not self.granted:
             self._error = error
             self.close()
             self._outcome.cancel()
 
     def close(self, fresh_tokens: int = 0, output_tokens: int = 0, sequences: int = 0) -> None:
-        """The request has ended; what it really took. Only the first call counts."""
+        """Ends the request and reports what it really used. Only the first call counts."""
         if self._closed:
             return
         self._closed = True
         if not self.granted:
-            self._desk.queue.leave(self._entry.id)
+            self._controller.queue.leave(self._entry.id)
             return
         used = cost_of(fresh_tokens, output_tokens) if sequences else 0.0
-        self._desk.queue.release(self._entry.id, used)
+        self._controller.queue.release(self._entry.id, used)
         if sequences:
-            self._desk.answered(output_tokens / sequences)
+            self._controller.answered(output_tokens / sequences)
 
     def _look(self) -> bool:
         if not self.granted and self._outcome.done() and not self._outcome.cancelled():
             if self._outcome.result() == "dropped":
                 self._closed = True
-                raise self._desk.refusal(self._entry, "queue_full")
+                raise self._controller.refusal(self._entry, "queue_full")
             self.granted = True
-            self._desk.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
+            self._controller.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
         return self.granted
 
 
 class Admission:
-    """Every desk of one gateway."""
+    """The admission controllers of one gateway, by model."""
 
-    def __init__(self, config: AdmissionConfig, models: Registry, metrics: MetricRegistry) -> None:
+    def __init__(self, config: AdmissionConfig, models: ModelRegistry, metrics: MetricRegistry) -> None:
         self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
         self._config = config
-        self._desks = {model.name: Desk(model, config, self.metrics) for model in models}
+        self._controllers = {model.name: AdmissionController(model, config, self.metrics) for model in models}
 
     async def start(self) -> None:
-        for desk in self._desks.values():
-            await desk.queue.start()
+        for controller in self._controllers.values():
+            await controller.queue.start()
 
     async def close(self) -> None:
-        for desk in self._desks.values():
-            await desk.queue.close()
+        for controller in self._controllers.values():
+            await controller.queue.close()
 
     async def add(self, model: ServedModel) -> None:
-        desk = self._desks[model.name] = Desk(model, self._config, self.metrics)
-        await desk.queue.start()
+        controller = self._controllers[model.name] = AdmissionController(model, self._config, self.metrics)
+        await controller.queue.start()
 
     async def remove(self, model: ServedModel) -> None:
-        """Whoever waits for it is told that it is gone."""
-        desk = self._desks.pop(model.name, None)
-        if desk is not None:
-            await desk.queue.close()
+        """Removes a model; the requests waiting for it fail."""
+        controller = self._controllers.pop(model.name, None)
+        if controller is not None:
+            await controller.queue.close()
 
-    def desk(self, model: ServedModel) -> Desk:
-        return self._desks[model.base_name]
+    def controller(self, model: ServedModel) -> AdmissionController:
+        return self._controllers[model.base_name]
 
     def _depths(self) -> list[tuple[tuple[str, str], float]]:
         return [
             ((model, name), count)
-            for model, desk in self._desks.items()
-            for name, count in zip(CLASSES, desk.queue.standing("", 0).queued, strict=True)
+            for model, controller in self._controllers.items()
+            for name, count in zip(CLASSES, controller.queue.state("", 0).queued, strict=True)
         ]
 
     def _rates(self) -> list[tuple[tuple[str], float]]:
-        return [((model,), desk.queue.rate()) for model, desk in self._desks.items()]
+        return [((model,), controller.queue.rate()) for model, controller in self._controllers.items()]
 
 
-def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, RoomNow]:
+def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, ReadCapacity]:
     if config.url:
         from penstock.routing.admission.redis import RedisQueue
 
-        room = Capacity(model.backend, config)
-        return RedisQueue(config.url, model.name, config, room), room
+        capacity = EngineCapacity(model.backend, config)
+        return RedisQueue(config.url, model.name, config, capacity), capacity
     queue: MemoryQueue | None = None
 
     def held() -> tuple[int, int]:
         return queue.held if queue is not None else (0, 0)
 
-    room = Capacity(model.backend, config, held)
-    queue = MemoryQueue(config, room)
-    return queue, room
+    capacity = EngineCapacity(model.backend, config, held)
+    queue = MemoryQueue(config, capacity)
+    return queue, capacity
 
 
-_WORDS: dict[Reason, str] = {
-    "queue_full": "Too many requests wait for `{model}`; try again later.",
-    "queue_timeout": "This request waited for `{model}` as long as it may and did not get its turn; try again later.",
+_MESSAGES: dict[Reason, str] = {
+    "queue_full": "The queue of `{model}` is full; try again later.",
+    "queue_timeout": "This request reached its maximum wait in the queue of `{model}`; try again later.",
     "load_shed": "`{model}` has more requests than it can answer in time; try again later.",
-    "memory_pressure": "`{model}` has not enough memory for this request beside those that run; try again later.",
+    "memory_pressure": "`{model}` does not have enough free KV cache memory for this request; try again later.",
 }

@@ -1,11 +1,11 @@
-"""The queue of a model in Redis or Valkey, so that several gateways share one order: one script call per change.
+"""The admission queue of a model in Redis or Valkey, shared by several gateways: one script call per change.
 
-Each gateway says twice a second that it lives; what a silent one had is given up by whoever notices. An entry that is
-granted through another gateway's release is told to its own over publish/subscribe, and again by the next sign of life
-should the message have been missed.
+Each gateway sends a heartbeat twice a second; the entries of a gateway that stopped sending are released by the first
+gateway that notices. When one gateway's release grants another gateway's entry, that gateway hears of it over pub/sub,
+and again with its next heartbeat in case the message was lost.
 
-When Redis is away each gateway goes on with a queue of its own, into which it takes over what it had. When Redis is
-back, or has lost its memory, everything is put there again. Nothing that waits notices.
+While Redis is unavailable, each gateway continues with a local queue that takes over its entries. When Redis is back,
+or has lost its data, every gateway writes its entries there again. Waiting requests do not notice.
 """
 
 from __future__ import annotations
@@ -24,27 +24,35 @@ from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.memory import MemoryQueue
-from penstock.routing.admission.queue import AdmissionQueue, Entry, Outcome, Room, RoomNow, Standing, most_waiting
+from penstock.routing.admission.queue import (
+    AdmissionQueue,
+    Capacity,
+    Outcome,
+    QueueEntry,
+    QueueState,
+    ReadCapacity,
+    max_waiting,
+)
 from penstock.storage.redis import TIMEOUT_S, connect
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-"""To Redis at one time; more calls wait for each other, which says nothing about Redis."""
+"""Concurrent calls to Redis; further calls wait for a connection, which says nothing about Redis's health."""
 BEAT_S = 0.5
 RETRY_S = 1.0
 DEAD_S = 5.0
-"""A gateway that was silent for this long has died."""
+"""A gateway that was silent for this long counts as dead."""
 TENANTS = 4096
-"""Tenants whose own standing is remembered between calls."""
+"""Tenants whose part of the queue's state is cached between calls."""
 SCRIPT = resources.files("penstock.routing.admission").joinpath("fair_queue.lua").read_text()
 
 
 @dataclass(slots=True)
 class _Mine:
-    """An entry of this gateway."""
+    """An entry that this gateway added."""
 
-    entry: Entry
+    entry: QueueEntry
     waiter: asyncio.Future[Outcome]
     entered_at: float
 
@@ -61,13 +69,13 @@ class RedisQueue(AdmissionQueue):
         url: str,
         model: str,
         rules: AdmissionConfig,
-        room: RoomNow,
+        capacity: ReadCapacity,
         *,
         prefix: str = "penstock:admission:",
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock`: for tests; Redis's own otherwise."""
-        self._redis = connect(url, "a queue", CONNECTIONS + 1)  # one more than calls: for a restoration
+        """`clock`: for tests; Redis's own clock otherwise."""
+        self._redis = connect(url, "the admission queue", CONNECTIONS + 1)  # one more than calls: for a restore
         self._free = asyncio.Semaphore(CONNECTIONS)
         from redis.asyncio import Redis
 
@@ -75,25 +83,26 @@ class RedisQueue(AdmissionQueue):
         self._script = self._redis.register_script(SCRIPT)
         self._prefix = f"{prefix}{{{model}}}:"
         self._rules = rules
-        self._room = room
+        self._capacity = capacity
         self._clock = clock
         self.gateway = uuid.uuid4().hex
         self._mine: dict[str, _Mine] = {}
         self._local: MemoryQueue | None = None
-        self._standing = Standing()
-        self._tenants: OrderedDict[tuple[str, int], Standing] = OrderedDict()
+        self._standing = QueueState()
+        self._tenants: OrderedDict[tuple[str, int], QueueState] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._entering: set[str] = set()
-        """Entries of which Redis may not know yet."""
+        """Entries that Redis may not know yet."""
         self._changing = asyncio.Condition()
         self._restoring = False
         self._closing = False
-        """Looked at by the endless tasks: a driver that turns their cancellation into a timeout must not keep them."""
+        """Checked by the endless tasks: a driver that turns their cancellation into a timeout must not keep them
+        running."""
         self._calls = 0
 
     @property
     def shared(self) -> bool:
-        """Whether Redis keeps the order at the moment."""
+        """Whether the queue is currently in Redis, shared with other gateways."""
         return self._local is None
 
     async def start(self) -> None:
@@ -116,24 +125,24 @@ class RedisQueue(AdmissionQueue):
         await self._redis.aclose()
         await self._listening.aclose()
 
-    async def enter(self, entry: Entry, room: Room) -> asyncio.Future[Outcome]:
+    async def enter(self, entry: QueueEntry, capacity: Capacity) -> asyncio.Future[Outcome]:
         waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._mine[entry.id] = _Mine(entry, waiter, time.monotonic())
         if self._local is not None:
-            self._local.push(entry, room, waiter)
+            self._local.push(entry, capacity, waiter)
         else:
-            call = self._spawn(self._enter(entry, room), "admission entry")
+            call = self._spawn(self._enter(entry, capacity), "admission entry")
             try:
                 await asyncio.shield(call)
             except asyncio.CancelledError:
-                call.add_done_callback(lambda _: self.leave(entry.id))  # not before Redis has it
+                call.add_done_callback(lambda _: self.leave(entry.id))  # only after Redis has the entry
                 raise
         return waiter
 
-    async def _enter(self, entry: Entry, room: Room) -> None:
+    async def _enter(self, entry: QueueEntry, capacity: Capacity) -> None:
         self._entering.add(entry.id)
         try:
-            await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), room)
+            await self._call("enter", entry.tenant, entry.rank, arguments_of(entry, 0.0), capacity)
         finally:
             self._entering.discard(entry.id)
 
@@ -143,9 +152,9 @@ class RedisQueue(AdmissionQueue):
     def release(self, id: str, used: float) -> None:
         self._end(id, "release", used)
 
-    def standing(self, tenant: str, rank: int) -> Standing:
+    def state(self, tenant: str, rank: int) -> QueueState:
         if self._local is not None:
-            return self._local.standing(tenant, rank)
+            return self._local.state(tenant, rank)
         own = self._tenants.get((tenant, rank))
         if own is None:
             return replace(self._standing, own_work=0.0, active_weight=0.0, excess=0.0, own_age_s=None)
@@ -173,7 +182,7 @@ class RedisQueue(AdmissionQueue):
         else:
             self._local.release(id, used)
 
-    async def _tell_end(self, entry: Entry, operation: str, used: float) -> None:
+    async def _tell_end(self, entry: QueueEntry, operation: str, used: float) -> None:
         await self._call(operation, entry.tenant, entry.rank, [entry.id, used])
 
     async def _beat(self) -> None:
@@ -186,7 +195,7 @@ class RedisQueue(AdmissionQueue):
                 await self._call("tick", "", 0, waiting)
 
     async def _listen(self) -> None:
-        """Grants and drops that other gateways bring about."""
+        """Receives grants and drops of this gateway's entries that other gateways caused."""
         from redis.exceptions import RedisError
 
         while not self._closing:
@@ -197,30 +206,30 @@ class RedisQueue(AdmissionQueue):
                     told = message["data"].decode()
                     self._settle(told[1:], "granted" if told[0] == "+" else "dropped")
             except (RedisError, OSError, TimeoutError) as error:
-                log.debug("grants cannot be heard: %s", error)
+                log.debug("admission grants not received", extra={"why": str(error)})
                 await asyncio.sleep(RETRY_S)
             finally:
                 await pubsub.aclose()
 
     async def _restore(self) -> None:
-        """Put everything this gateway has into Redis; if that works, Redis keeps the order from now on."""
+        """Writes all entries of this gateway to Redis; on success the shared queue is used from now on."""
         async with self._changing:
             self._restoring = True
             try:
                 await self._changing.wait_for(lambda: not self._calls)
                 if not await self._run("restore", "", 0, self._everything()) or self._local is None:
                     return
-                log.info("Redis is back; the queue is shared again")
+                log.info("admission queue is shared again: Redis is back")
                 self._local.give_up()
                 self._local = None
-                # Once more, for what changed in the meantime; from now on changes wait for this to end.
+                # Once more, for what changed in the meantime; further changes wait until this is done.
                 await self._run("restore", "", 0, self._everything())
             finally:
                 self._restoring = False
                 self._changing.notify_all()
 
     def _everything(self) -> list[Any]:
-        """Arguments that describe every entry, those that run first."""
+        """Script arguments for all entries, the granted ones first."""
         arguments: list[Any] = []
         for mine in sorted(self._mine.values(), key=lambda mine: not mine.granted):
             arguments += [*arguments_of(mine.entry, time.monotonic() - mine.entered_at), int(mine.granted)]
@@ -229,19 +238,22 @@ class RedisQueue(AdmissionQueue):
     def _away(self, error: Exception) -> None:
         if self._local is not None:
             return
-        log.error("Redis is away (%s); each gateway keeps a queue of its own", error)
-        local = self._local = MemoryQueue(self._rules, self._room)
+        log.error(
+            "admission queue is local: Redis is unavailable; gateways do not share an order until it is back",
+            extra={"why": str(error)},
+        )
+        local = self._local = MemoryQueue(self._rules, self._capacity)
         for mine in list(self._mine.values()):
             entry = replace(mine.entry, arrived=mine.entered_at)
             if mine.granted:
                 local.adopt(entry)
             elif not mine.waiter.done():
-                local.push(entry, self._room(), mine.waiter)
+                local.push(entry, self._capacity(), mine.waiter)
 
     async def _call(
-        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> None:
-        """Run an operation, unless Redis is away; never beside a restoration."""
+        """Runs an operation, unless Redis is unavailable; never concurrently with a restore."""
         if self._restoring:
             async with self._changing:
                 await self._changing.wait_for(lambda: not self._restoring)
@@ -251,7 +263,7 @@ class RedisQueue(AdmissionQueue):
         try:
             async with self._free:
                 if self._local is None:  # still
-                    await self._run(operation, tenant, rank, arguments, room)
+                    await self._run(operation, tenant, rank, arguments, capacity)
         finally:
             self._calls -= 1
             if self._restoring and not self._calls:
@@ -259,20 +271,20 @@ class RedisQueue(AdmissionQueue):
                     self._changing.notify_all()
 
     async def _run(
-        self, operation: str, tenant: str, rank: int, arguments: list[Any], room: Room | None = None
+        self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> bool:
-        """Run the script and take in what it says; False when Redis is away."""
+        """Runs the script and applies its reply; False when Redis is unavailable."""
         from redis.exceptions import RedisError
 
-        room, rules = room or self._room(), self._rules
+        capacity, rules = capacity or self._capacity(), self._rules
         now = -1.0 if self._clock is None else self._clock()
         head: list[Any] = [
             operation,
             now,
             self.gateway,
-            _limit(room.slots),
-            _limit(room.kv_tokens),
-            most_waiting(rules, room),
+            _limit(capacity.slots),
+            _limit(capacity.kv_tokens),
+            max_waiting(rules, capacity),
         ]
         head += [rules.order, rules.ageing_s, DEAD_S, tenant, rank]
         try:
@@ -291,7 +303,7 @@ class RedisQueue(AdmissionQueue):
         return True
 
     def _note(self, tenant: str, rank: int, values: list[float]) -> None:
-        self._standing = read_standing(values)
+        self._standing = read_state(values)
         if tenant:
             self._tenants[tenant, rank] = self._standing
             self._tenants.move_to_end((tenant, rank))
@@ -313,17 +325,17 @@ class RedisQueue(AdmissionQueue):
         return task
 
 
-def arguments_of(entry: Entry, age: float) -> list[Any]:
+def arguments_of(entry: QueueEntry, age: float) -> list[Any]:
     return [
         entry.id, entry.tenant, entry.rank, entry.weight, entry.cost, entry.kv_tokens, entry.slots, age,
     ]  # fmt: skip
 
 
-def read_standing(values: Sequence[float]) -> Standing:
-    """From the numbers at the end of the script's reply."""
+def read_state(values: Sequence[float]) -> QueueState:
+    """The state from the numbers at the end of the script's reply."""
     in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess, age = values
     rates = None if r0 != r0 else (r0, r1, r2)
-    return Standing(
+    return QueueState(
         int(in_flight), int(kv), (int(q0), int(q1), int(q2)), (w0, w1, w2), rates, own, active, excess,
         None if age != age else age,
     )  # fmt: skip

@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "attention.h"
-#include "linear.h"
+#include "attention/attention.h"
+#include "linear/linear.h"
 
 using namespace pk;
 

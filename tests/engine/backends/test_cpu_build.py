@@ -74,7 +74,7 @@ def test_an_unknown_instruction_set_names_the_known_ones() -> None:
 @pytest.mark.parametrize("flags", [[], ["-march=x86-64-v3"]], ids=["baseline", "avx2"])
 def test_x86_code_is_right_under_an_emulator(tmp_path: Path, flags: list[str]) -> None:
     program = tmp_path / "selfcheck"
-    sources = [str(HERE / "cpu_selfcheck.cpp"), *map(str, sorted(SOURCES.glob("*.cpp")))]
+    sources = [str(HERE / "cpu_selfcheck.cpp"), *map(str, sorted(SOURCES.rglob("*.cpp")))]
     base = ["-std=c++17", "-O2", "-w", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
     subprocess.run([str(CROSS), *base, *flags, f"-I{SOURCES}", *sources, "-o", str(program)], check=True)
     run = subprocess.run(
@@ -95,6 +95,6 @@ def test_x86_code_is_right_under_an_emulator(tmp_path: Path, flags: list[str]) -
     ids=str,
 )
 def test_newer_x86_code_compiles(tmp_path: Path, arch: list[str]) -> None:
-    flags = [f"-march={arch[0]}", *arch[1:], "-std=c++17", "-O1", "-w", "-fPIC", "-pthread", "-shared"]
-    sources = map(str, sorted(SOURCES.glob("*.cpp")))
+    flags = [f"-march={arch[0]}", *arch[1:], "-std=c++17", "-O1", "-w", "-fPIC", "-pthread", "-shared", f"-I{SOURCES}"]
+    sources = map(str, sorted(SOURCES.rglob("*.cpp")))
     subprocess.run([str(CROSS), *flags, *sources, "-o", str(tmp_path / "library.so")], check=True)

@@ -53,7 +53,7 @@ def plain_engine(folder: Path) -> Iterator[Engine]:
     with (
         patch("penstock.engine.startup.part.pick_ops", lambda device, threads: ReferenceOps()),
         patch("penstock.engine.models.build.make_linear", lambda w, bias=None: linear.DenseLinear(w.clone(), bias)),
-        patch("penstock.engine.kv.cache._zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)),
+        patch("penstock.engine.kv.kinds.zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)),
     ):
         yield make_engine(folder)
 
@@ -61,7 +61,7 @@ def plain_engine(folder: Path) -> Iterator[Engine]:
 def test_parked_memory_is_empty_and_comes_back_under_the_same_tensors(plain_engine: Engine) -> None:
     expected = generate(plain_engine, REQUEST)
     tensors = [item for item in walk(plain_engine) if isinstance(item, Tensor)]
-    weight, cache = plain_engine.runner.decoder.layers[0].output.weight, plain_engine.runner.kv.layers[1].v  # type: ignore[attr-defined]
+    weight, cache = plain_engine.runner.decoder.layers[0].mixer.output.weight, plain_engine.runner.kv.layers[1].v  # type: ignore[attr-defined]
     assert any(weight is tensor for tensor in tensors) and any(cache is tensor for tensor in tensors)
     before = weight.clone()
     size = sum(storage.nbytes() for storage in storages_of(tensors).values())

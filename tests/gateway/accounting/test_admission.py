@@ -15,7 +15,7 @@ from penstock.config.schema import TierConfig
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
@@ -42,7 +42,7 @@ def held(text: TextModel) -> ScriptedEngine:
 async def queued(running: Running, count: int) -> None:
     desk = running.service.admissions._admission
     assert desk is not None
-    await eventually(lambda: desk._desks["tiny"].queue.standing("", 0).depth == count)
+    await eventually(lambda: desk._controllers["tiny"].queue.state("", 0).depth == count)
 
 
 async def test_premium_goes_first_and_nothing_beyond_the_slots_reaches_the_engine(
@@ -164,7 +164,7 @@ async def test_what_clients_may_say_about_waiting(serving: Serving, text: TextMo
 
 
 @asynccontextmanager
-async def gateway(registry: Registry, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+async def gateway(registry: ModelRegistry, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     options = GatewaySettings(port=free_port(), drain_s=0.2, **settings)
     stop = asyncio.Event()
     listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
@@ -181,7 +181,7 @@ async def gateway(registry: Registry, **settings: Any) -> AsyncIterator[tuple[ht
 async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text: TextModel) -> None:
     large, small = held(text), ScriptedEngine(text, "small says hi", max_model_len=128)
     engines = (("large", large), ("small", small))
-    registry = Registry(ServedModel(name, text, InProcessBackend(engine)) for name, engine in engines)
+    registry = ModelRegistry(ServedModel(name, text, InProcessBackend(engine)) for name, engine in engines)
     async with gateway(
         registry,
         models=(ModelSettings("large", "", downgrade_to="small"), ModelSettings("small", "")),
@@ -195,14 +195,14 @@ async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text
             return asyncio.create_task(client.post("/v1/completions", json={**body, **more}))
 
         assert service.admissions._admission is not None
-        queue = service.admissions._admission._desks["large"].queue
+        queue = service.admissions._admission._controllers["large"].queue
         waiting = [ask() for _ in range(4)]
-        await eventually(lambda: queue.standing("", 0).depth == 3)
+        await eventually(lambda: queue.state("", 0).depth == 3)
         reply = await ask()
         assert reply.headers["x-penstock-model"] == "small" and reply.headers["x-penstock-route"] == "downgrade"
         assert reply.json()["model"] == "small" and reply.json()["choices"][0]["text"] == "small says hi"
         too_long = ask(prompt="x" * 200)  # would not fit the smaller one for sure, so it waits
-        await eventually(lambda: queue.standing("", 0).depth == 4)
+        await eventually(lambda: queue.state("", 0).depth == 4)
         large.hold = False
         replies = await asyncio.gather(*waiting, too_long)
         assert {r.headers["x-penstock-model"] for r in replies} == {"large"}
@@ -211,7 +211,7 @@ async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text
 
 async def test_sessions_stay_on_their_replica(text: TextModel) -> None:
     backend = ReplicaSet("tiny", [InProcessBackend(ScriptedEngine(text), name=str(index)) for index in range(2)])
-    async with gateway(Registry([ServedModel("tiny", text, backend)]), models=(ModelSettings("tiny", ""),)) as (
+    async with gateway(ModelRegistry([ServedModel("tiny", text, backend)]), models=(ModelSettings("tiny", ""),)) as (
         client,
         _,
     ):
@@ -234,7 +234,7 @@ async def test_gateways_that_share_a_queue_in_redis(text: TextModel, valkey: Any
             (
                 await stack.enter_async_context(
                     gateway(
-                        Registry([ServedModel("tiny", text, InProcessBackend(engine))]),
+                        ModelRegistry([ServedModel("tiny", text, InProcessBackend(engine))]),
                         models=(ModelSettings("tiny", ""),),
                         admission=shared,
                     )

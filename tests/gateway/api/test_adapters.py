@@ -17,7 +17,7 @@ from penstock.engine.core import Engine
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
-from penstock.routing.registry import Registry, ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.engine.adapters.files import write_adapter
@@ -48,7 +48,7 @@ async def serving(
     model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
     stop = asyncio.Event()
     listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(gateway, Registry([model]), stop, listening.set_result))
+    task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:

@@ -9,12 +9,20 @@ from msgspec.structs import replace
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import clamp_retry_after
-from penstock.routing.admission.decision import Ask, decide, fits, predicted_wait, saturated, shed_share, value_of
-from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Entry, Room, Standing
+from penstock.routing.admission.decision import (
+    DecisionInput,
+    decide,
+    fits,
+    predicted_wait,
+    saturated,
+    shed_share,
+    value_of,
+)
+from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Capacity, QueueEntry, QueueState
 
 amounts = st.integers(0, 20_000)
 entries = st.builds(
-    Entry,
+    QueueEntry,
     id=st.just("r"),
     tenant=st.just("t"),
     rank=st.integers(0, 2),
@@ -24,18 +32,18 @@ entries = st.builds(
     slots=st.integers(1, 16),
 )
 asks = st.builds(
-    Ask,
+    DecisionInput,
     entry=entries,
     prompt_tokens=st.integers(1, 20_000),
     cached_tokens=amounts,
     budget_left=st.floats(0, 1),
-    patience_s=st.floats(0.01, 600),
+    max_wait_s=st.floats(0.01, 600),
 )
 counts = st.integers(0, 600)
 works = st.floats(0, 1e6)
 rates = st.floats(0.1, 1e5)
 standings = st.builds(
-    Standing,
+    QueueState,
     in_flight=st.integers(0, 300),
     kv_tokens=amounts,
     queued=st.tuples(counts, counts, counts),
@@ -46,7 +54,7 @@ standings = st.builds(
     excess=works,
 )
 rooms = st.builds(
-    Room, slots=st.none() | st.integers(0, 300), kv_tokens=st.none() | amounts, replicas=st.integers(1, 4)
+    Capacity, slots=st.none() | st.integers(0, 300), kv_tokens=st.none() | amounts, replicas=st.integers(1, 4)
 )
 orders = st.sampled_from(("fair", "priority", "fcfs", "sjf"))
 rolls = st.floats(0, 1, exclude_max=True)
@@ -56,35 +64,37 @@ few = settings(max_examples=60)
 @few
 @given(asks, standings, rooms, orders, rolls)
 def test_room_is_used_at_once_and_never_exceeded(
-    ask: Ask, standing: Standing, room: Room, order: str, roll: float
+    arriving: DecisionInput, state: QueueState, capacity: Capacity, order: str, roll: float
 ) -> None:
-    verdict = decide(ask, standing, room, AdmissionConfig(order=order), roll)  # type: ignore[arg-type]
-    free = fits(ask.entry, standing.in_flight, standing.kv_tokens, room)
-    assert (verdict.action == "admit") == (free and standing.depth == 0)
-    if verdict.action == "admit" and standing.in_flight:
-        assert room.slots is None or standing.in_flight + ask.entry.slots <= room.slots
-        assert room.kv_tokens is None or standing.kv_tokens + ask.entry.kv_tokens <= room.kv_tokens
+    verdict = decide(arriving, state, capacity, AdmissionConfig(order=order), roll)  # type: ignore[arg-type]
+    free = fits(arriving.entry, state.in_flight, state.kv_tokens, capacity)
+    assert (verdict.action == "admit") == (free and state.depth == 0)
+    if verdict.action == "admit" and state.in_flight:
+        assert capacity.slots is None or state.in_flight + arriving.entry.slots <= capacity.slots
+        assert capacity.kv_tokens is None or state.kv_tokens + arriving.entry.kv_tokens <= capacity.kv_tokens
 
 
 @few
 @given(asks, standings, rooms, orders, rolls)
 def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
-    ask: Ask, standing: Standing, room: Room, order: str, roll: float
+    arriving: DecisionInput, state: QueueState, capacity: Capacity, order: str, roll: float
 ) -> None:
     rules = AdmissionConfig(order=order)  # type: ignore[arg-type]
-    verdict = decide(ask, standing, room, rules, roll)
+    verdict = decide(arriving, state, capacity, rules, roll)
     if verdict.action == "refuse":
         assert verdict.reason in ("load_shed", "memory_pressure")
         assert 1 <= clamp_retry_after(verdict.wait_s) <= 120
     else:
-        assert verdict.reason is None and verdict.wait_s < ask.patience_s
+        assert verdict.reason is None and verdict.wait_s < arriving.max_wait_s
 
 
 @few
 @given(standings, rooms, rolls, entries)
-def test_nobody_is_refused_while_the_queue_is_short(standing: Standing, room: Room, roll: float, entry: Entry) -> None:
-    calm = replace(standing, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rates=(1e3, 1e3, 1e3))
-    assert decide(Ask(entry), calm, room, AdmissionConfig(), roll).action != "refuse"
+def test_nobody_is_refused_while_the_queue_is_short(
+    state: QueueState, capacity: Capacity, roll: float, entry: QueueEntry
+) -> None:
+    calm = replace(state, queued=(1, 1, 1), work=(1.0, 1.0, 1.0), rates=(1e3, 1e3, 1e3))
+    assert decide(DecisionInput(entry), calm, capacity, AdmissionConfig(), roll).action != "refuse"
 
 
 worse = st.sampled_from(("weight", "rank", "cost", "cached", "budget", "excess"))
@@ -92,24 +102,26 @@ worse = st.sampled_from(("weight", "rank", "cost", "cached", "budget", "excess")
 
 @few
 @given(asks, standings, st.floats(0, 1.2), worse)
-def test_what_speaks_for_a_request_can_only_help_it(ask: Ask, standing: Standing, pressure: float, what: str) -> None:
+def test_what_speaks_for_a_request_can_only_help_it(
+    arriving: DecisionInput, state: QueueState, pressure: float, what: str
+) -> None:
     """Paid before free, short before long, cached before fresh, unspent before spent, under- before over-served."""
-    rules, entry = AdmissionConfig(), ask.entry
-    good, bad, there = ask, ask, standing
+    rules, entry = AdmissionConfig(), arriving.entry
+    good, bad, there = arriving, arriving, state
     if what == "weight":
-        bad = replace(ask, entry=replace(entry, weight=entry.weight / 2))
+        bad = replace(arriving, entry=replace(entry, weight=entry.weight / 2))
     elif what == "rank":
-        bad = replace(ask, entry=replace(entry, rank=BATCH))
+        bad = replace(arriving, entry=replace(entry, rank=BATCH))
     elif what == "cost":
-        bad = replace(ask, entry=replace(entry, cost=entry.cost * 2))
+        bad = replace(arriving, entry=replace(entry, cost=entry.cost * 2))
     elif what == "cached":
-        bad = replace(ask, cached_tokens=ask.cached_tokens // 2)
+        bad = replace(arriving, cached_tokens=arriving.cached_tokens // 2)
     elif what == "budget":
-        bad = replace(ask, budget_left=ask.budget_left / 2)
+        bad = replace(arriving, budget_left=arriving.budget_left / 2)
     else:
-        there = replace(standing, excess=standing.excess * 2 + 1)
-    assert 0.0 <= value_of(bad, there) <= value_of(good, standing) <= 1.0
-    assert shed_share(pressure, value_of(bad, there), rules) >= shed_share(pressure, value_of(good, standing), rules)
+        there = replace(state, excess=state.excess * 2 + 1)
+    assert 0.0 <= value_of(bad, there) <= value_of(good, state) <= 1.0
+    assert shed_share(pressure, value_of(bad, there), rules) >= shed_share(pressure, value_of(good, state), rules)
 
 
 @few
@@ -124,36 +136,36 @@ def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other
 
 @few
 @given(standings, entries)
-def test_a_higher_class_never_waits_longer(standing: Standing, entry: Entry) -> None:
+def test_a_higher_class_never_waits_longer(state: QueueState, entry: QueueEntry) -> None:
     rules = AdmissionConfig(order="priority")
-    waits = [predicted_wait(replace(entry, rank=rank), standing, rules) for rank in (PREMIUM, STANDARD, BATCH)]
+    waits = [predicted_wait(replace(entry, rank=rank), state, rules) for rank in (PREMIUM, STANDARD, BATCH)]
     assert waits == sorted(waits)
 
 
 def test_a_flood_is_refused_and_its_neighbour_is_not() -> None:
-    rules, room = AdmissionConfig(), Room(slots=4)
-    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
+    rules, capacity = AdmissionConfig(), Capacity(slots=4)
+    flood = QueueState(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
     calm = replace(flood, own_work=0.0)
-    assert decide(Ask(Entry("a", "flood")), flood, room, rules, 0.0).reason == "load_shed"
-    assert decide(Ask(Entry("b", "calm")), calm, room, rules, 0.0).action == "queue"
+    assert decide(DecisionInput(QueueEntry("a", "flood")), flood, capacity, rules, 0.0).reason == "load_shed"
+    assert decide(DecisionInput(QueueEntry("b", "calm")), calm, capacity, rules, 0.0).action == "queue"
 
 
 def test_nobody_waits_longer_than_those_before_it_have_patience() -> None:
     rules = AdmissionConfig(wait_s=10.0)
-    flood = Standing(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
-    assert predicted_wait(Entry("a", "flood"), flood, rules) == 20.0
-    assert predicted_wait(Entry("a", "flood"), replace(flood, own_age_s=7.0), rules) == 3.0
-    assert predicted_wait(Entry("a", "flood"), replace(flood, own_age_s=70.0), rules) == 0.0
+    flood = QueueState(4, 0, (0, 200, 0), (0.0, 2e5, 0.0), (1e4, 1e4, 1e4), own_work=2e5, active_weight=1.0)
+    assert predicted_wait(QueueEntry("a", "flood"), flood, rules) == 20.0
+    assert predicted_wait(QueueEntry("a", "flood"), replace(flood, own_age_s=7.0), rules) == 3.0
+    assert predicted_wait(QueueEntry("a", "flood"), replace(flood, own_age_s=70.0), rules) == 0.0
 
 
 def test_missing_memory_is_called_so() -> None:
-    standing = Standing(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), (1e4, 1e4, 1e4), own_work=5e5, active_weight=1.0)
-    long = Ask(Entry("a", "t", kv_tokens=200))
-    assert decide(long, standing, Room(slots=8, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "memory_pressure"
-    assert decide(long, standing, Room(slots=2, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "load_shed"
+    state = QueueState(2, 900, (0, 50, 0), (0.0, 5e5, 0.0), (1e4, 1e4, 1e4), own_work=5e5, active_weight=1.0)
+    long = DecisionInput(QueueEntry("a", "t", kv_tokens=200))
+    assert decide(long, state, Capacity(slots=8, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "memory_pressure"
+    assert decide(long, state, Capacity(slots=2, kv_tokens=1000), AdmissionConfig(), 0.0).reason == "load_shed"
 
 
 def test_saturation_is_more_than_ten_waiting_per_replica() -> None:
     rules = AdmissionConfig()
-    assert not saturated(Standing(queued=(0, 20, 0)), Room(replicas=2), rules)
-    assert saturated(Standing(queued=(1, 20, 0)), Room(replicas=2), rules)
+    assert not saturated(QueueState(queued=(0, 20, 0)), Capacity(replicas=2), rules)
+    assert saturated(QueueState(queued=(1, 20, 0)), Capacity(replicas=2), rules)

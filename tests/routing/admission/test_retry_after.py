@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.config.routing import AdmissionConfig
-from penstock.routing.admission.decision import Ask, decide
-from penstock.routing.admission.fair_queue import Line
-from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Entry, Room, cost_of
+from penstock.routing.admission.decision import DecisionInput, decide
+from penstock.routing.admission.fair_queue import FairQueue
+from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD, Capacity, QueueEntry, cost_of
 
 RULES = AdmissionConfig(wait_s=10.0)
 ABOVE = 4.5
@@ -24,10 +24,10 @@ class Fleet:
 
     slots: int
     rng: random.Random
-    line: Line = field(default_factory=Line)
+    queue: FairQueue = field(default_factory=FairQueue)
     now: float = 0.0
     ends: list[tuple[float, str, float]] = field(default_factory=list)
-    waiting: dict[str, tuple[Entry, int]] = field(default_factory=dict)
+    waiting: dict[str, tuple[QueueEntry, int]] = field(default_factory=dict)
     serial: int = 0
     waits: list[tuple[float, float]] = field(default_factory=list)
     """When entries came, and how long they waited."""
@@ -36,22 +36,22 @@ class Fleet:
     """When who will have waited too long, if anybody minds."""
 
     @property
-    def room(self) -> Room:
-        return Room(slots=self.slots)
+    def capacity(self) -> Capacity:
+        return Capacity(slots=self.slots)
 
     def arrive(self, rank: int, tenant: str, weight: float = 1.0, *, gives_up: bool = False) -> float | None:
         """A request; when it is refused, the seconds that it is told."""
         self.serial += 1
         prompt, output = self.rng.randint(20, 400), self.rng.randint(20, 300)
-        entry = Entry(f"{self.serial:06}", tenant, rank, weight, cost_of(prompt, 160), arrived=self.now)
-        standing = self.line.standing(tenant, rank, self.now)
-        verdict = decide(Ask(entry, patience_s=10.0), standing, self.room, RULES, self.rng.random())
+        entry = QueueEntry(f"{self.serial:06}", tenant, rank, weight, cost_of(prompt, 160), arrived=self.now)
+        state = self.queue.state(tenant, rank, self.now)
+        verdict = decide(DecisionInput(entry, max_wait_s=10.0), state, self.capacity, RULES, self.rng.random())
         if verdict.action == "refuse":
             return verdict.wait_s
         self.waiting[entry.id] = (entry, output)
         if gives_up:
             self.given_up.append((self.now + RULES.wait_s, entry.id))
-        self._start(self.line.enter(entry, self.room, 10_000, self.now).granted)
+        self._start(self.queue.enter(entry, self.capacity, 10_000, self.now).granted)
         return None
 
     def advance(self, until: float) -> None:
@@ -59,14 +59,14 @@ class Fleet:
             at, id = self.given_up.pop(0)
             self._end_until(at)
             if self.waiting.pop(id, None) is not None:
-                self._start(self.line.leave(id, self.room, at).granted)
+                self._start(self.queue.leave(id, self.capacity, at).granted)
         self._end_until(until)
         self.now = until
 
     def _end_until(self, until: float) -> None:
         while self.ends and self.ends[0][0] <= until:
             self.now, id, used = heapq.heappop(self.ends)
-            self._start(self.line.release(id, used, self.room, self.now).granted)
+            self._start(self.queue.release(id, used, self.capacity, self.now).granted)
 
     def drained(self, rank: int) -> float:
         """Seconds until everything that waits now up to this class has started, if no more of it comes; the traffic

@@ -15,9 +15,9 @@ from penstock.routing.selection.evaluation import evaluate
 from penstock.routing.selection.features import read
 from penstock.routing.selection.prompts import own_prompts, parse
 from penstock.routing.selection.score import score
-from penstock.routing.selection.selector import Rules, select
+from penstock.routing.selection.selector import RouteRules, select
 
-RULES = Rules("auto", "mini", "maxi", tiers={"free": "small", "enterprise": "large"})
+RULES = RouteRules("auto", "mini", "maxi", tiers={"free": "small", "enterprise": "large"})
 CODE = "Write a Python function that merges overlapping intervals and explain its complexity."
 
 

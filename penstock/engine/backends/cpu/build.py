@@ -44,6 +44,8 @@ _ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+SOURCES = Path(__file__).parent / "csrc"
+
 _GCC_AARCH64 = "-fno-schedule-insns"
 """Scheduling before register allocation makes GCC copy accumulators around: 5% of the integer product loop."""
 
@@ -104,8 +106,7 @@ def _machine() -> str:
 
 
 def _sources() -> list[Path]:
-    here = Path(__file__).parent / "csrc"
-    return sorted([*here.glob("*.cpp"), *here.glob("*.h")])
+    return sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")])
 
 
 @cache
@@ -137,9 +138,9 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target:
     log.info("compiling the native CPU kernels with %s (once per machine)", compiler)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects, children = [], []
-        for source in (path for path in sources if path.suffix == ".cpp"):
-            objects.append(str(Path(scratch) / f"{source.stem}.o"))
-            command = [compiler, *flags, "-c", str(source), "-o", objects[-1]]
+        for index, source in enumerate(path for path in sources if path.suffix == ".cpp"):
+            objects.append(str(Path(scratch) / f"{index}.o"))
+            command = [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", objects[-1]]
             children.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         failures = []
         for command, child in children:

@@ -11,7 +11,7 @@ import msgspec
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.process.service import Service
-from penstock.identity import IdentityStore, Key, Scope, Tenant
+from penstock.identity import ApiKey, IdentityStore, Scope, Tenant
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.store import IdentityError
 from penstock.metering.prices import NANOS
@@ -177,5 +177,5 @@ def _tenant(service: Service, tenant: Tenant) -> dict[str, Any]:
     return {"object": "tenant", **asdict(tenant), "tier": tenant.tier or service.settings.default_tier}
 
 
-def _key(key: Key) -> dict[str, Any]:
+def _key(key: ApiKey) -> dict[str, Any]:
     return {"object": "key", **asdict(key)}

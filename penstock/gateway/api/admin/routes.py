@@ -12,7 +12,7 @@ from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.process.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.routing.selection.selector import Rules
+from penstock.routing.selection.selector import RouteRules
 from penstock.storage import DatabaseError
 
 
@@ -44,6 +44,6 @@ async def switch_route(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json(described(changed))
 
 
-def described(rules: Rules) -> dict[str, Any]:
+def described(rules: RouteRules) -> dict[str, Any]:
     fields = dataclasses.asdict(rules)
     return {"id": fields.pop("name"), "object": "route", **fields}

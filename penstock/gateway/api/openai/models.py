@@ -10,7 +10,7 @@ from penstock.gateway.process.service import Service
 from penstock.identity import Caller
 from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
-from penstock.routing.selection.selector import Rules
+from penstock.routing.selection.selector import RouteRules
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
@@ -118,7 +118,7 @@ def describe_encoder(service: Service, caller: Caller, embedder: Embedder) -> di
     }
 
 
-def describe_route(service: Service, rules: Rules) -> dict[str, Any]:
+def describe_route(service: Service, rules: RouteRules) -> dict[str, Any]:
     """A name that stands for one of two models."""
     here = [
         service.registry.route(name).model

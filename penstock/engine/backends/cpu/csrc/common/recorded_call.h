@@ -1,0 +1,43 @@
+// What makes a library function recordable: a second entry that takes its arguments as 64-bit words.
+//
+// `PK_TAPED(name)` stands after the definition, so the words are read back with the very types of the function.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "common/context.h"
+
+namespace pk {
+
+// An argument as it lies in the low bytes of a word.
+template <class T>
+T from_word(uint64_t word) {
+    static_assert(sizeof(T) <= sizeof word, "arguments are scalars or pointers");
+    T value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+template <class R, class... A, size_t... I>
+int call_with(R (*f)(Context*, A...), Context* ctx, const uint64_t* words, std::index_sequence<I...>) {
+    if constexpr (std::is_void<R>::value) {
+        f(ctx, from_word<A>(words[I])...);
+        return 0;
+    } else {
+        return int(f(ctx, from_word<A>(words[I])...));
+    }
+}
+
+template <class R, class... A>
+int call_with(R (*f)(Context*, A...), Context* ctx, const uint64_t* words) {
+    return call_with(f, ctx, words, std::index_sequence_for<A...>());
+}
+
+}  // namespace pk
+
+#define PK_TAPED(name) \
+    PK_API int name##_taped(Context* ctx, const uint64_t* words) { return call_with(name, ctx, words); }

@@ -1,0 +1,184 @@
+// Linear layers on quantized weights: y = x W^T + b with W in blocks of 32 along the input.
+//
+// Activations are quantized here, per row and block, to int8 digits (linear_digits.h). On CPUs with matrix tiles, more
+// than a few rows take a second form of the weights, int8 by columns, where memory allows (linear_columns.h); else a few
+// rows take the blocks' integers (linear_blocks.h) and many the widened weights (linear_matrix.h) to the tiles, and dense
+// weights always go there; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
+// measured at load.
+
+#include "elementwise/gumbel.h"
+#include "linear/amx/per_group.h"
+#include "linear/amx/per_channel.h"
+#include "linear/integer.h"
+#include "linear/neon/float16.h"
+#include "linear/amx/bfloat16.h"
+#include "linear/pack.h"
+#include "common/recorded_call.h"
+
+using namespace pk;
+
+// Bytes of the packed form.
+PK_API int64_t pk_linear_bytes(int64_t columns, int64_t depth, int bits) {
+    return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
+}
+
+// Whether this CPU has matrix tiles.
+PK_API int pk_linear_has_matrix() {
+#if defined(PK_AMX)
+    return amx_granted();
+#else
+    return 0;
+#endif
+}
+
+// Whether products of these packed weights can be done in float16: the CPU has the vectors, the weights the range.
+PK_API int pk_linear_has_half(const uint8_t* weights, int64_t columns, int64_t depth, int bits) {
+#if defined(PK_HALF)
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    if (bits != 4 && bits != 8) return 0;
+    float largest = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const Tile tile = tile_at(weights, blocks, bits, t);
+        for (int64_t i = 0; i < blocks * kColumns; ++i) {
+            const float scale = std::fabs(to_float(tile.scale[i]));
+            largest = std::max(largest, bits == 4 ? 15 * scale + std::fabs(to_float(tile.minimum[i])) : 128 * scale);
+        }
+    }
+    return largest <= kHalfLimit;
+#else
+    (void)weights, (void)columns, (void)depth, (void)bits;
+    return 0;
+#endif
+}
+
+// Quantizes float32 rows (bits 16: rounds them to bfloat16). 0: done; 1: a weight is not finite or too large for a float16 scale.
+PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
+                                 int bits) {
+    Guard hold(ctx->busy);
+    const Packer p{out, depth / kDepth, bits};
+    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::atomic<int> bad{0};
+    ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
+        for (int64_t n = begin; n < end; ++n)
+            for (int64_t b = 0; b < p.blocks; ++b) {
+                const float* block = w + n * depth + b * kDepth;
+                if (bits == 16)
+                    p.put16(n, b, block);
+                else if (!(bits == 4 ? pack_floats4(p, n, b, block) : pack_floats8(p, n, b, block))) bad.store(1);
+            }
+    });
+    return bad.load();
+}
+
+// Repacks GGUF blocks without changing a value: 2 = Q4_0, 3 = Q4_1, 8 = Q8_0 (GGUF's own numbers).
+// 0: done; 1: a scale is not finite.
+PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, int64_t columns, int64_t depth,
+                               int kind) {
+    Guard hold(ctx->busy);
+    const int bits = kind == 8 ? 8 : 4, stride = kind == 8 ? 34 : kind == 3 ? 20 : 18;
+    const Packer p{out, depth / kDepth, bits};
+    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::atomic<int> bad{0};
+    ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
+        for (int64_t n = begin; n < end; ++n)
+            for (int64_t b = 0; b < p.blocks; ++b) {
+                const uint8_t* block = raw + (n * p.blocks + b) * stride;
+                const uint16_t scale = half_at(block);
+                uint16_t minimum = 0;
+                if (kind == 3) minimum = half_at(block + 2);
+                if (kind == 2) minimum = float_to_half(-8.0f * half_to_float(scale));  // exact: a power of two
+                if (!finite_half(scale) || !finite_half(minimum)) bad.store(1);
+                if (kind == 8)
+                    p.put8(n, b, reinterpret_cast<const int8_t*>(block + 2), scale);
+                else
+                    p.put4(n, b, block + (kind == 3 ? 4 : 2), scale, minimum);
+            }
+    });
+    return bad.load();
+}
+
+// Bytes of the form by columns.
+PK_API int64_t pk_linear_column_bytes(int64_t columns, int64_t depth) {
+#if defined(PK_AMX)
+    return round_up(columns, kColumns) / kColumns * column_tile_bytes(depth);
+#else
+    (void)columns, (void)depth;
+    return 0;
+#endif
+}
+
+// The form by columns of packed few-bit weights, stretched depth by depth unless `stretch` is null.
+PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float* stretch, uint8_t* out, int64_t columns,
+                              int64_t depth, int bits) {
+#if defined(PK_AMX)
+    Guard hold(ctx->busy);
+    const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
+    ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
+        vf* turned = reinterpret_cast<vf*>(ctx->scratch[thread].floats(column_steps(depth) * kStep * VL));
+        for (int64_t t = begin; t < end; ++t)
+            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, stretch, turned,
+                             out + t * column_tile_bytes(depth));
+    });
+#else
+    (void)ctx, (void)weights, (void)stretch, (void)out, (void)columns, (void)depth, (void)bits;
+#endif
+}
+
+namespace {
+
+// Whether the product applies the gate on its way.
+bool gates_itself(const LinearArgs& a) {
+#if defined(PK_AMX)
+    return by_columns(a) && a.columns % kPair == 0;
+#else
+    (void)a;
+    return false;
+#endif
+}
+
+void linear(Context* ctx, const LinearArgs& a);
+
+// By way of both halves, where the gate is not part of the product.
+void linear_then_gate(Context* ctx, const LinearArgs& a) {
+    LinearArgs both = a;
+    both.gate = kNoGate;
+    both.out = ctx->ungated.reserve(size_t(a.rows * a.columns) * (a.out_dtype == 0 ? 4 : 2));
+    linear(ctx, both);
+    gate_all(ctx, a.gate, both.out, a.out, a.rows, a.columns / 2, a.out_dtype);
+}
+
+void linear(Context* ctx, const LinearArgs& a) {
+    if (a.gate && !gates_itself(a)) return linear_then_gate(ctx, a);
+#if defined(PK_AMX)
+    if (by_columns(a)) return linear_by_columns(ctx, a);
+    if (by_matrix(a)) return linear_by_matrix(ctx, a);
+    if (by_blocks(a)) return linear_by_blocks(ctx, a);
+#endif
+#if defined(PK_HALF)
+    if (a.half_rows > 0 && a.rows >= a.half_rows) return linear_by_half(ctx, a);
+#endif
+    linear_by_digits(ctx, a);
+}
+
+}  // namespace
+
+PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
+    Guard hold(ctx->busy);
+    if (args->rows > 0) linear(ctx, *args);
+}
+
+// Draws from the outputs of every row as `pk_gumbel_argmax` does. Where the product cannot draw on its way, the outputs
+// are written to `args->out`, float32, first.
+PK_API void pk_linear_draw(Context* ctx, const LinearArgs* args, const float* temperatures, const uint64_t* keys,
+                           int64_t* out) {
+    Guard hold(ctx->busy);
+    if (args->rows <= 0) return;
+#if defined(PK_AMX)
+    if (by_columns(*args)) return draw_by_columns(ctx, *args, temperatures, keys, out);
+#endif
+    linear(ctx, *args);
+    draw_rows(ctx, static_cast<const float*>(args->out), temperatures, keys, out, args->rows, args->columns);
+}
+
+PK_TAPED(pk_linear)
+PK_TAPED(pk_linear_draw)

@@ -1,0 +1,77 @@
+"""The feed-forward of a layer: the interface, and the dense gated MLP. A mixture of experts is in `experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.engine.backends.interface import Activation, ActivationOps
+from penstock.engine.models.layers.linear import Linear
+
+
+class FeedForward(Protocol):
+    """Computes every token on its own: [T, hidden] normalized to [T, hidden], which is added to the residual stream."""
+
+    @property
+    def ops(self) -> ActivationOps:
+        """Their norm makes the input; that of FP8 linears hands over FP8 activations with their scales."""
+        ...
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that every token passes."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all its matrices."""
+        ...
+
+    def __call__(self, x: Any) -> Tensor: ...
+
+
+class FusedFeedForward(FeedForward, Protocol):
+    """One whose linears take the norm, the gate and the residual addition into their launches."""
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """`residual` plus the feed-forward of the normalized `residual`; may update it in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), with gate and up as one matrix."""
+
+    ops: ActivationOps
+    activation: Activation
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.weight_bytes + self.down.weight_bytes
+
+    def __call__(self, x: Any) -> Tensor:
+        in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
+        if in_place is not None:  # a linear that gates its outputs before it writes them
+            return self.down(in_place(x, self.activation))
+        return self.down(gated(self.ops, self.activation, self.gate_up(x)))
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for linears that are `FusedLinear` and a gate that is SiLU."""
+        gate_up: Any = self.gate_up
+        down: Any = self.down
+        out: Tensor = down.fused(gate_up.fused(residual, norm=norm, eps=eps, gated=True), residual=residual)
+        return out
+
+
+def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
+    """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
+    return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)

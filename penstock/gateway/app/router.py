@@ -1,0 +1,48 @@
+"""From a method and a path to the endpoint that answers: a dictionary for fixed paths, patterns for those with
+parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from penstock.gateway.app.endpoint import BoundEndpoint
+
+_PARAMETER = re.compile(r"{(\w+)(:path)?}")
+
+
+def pattern(path: str) -> re.Pattern[str]:
+    """`{name}` is one segment, `{name:path}` any number of them."""
+    parts, end = [], 0
+    for match in _PARAMETER.finditer(path):
+        parts += [re.escape(path[end : match.start()]), f"(?P<{match[1]}>{'.*' if match[2] else '[^/]+'})"]
+        end = match.end()
+    return re.compile("".join(parts) + re.escape(path[end:]))
+
+
+class Router:
+    """Finds endpoints; where several patterns match, the first one in the table answers."""
+
+    def __init__(self, endpoints: Sequence[BoundEndpoint]) -> None:
+        self.endpoints = endpoints
+        self.fixed = {(bound.endpoint.method, bound.endpoint.path): bound for bound in endpoints}
+        self._patterns = [
+            (bound.endpoint.method, pattern(bound.endpoint.path), bound)
+            for bound in endpoints
+            if "{" in bound.endpoint.path
+        ]
+
+    def match(self, method: str, path: str) -> tuple[BoundEndpoint, dict[str, str]] | None:
+        """The endpoint behind a path with parameters, and the parameters."""
+        for wanted, regex, bound in self._patterns:
+            if wanted == method and (found := regex.fullmatch(path)) is not None:
+                return bound, found.groupdict()
+        return None
+
+    def method_of(self, path: str) -> str | None:
+        """The method of the first endpoint that has this path; None when there is no such path."""
+        for bound in self.endpoints:
+            endpoint = bound.endpoint
+            if endpoint.path == path or ("{" in endpoint.path and pattern(endpoint.path).fullmatch(path)):
+                return endpoint.method
+        return None
