@@ -53,7 +53,7 @@ _HEADER = b"x-session-id"
 _ID = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 
-class NoConversations:
+class StatelessConversations:
     """A gateway without a store for conversations."""
 
     def open(

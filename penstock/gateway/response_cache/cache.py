@@ -77,6 +77,9 @@ class ResponseCacheOff:
     async def suspect(self, tenant: str, response_id: str) -> bool:
         return False
 
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        return 0
+
     async def close(self) -> None:
         return
 
@@ -186,6 +189,10 @@ class ResponseCache:
         await self.store.drop(note)
         self.metrics.suspected.inc()
         return True
+
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        """Drop the answers of a tenant, a model or both; how many there were."""
+        return await self.store.evict(tenant, model)
 
     async def close(self) -> None:
         if self._opening is not None:
