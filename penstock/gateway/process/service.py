@@ -42,7 +42,7 @@ from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import CollectionSearch
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff, open_store
-from penstock.gateway.server_tools.loop import ServerTools
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import CoordinatedWorker, SingleWorker, WorkerGroup
 from penstock.identity import IdentityStore, KeyRing
 from penstock.limits import LimitStore
@@ -256,7 +256,9 @@ class Service:
                 self.sessions, settings.conversations, generation, lifecycle, self.tokenization, self.metrics
             )
         )
-        tools = ServerTools(self.pipeline, self.tools, settings.tools, self.record)
+        tools: ToolAnswers = NoServerTools()
+        if settings.tool_servers or self.database is not None:
+            tools = ServerTools(self.pipeline, self.tools, settings.tools, self.record)
         self.generation_endpoints: list[object] = [
             ChatEndpoints(self.pipeline, conversations, tools),
             CompletionEndpoints(self.pipeline),
