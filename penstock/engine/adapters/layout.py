@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 
 _WIDE = 8
 """Elements of two bytes in the widest load of a thread."""

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch, Ops
 from penstock.engine.kv.cache import CacheShape, KVCache
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.layers.mixer import TokenMixer
+from penstock.engine.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

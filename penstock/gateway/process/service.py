@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
@@ -13,33 +12,40 @@ from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.errors import ConfigError
 from penstock.gateway.accounting.admission import Admissions
-from penstock.gateway.accounting.charges import Accounts
+from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.app.authentication import Authentication, OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.runner import Answerer, BatchRunner
+from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import BatchStore
-from penstock.gateway.generation.base import Generation
+from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
-from penstock.gateway.generation.response_format import GrammarDesk
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
-from penstock.gateway.process.readiness import Readiness
+from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process.request_log import open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.gateway.quality.feedback import Feedback
-from penstock.gateway.quality.judge import Judge
+from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.library import KnowledgeLibrary
-from penstock.gateway.response_cache.cache import Recall, open_store
-from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
-from penstock.identity import Caller, IdentityStore, KeyRing
+from penstock.gateway.rag.retrieval import CollectionSearch
+from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff, open_store
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
+from penstock.gateway.workers.group import CoordinatedWorker, SingleWorker, WorkerGroup
+from penstock.identity import IdentityStore, KeyRing
 from penstock.limits import LimitStore
-from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
@@ -50,20 +56,15 @@ from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
-from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
-from penstock.telemetry.timeline import Shown, TraceQuery, newest
 from penstock.tools.execution import ToolRegistry
 from penstock.tools.execution.specs import ToolSpecStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-UPLOADS = 4
-"""Files that are read at one time: each is in memory while it is."""
 
 
 class Service:
@@ -81,14 +82,13 @@ class Service:
             settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
         )
         self.recall = self._recall()
-        self.readiness = Readiness()
         self.slices = TimeSlices(registry, settings.time_slice_s)
         self.drain = Drain(lambda: self.metrics.draining.set(1))
         self.background = BackgroundTasks()
         self.tokenization = Tokenization()
         self.authentication = OpenAuthentication(settings.default_tier)
-        self.grammars = GrammarDesk(self.metrics)
-        self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
+        self.grammars = GrammarCache(self.metrics)
+        self.guardrails: Guardrails | None = None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
@@ -96,34 +96,29 @@ class Service:
         self.feedback: Feedback | None = None
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
-        self._batch_runner: BatchRunner | None = None
-        self._paths: frozenset[str] = frozenset()
-        self.uploads = asyncio.Semaphore(UPLOADS)
+        self.batch_runner: BatchRunner | None = None
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
-        self.tools: ToolRegistry | None = None
+        self.tools: ToolRegistry = ToolRegistry()
         self.control: ControlLine | None = None
         """The line to the supervisor, where there is one."""
         self.judge: Judge | None = None
-        self.coordinator: CoordinatorClient | None = None
-        if settings.worker is not None:
-            self.coordinator = CoordinatorClient(
-                settings.worker.coordinator,
-                settings.worker.number,
-                readings=self.metrics.registry.readings,
-                changed=self._refresh_keys,
-                traces=self.tracing.recent.find,
-            )
+        self.workers = worker_group(settings, self.metrics, self.tracing, lambda: self.authentication.refresh())
         self.prices = settings.price_book()
         self.quotas = Quotas(
-            _counters(settings.counters, self.coordinator), settings.tiers, settings.limits, self.prices
+            _counters(settings.counters, self.workers.limits), settings.tiers, settings.limits, self.prices
         )
-        self.admissions = Admissions(settings, registry, self.metrics)
+        self.admissions = Admissions(
+            settings.admission,
+            settings.tiers,
+            {model.name: model.downgrade_to for model in settings.models if model.downgrade_to},
+            registry,
+            self.metrics,
+        )
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
 
     async def start(self) -> None:
-        if self.coordinator is not None:
-            await self.coordinator.start()
+        await self.workers.start()
         if self.settings.store_url is not None:
             self.database = await open_database(self.settings.store_url)
             self.identities = IdentityStore(self.database)
@@ -146,6 +141,15 @@ class Service:
             await self.files.prepare()
             self.batches = BatchStore(self.database)
             await self.batches.prepare()
+            self.batch_runner = BatchRunner(
+                self.batches,
+                self.files,
+                self.authentication.holder,
+                lines_at_once=self.settings.batches.lines_at_once,
+                most_lines=self.settings.batches.most_lines,
+                lease_s=self.settings.gateway_timeout_s,
+                metrics=self.metrics.registry,
+            )
             self.accounts = Accounts(
                 Ledger(self.database, durable=self.settings.durable_charges),
                 self.prices,
@@ -160,12 +164,10 @@ class Service:
         if self.sessions is not None:
             await self.sessions.start()
         self.tools = await self._open_tools()
-        if self.settings.judge.rate:
-            self.judge = Judge(self, self.settings.judge)
-            self.judge.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
+        self._build_pipeline()
         await self.knowledge.start(self.database)
         for backend in self._backends():
             await backend.start()
@@ -176,37 +178,11 @@ class Service:
         self.slices.start()
         await self.admissions.start()
 
-    def run_batches(self, answer: Answerer, paths: Collection[str]) -> None:
-        """Take part in running batches; `answer` answers their requests, for the endpoints in `paths`."""
-        self._paths = frozenset(paths)
-        config = self.settings.batches
-        if self.batches is not None and self.files is not None and config.lines_at_once:
-            self._batch_runner = BatchRunner(
-                self.batches,
-                self.files,
-                answer,
-                self.authentication.holder,
-                lines_at_once=config.lines_at_once,
-                most_lines=config.most_lines,
-                lease_s=self.settings.gateway_timeout_s,
-                metrics=self.metrics.registry,
-            )
-            self._batch_runner.start()
-
-    def serves(self, path: str) -> bool:
-        """Whether requests of a batch may go there."""
-        return path in self._paths
-
-    def batches_changed(self) -> None:
-        """A batch was made here: look at once."""
-        if self._batch_runner is not None:
-            self._batch_runner.wake()
-
     async def close(self) -> None:
         if self.control is not None:
             await self.control.close()
-        if self._batch_runner is not None:
-            await self._batch_runner.close()
+        if self.batch_runner is not None:
+            await self.batch_runner.close()
         await self.slices.close()
         await self.admissions.close()
         for remote in self.registry.remotes.values():
@@ -215,8 +191,7 @@ class Service:
             await self.sessions.close()
         if self.judge is not None:
             await self.judge.close()
-        if self.tools is not None:
-            await self.tools.close()
+        await self.tools.close()
         if self.guardrails is not None:
             await self.guardrails.close()
         for backend in self._backends():
@@ -227,8 +202,7 @@ class Service:
         await self.encoders.close()
         await self.background.close()
         await self.quotas.close()
-        if self.coordinator is not None:
-            await self.coordinator.close()
+        await self.workers.close()
         if self.accounts is not None:
             await self.accounts.close()
         if self.request_log is not None:
@@ -239,18 +213,70 @@ class Service:
         self.tokenization.close()
         self.grammars.close()
 
-    async def _open_tools(self) -> ToolRegistry | None:
-        """Tools that this gateway runs; None where there is no place for any."""
+    def _build_pipeline(self) -> None:
+        """The generation pipeline with its stages, and the endpoints that use it."""
+        settings, generation = self.settings, self.settings.generation
+        accounts = self.accounts or NoAccounts()
+        lifecycle = GenerationLifecycle(
+            self.quotas,
+            self.admissions,
+            accounts,
+            self.drain,
+            self.background,
+            record_text=generation.record_text,
+        )
+        backends = ModerationBackends(self.registry, self.tokenization, self.grammars, accounts, generation)
+        self.guardrails = Guardrails(settings.guardrails, self.metrics, backends)
+        if settings.judge.rate:
+            self.judge = Judge(
+                settings.judge, generation, self.registry, self.tokenization, self.grammars, self.metrics.context
+            )
+            self.judge.start()
+        self.pipeline = GenerationPipeline(
+            generation,
+            registry=self.registry,
+            routes=self.routes,
+            slices=self.slices,
+            admissions=self.admissions,
+            quotas=self.quotas,
+            lifecycle=lifecycle,
+            tokenization=self.tokenization,
+            grammars=self.grammars,
+            metrics=self.metrics,
+            background=self.background,
+            content_filter=self.guardrails,
+            source_search=CollectionSearch(self.knowledge),
+            cache=self.recall or ResponseCacheOff(),
+            grader=self.judge or NoJudge(),
+        )
+        conversations = (
+            StatelessConversations()
+            if self.sessions is None
+            else StoredConversations(
+                self.sessions, settings.conversations, generation, lifecycle, self.tokenization, self.metrics
+            )
+        )
+        tools: ToolAnswers = NoServerTools()
+        if settings.tool_servers or self.database is not None:
+            tools = ServerTools(self.pipeline, self.tools, settings.tools, self.record)
+        self.generation_endpoints: list[object] = [
+            ChatEndpoints(self.pipeline, conversations, tools),
+            CompletionEndpoints(self.pipeline),
+            ResponseEndpoints(self.pipeline, conversations, self.responses or NoResponseStore()),
+            MessageEndpoints(self.pipeline),
+        ]
+
+    async def _open_tools(self) -> ToolRegistry:
+        """Tools that this gateway runs; without servers and a store it offers none."""
         settings, store = self.settings, None
         if self.database is not None:
             store = ToolSpecStore(self.database)
             await store.prepare()
-        elif not settings.tool_servers:
-            return None
-        networks = settings.tools.networks
-        return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
+        return ToolRegistry(
+            settings.tool_servers, store, networks=settings.tools.networks, fresh_s=settings.key_fresh_s
+        )
 
-    def _recall(self) -> Recall | None:
+    def _recall(self) -> ResponseCache | None:
         """The response caches, if there are any."""
         config = self.settings.cache
         if config.exact == config.semantic == "off":
@@ -258,55 +284,19 @@ class Service:
         encoder = None
         if config.semantic != "off":
             encoder = self.encoders.find(config.encoder) if config.encoder else self.encoders.default
-        return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
+        return ResponseCache(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
-
-    def owners(self) -> list[object]:
-        """The objects whose methods answer endpoints."""
-        return []
 
     def record(self, record: RequestRecord) -> None:
         if self.request_log is not None:
             self.request_log.add(record)
 
-    async def identities_changed(self) -> None:
-        """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""
-        self._refresh_keys()
-        if self.coordinator is not None:
-            await self.coordinator.tell_changed()
-
-    def _refresh_keys(self) -> None:
-        self.authentication.refresh()
-
-    async def metrics_text(self, openmetrics: bool = False) -> bytes:
-        """Everything measured, by all gateways on this port."""
-        if self.coordinator is None:
-            return self.metrics.render(openmetrics)
-        return render(await self.coordinator.collect(), openmetrics)
-
-    async def traces(self, query: TraceQuery) -> list[Shown]:
-        """Timelines of recent requests, whichever gateway of this port answered them; the newest first."""
-        found = self.tracing.recent.find(query)
-        if self.coordinator is not None:
-            found = newest(found + await self.coordinator.seek(query), query.limit)
-        return found
-
-    def cache_salt(self, caller: Caller) -> str:
-        """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
-        return "" if self.settings.share_prefixes or not caller.key else caller.tenant
-
     async def drain_requests(self, seconds: float) -> None:
-        if self._batch_runner is not None:
-            self._batch_runner.hold()
+        if self.batch_runner is not None:
+            self.batch_runner.hold()
         await self.drain.run(seconds)
-
-    def track(self, generation: Generation) -> None:
-        self.drain.track(generation)
-
-    def untrack(self, generation: Generation) -> None:
-        self.drain.untrack(generation)
 
     async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self.tokenization.encode(model, text, add_special_tokens=add_special_tokens)
@@ -354,8 +344,16 @@ def open_sessions(config: ConversationsConfig, database: Database | None) -> Ses
     return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
 
 
-def _counters(config: CountersConfig, coordinator: CoordinatorClient | None) -> LimitStore:
-    local = MemoryLimits() if coordinator is None else CoordinatedLimits(coordinator)
+def worker_group(
+    settings: GatewaySettings, metrics: Metrics, tracing: RequestTracing, refresh_keys: Callable[[], None]
+) -> WorkerGroup:
+    worker = settings.worker
+    if worker is None:
+        return SingleWorker(metrics, tracing.recent, refresh_keys)
+    return CoordinatedWorker(worker.coordinator, worker.number, metrics, tracing.recent, refresh_keys)
+
+
+def _counters(config: CountersConfig, local: LimitStore) -> LimitStore:
     if not config.url:
         return local
     from penstock.limits.redis import RedisLimits
