@@ -21,10 +21,11 @@ from penstock.engine.backends.interface import FP8, INT8, Backend, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 
