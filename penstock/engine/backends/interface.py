@@ -10,7 +10,7 @@ Layout, the same everywhere:
 * Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
 * The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
 * Cached numbers may be scaled: `KVScales` says how.
-* The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
+* The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
 from __future__ import annotations
