@@ -92,6 +92,9 @@ WORKLOADS: dict[str, Workload] = {
         _at_once("prefill", 512, 1024, 16, temperature=0.6),
         _at_once("ttft128", 1, 128, 1),
         _at_once("ttft2048", 1, 2048, 1),
+        _at_once("long30k", 1, 30_000, 16),
+        _at_once("long100k", 1, 100_000, 16),
+        _at_once("long8x30k", 8, 30_000, 256),
         *(closed_loop(concurrency) for concurrency in (1, 8, 16, 32, 64)),
     )
 }
