@@ -5,14 +5,14 @@ from __future__ import annotations
 from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
 from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
-from penstock.gateway.api.anthropic.endpoints import count_tokens, create_message
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.api.openai.chat import chat_completions
-from penstock.gateway.api.openai.completions import completions
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
-from penstock.gateway.api.openai.responses.endpoints import create_response, delete_response, get_response
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
@@ -47,7 +47,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/chat/completions",
-        chat_completions,
+        ChatEndpoints.chat_completions,
         "Answer a conversation, streamed or whole.",
         "Inference",
         ChatRequest,
@@ -56,7 +56,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/completions",
-        completions,
+        CompletionEndpoints.completions,
         "Continue text or token ids.",
         "Inference",
         CompletionRequest,
@@ -65,14 +65,20 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/responses",
-        create_response,
+        ResponseEndpoints.create_response,
         "Answer a conversation, which may be stored and continued.",
         "Inference",
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
-    Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Delete a stored response.", "Inference"),
+    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{response}",
+        ResponseEndpoints.delete_response,
+        "Delete a stored response.",
+        "Inference",
+    ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
     Endpoint(
         "GET",
@@ -101,7 +107,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/messages",
-        create_message,
+        MessageEndpoints.create_message,
         "Answer a conversation (Messages API).",
         "Inference",
         MessagesRequest,
@@ -111,7 +117,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        count_tokens,
+        MessageEndpoints.count_tokens,
         "Count the tokens of a conversation.",
         "Tokens",
         CountTokensRequest,
