@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from penstock.engine.config import EngineConfig
     from penstock.engine.kv.cache import KVCache
     from penstock.engine.kv.mover import BlockMover
-    from penstock.engine.models.build import Quantizer, Weights
     from penstock.engine.models.decoder import Decoder
     from penstock.engine.models.layers.experts import ExpertMlp
     from penstock.engine.models.layers.feed_forward import FeedForward
     from penstock.engine.models.layers.linear import Linear
     from penstock.engine.models.model_config import ModelConfig
+    from penstock.engine.models.weights import Quantizer, Weights
     from penstock.engine.runner.resources import RunnerResources
     from penstock.engine.runner.step import PendingStep
     from penstock.engine.scheduler import Batch

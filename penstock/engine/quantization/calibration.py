@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 
 _BLOCK_SIZE = 16
 

@@ -80,7 +80,7 @@ def _assemble(
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
-        BlockAllocator(pool, config.block_size, config.prefix_cache, window),
+        BlockAllocator(pool, config.block_size, config.prefix_cache and part.kv.shape.blocks_suffice, window),
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,

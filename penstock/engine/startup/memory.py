@@ -39,7 +39,9 @@ def count_blocks(
         raise ConfigError(f"kv_memory: {memory} bytes are more than the {free} that are free on {backend.device}")
     memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
-    blocks = min(memory // block_bytes, useful)
+    blocks = min(memory // block_bytes, useful) if block_bytes else useful
+    if memory < 0:
+        raise ConfigError(f"no room for the states of {max_running} sequences; lower max_running or raise kv_memory")
     if blocks < 1:
         raise ConfigError(
             f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "

@@ -70,7 +70,7 @@ from penstock.gateway.rag.retrieval import CollectionSearch
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
 from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
-from penstock.gateway.server_tools.loop import ServerTools
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -263,6 +263,9 @@ async def compose(
             conversations = StoredConversations(
                 sessions, settings.conversations, settings.generation, lifecycle, tokenization, metrics
             )
+        server_tools: ToolAnswers = NoServerTools()
+        if settings.tool_servers or stores is not None:
+            server_tools = ServerTools(pipeline, tools, settings.tools, request_log.add)
         responses = NoResponseStore() if stores is None else stores.responses
 
         # What requests reach.
@@ -271,7 +274,7 @@ async def compose(
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
         models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
         endpoints: list[object] = [
-            ChatEndpoints(pipeline, conversations, ServerTools(pipeline, tools, settings.tools, request_log.add)),
+            ChatEndpoints(pipeline, conversations, server_tools),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
             MessageEndpoints(pipeline),

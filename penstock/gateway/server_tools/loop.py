@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -37,6 +37,23 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 Render = Callable[[Generation, TurnRecorder, StepTotals], StepsRenderer]
+
+
+class ToolAnswers(Protocol):
+    """Answers chat requests that name server tools."""
+
+    async def answer(
+        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
+    ) -> None: ...
+
+
+class NoServerTools:
+    """A gateway where no tools can be registered."""
+
+    async def answer(
+        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
+    ) -> None:
+        raise InvalidRequest("No tools are registered at this gateway.", param="server_tools")
 
 
 class ServerTools:

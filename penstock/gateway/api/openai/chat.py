@@ -23,7 +23,7 @@ from penstock.gateway.generation.renderer import DONE
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.turn import Conversations, TurnRecorder
-from penstock.gateway.server_tools.loop import ServerTools
+from penstock.gateway.server_tools.loop import ToolAnswers
 from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
 from penstock.text import TextModel
@@ -34,7 +34,7 @@ _NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
 
 class ChatEndpoints:
-    def __init__(self, pipeline: GenerationPipeline, conversations: Conversations, server_tools: ServerTools) -> None:
+    def __init__(self, pipeline: GenerationPipeline, conversations: Conversations, server_tools: ToolAnswers) -> None:
         self._pipeline = pipeline
         self._conversations = conversations
         self._server_tools = server_tools
