@@ -27,6 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
+
 if TYPE_CHECKING:
     from penstock.engine.adapters.apply import LoraKernel
     from penstock.engine.adapters.layout import AdapterLayout
@@ -474,8 +476,6 @@ class Backend(ABC):
         """A linear with weights and activations in int8; None where its shape does not allow that.
 
         Raises `ConfigError` where there are no such kernels."""
-        from penstock.errors import ConfigError
-
         raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
 
     # Adapters
