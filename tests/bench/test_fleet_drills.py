@@ -1,20 +1,16 @@
-"""The drills of `bench/`: replica policies on one workload, and ten times the traffic for a while."""
+"""Drills of routing and admission: replica policies on one workload, and ten times the traffic for a while."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-
-from replica_policies import Workload, compare
-from spike import Spike, drill, problems
+from penstock.bench.gateway.spike import Spike, drill, problems
+from penstock.bench.replica_policies import ConversationWorkload, compare
 
 
-def beats(work: Workload) -> None:
+def beats(work: ConversationWorkload) -> None:
     results = compare(work, ("predicted", "round_robin", "random"))
     ours = results.pop("predicted")
     for name, theirs in results.items():
@@ -25,13 +21,13 @@ def beats(work: Workload) -> None:
 
 
 def test_our_policy_beats_round_robin_and_random_on_everything() -> None:
-    beats(Workload(seconds=5.0, rate=28.0))
+    beats(ConversationWorkload(seconds=5.0, rate=28.0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_our_policy_beats_them_at_length(seed: int) -> None:
-    beats(Workload(seed=seed, seconds=120.0))
+    beats(ConversationWorkload(seed=seed, seconds=120.0))
 
 
 def test_a_short_spike_is_survived() -> None:
