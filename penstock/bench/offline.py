@@ -18,11 +18,11 @@ from penstock.bench import bounds, profiler, report, shapes, stats, workloads
 from penstock.bench.adapters import compare_adapters
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
+from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from penstock.engine.startup.device import pick_device, pick_dtype
 
 if TYPE_CHECKING:
     from penstock.engine.loading.checkpoint import Checkpoint

@@ -114,9 +114,9 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    from penstock.engine.backends.cpu import status
+    from penstock.engine.backends.select import native_status
 
-    found = status()
+    found = native_status()
     if found.available:
         yield Finding("kernels", CheckState.OK, found.detail)
     else:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.startup.device import pick_kv_dtype
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -80,7 +80,7 @@ def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytes
     config = EngineConfig("none")
 
     def picked(config: EngineConfig = config, dtype: torch.dtype = torch.bfloat16, **other: int) -> torch.dtype:
-        return pick_kv_dtype(config, dtype, ops, replace(model, **other))
+        return CpuBackend(ops).kv_dtype(config, replace(model, **other), dtype)
 
     monkeypatch.setattr(ops.handle, "has_byte_attention", False)
     assert picked() == torch.bfloat16

@@ -41,13 +41,13 @@ class CountingSleeper:
     def collect(self) -> None:
         self.log.append("collect")
 
-    def wake(self, dormant: Any) -> Any:
+    def wake(self, sleeping: Any) -> Any:
         if self.broken:
             raise MemoryError("no room on the device")
         self.awake.add(self.name)
         assert len(self.awake) == 1, "two models in one memory"
         self.log.append("wake")
-        return dormant
+        return sleeping
 
 
 @dataclass

@@ -24,9 +24,9 @@ def determinism(
     """
     from penstock.bench import determinism as measured
     from penstock.bench import shapes
+    from penstock.engine.backends.select import pick_device, pick_dtype
     from penstock.engine.config import EngineConfig
     from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-    from penstock.engine.startup.device import pick_device, pick_dtype
     from penstock.sources.resolve import resolve
 
     checkpoint = None

@@ -46,8 +46,8 @@ def speculation(
         penstock bench speculation --shape llama-8b --device cuda --acceptance 0.7
     """
     from penstock.bench import speculation as measured
+    from penstock.engine.backends.select import pick_device, pick_dtype
     from penstock.engine.config import EngineConfig
-    from penstock.engine.startup.device import pick_device, pick_dtype
     from penstock.errors import ConfigError
     from penstock.sources.resolve import resolve
     from penstock.text import load_text

@@ -20,9 +20,9 @@ from penstock.bench.soak.check import check_objects, verify
 from penstock.bench.soak.drive import INJECTED, Clock, Faults, Round
 from penstock.bench.soak.engines import VARIANTS, Pair, Variant, load_pair, prepare
 from penstock.bench.soak.traffic import Form, Traffic
+from penstock.engine.backends.select import pick_device
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.grammar.interface import GrammarCompiler, TokenMatcher
-from penstock.engine.startup.device import pick_device
 
 MUST_HAPPEN = (
     "finished",

@@ -12,18 +12,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import InlineLinear, Linear
-
-_REFERENCE_BLOCK = 1 << 30
 
 
 class LoraKernel(Protocol):
@@ -134,43 +130,3 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites:
             changed = dataclasses.replace(changed, feed_forward=adapted)
         layers.append(changed)
     return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
-
-
-class ReferenceLora:
-    """See `LoraKernel`: plain PyTorch, any device; the definition the others are tested against."""
-
-    def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
-        self._layout = layout
-        self._adapters: list[LoadedAdapter | None] = [None] * slots
-        self._data: list[Tensor | None] = [None] * slots
-        self._device = device
-        self._groups: list[tuple[int, Tensor]] = []
-
-    def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._adapters[slot] = adapter
-        self._data[slot] = adapter.data.to(self._device, non_blocking=True)
-
-    def begin(self, slots: np.ndarray) -> None:
-        tiles: Tiles = make_tiles(slots, _REFERENCE_BLOCK)
-        self._groups = [
-            (int(slot), torch.from_numpy(tiles.order[start : start + count].astype(np.int64)).to(self._device))
-            for slot, start, count in zip(tiles.slots, tiles.starts, tiles.counts, strict=True)
-        ]
-
-    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        for slot, tokens in self._groups:
-            adapter, data = self._adapters[slot], self._data[slot]
-            assert adapter is not None and data is not None
-            width = int(adapter.ranks[placed.index])
-            if width:
-                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed))
-
-    def _delta(self, x: Tensor, data: Tensor, width: int, placed: PlacedSite) -> Tensor:
-        site = placed.site
-        parts = len(site.sizes)
-        begin, middle = width * placed.start, width * (placed.start + parts * site.inputs)
-        down = data[begin:middle].view(parts, width, site.inputs)
-        up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
-        columns = torch.split(up, list(site.sizes), dim=1)
-        sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
-        return torch.cat(sums, dim=1).to(x.dtype)

@@ -8,15 +8,13 @@ sequences may share. A latent cache (MLA) is paged in the same way with one vect
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cpu.large_pages import in_large_pages
+from penstock.engine.backends.host_memory import zeros
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
 
 
@@ -99,12 +97,3 @@ class PagedKV:
         scales = zeros(shape, SCALE_DTYPE, device)
         found = zip(values, scales, strict=True)
         return CacheTensors([PagedKVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in found], [values, scales])
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory of a cache."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # The system provides pages on first touch, so a large cache costs nothing to allocate.
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return in_large_pages(memory).view(dtype).view(shape)

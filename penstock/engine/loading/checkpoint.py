@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
@@ -149,7 +150,7 @@ class SafetensorsCheckpoint:
         file = self._where.get(name)
         if file is None:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
-        if torch.device(device).type == "cuda":
+        if not is_host(torch.device(device)):
             return self._read_ahead(torch.device(device)).tensor(name)
         try:
             tensor: Tensor = self._open(file).get_tensor(name)

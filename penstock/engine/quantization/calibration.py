@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch
-from penstock.engine.backends.reference.ops import ReferenceOps
+from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.startup.device import pick_ops
+from penstock.engine.models.weights import Weights
 
 _BLOCK_SIZE = 16
 
@@ -102,9 +102,7 @@ def calibrate(
     decoder = build_decoder(
         weights,
         model,
-        # On CUDA plain operations: there experts would be stacked, where their inputs cannot be watched one by one.
-        ReferenceOps() if device.type == "cuda" else pick_ops(device, threads),
-        device=device,
+        pick_backend(device, threads).observable(),
         dtype=torch.float32,
         max_positions=longest,
         quantize=WatchedLinear,

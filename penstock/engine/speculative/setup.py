@@ -67,6 +67,7 @@ def make_speculation(
 def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: Scheduler) -> DraftProposer:
     _check_vocabulary(config, target, draft)
     runner = Runner(
+        draft.backend,
         draft.decoder,
         KVCache(draft.kv.shape, target.kv.num_blocks, target.kv.device, state_rows(target.max_running)),
         max_rows=target.max_running,
@@ -76,9 +77,7 @@ def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: 
         followed=FOLLOWED,
         deterministic=config.deterministic,
     )
-    runner.record(target.token_budget)
-    if runner.graphs is not None:
-        runner.graphs.capture_all()
+    runner.executor.prepare(target.token_budget)
     window = min(target.max_model_len, config.max_model_len or draft.model.max_positions, draft.model.max_positions)
     return DraftProposer(runner, scheduler, window=window, budget=target.token_budget)
 

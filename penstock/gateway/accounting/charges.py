@@ -1,4 +1,4 @@
-"""Charges of the requests this gateway answers.
+"""Charges of the requests that this gateway answers.
 
 A charge is opened while the engine already works on the prompt; no token is delivered before it is in the ledger, and
 the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
@@ -20,6 +20,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -45,8 +46,58 @@ _FEATURE_LENGTH = 64
 _USER_LENGTH = 256
 
 
+class OpenAccount(Protocol):
+    """The charge of one request while the request runs."""
+
+    async def opened(self) -> None:
+        """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
+
+    def note(self) -> None:
+        """Note the tokens so far, in case this gateway dies."""
+
+    async def ended(self, finish_reason: str) -> None:
+        """Returns when the end of the charge is written, or will be written as soon as that is possible."""
+
+    def settle(self, finish_reason: str) -> object:
+        """Write the end of the charge, once; the first reason stands."""
+
+
+class AccountBook(Protocol):
+    """Opens the charges of a gateway."""
+
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> OpenAccount:
+        """`feature`: what the work is for; by default what the client says."""
+
+
+class NoAccount:
+    """The charge of a request where there is no ledger."""
+
+    __slots__ = ()
+
+    async def opened(self) -> None:
+        return
+
+    def note(self) -> None:
+        return
+
+    async def ended(self, finish_reason: str) -> None:
+        return
+
+    def settle(self, finish_reason: str) -> None:
+        return
+
+
+class NoAccounts:
+    """Without a ledger nothing is charged."""
+
+    _account = NoAccount()
+
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> NoAccount:
+        return self._account
+
+
 class Account:
-    """The charge of one request."""
+    """The charge of one request, in the ledger."""
 
     __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled", "_void")
 
@@ -60,7 +111,7 @@ class Account:
         self._opened: asyncio.Future[bool] | None = None
         self._settled: asyncio.Future[bool] | None = None
         self._void = False
-        """It was never written, so it was refused."""
+        """It could not be written, so the request was refused."""
 
     def open(self) -> None:
         self._opened = self._journal.open(self._charge)
@@ -129,7 +180,7 @@ class LineAccount(Account):
 
 
 class Accounts:
-    """One per gateway process."""
+    """The charges of one gateway process."""
 
     def __init__(
         self,
@@ -171,7 +222,7 @@ class Accounts:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
-        price = price.recalled() if generation.recalled else price
+        price = price.recalled() if generation.from_cache else price
         sent = exchange.header(b"x-feature")
         named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
         charge = Charge(

@@ -66,7 +66,7 @@ class Quotas:
             return None
         model = generation.model
         price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
-        price = price.recalled() if generation.recalled else price
+        price = price.recalled() if generation.from_cache else price
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
         percent = self._prices.percent(price, exchange.caller.tier, batch=exchange.line is not None)
         count = 0 if aside else 1

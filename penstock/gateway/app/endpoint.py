@@ -1,4 +1,4 @@
-"""What the table of endpoints says of each, and how its handler is bound to the object that answers."""
+"""An entry of the table of endpoints, and how its handler is bound to the object that answers."""
 
 from __future__ import annotations
 

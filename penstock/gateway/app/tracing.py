@@ -38,7 +38,7 @@ class RequestTracing:
         current.set(RequestContext(exchange.request_id, trace))
 
     def finish(self, exchange: Exchange) -> None:
-        """Called once, when the record of a request for tokens is complete."""
+        """Called once, when the record of a request that serves tokens is complete."""
         timeline = exchange.timeline
         timeline.ended_at = monotonic()
         session = exchange.header(b"x-session-id")
@@ -50,7 +50,7 @@ class RequestTracing:
         self._log_if_slow(timeline)
 
     def texts(self, exchange: Exchange) -> dict[str, Any] | None:
-        """What the log may say of prompts and answers: nothing, unless the configuration says so."""
+        """Prompts and answers for the log; None unless the configuration asks for them."""
         texts = exchange.timeline.texts
         if not texts:
             return None

@@ -25,6 +25,15 @@ def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] 
     return flat
 
 
+def user_texts(messages: list[ChatMessage]) -> list[str]:
+    """What the user says in a conversation, oldest first; it decides where a route leads."""
+    return [
+        message["content"]
+        for message in template_messages(messages)
+        if message["role"] == "user" and message["content"]
+    ]
+
+
 def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
     param = f"{at}.tool_call_id"
     if message.tool_call_id is None:

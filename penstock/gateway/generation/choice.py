@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from penstock.engine.request import Delta, TokenLogprob
-from penstock.gateway.moderation.guardrails import OutputGuard
 from penstock.knowledge.citations import Citation, Citer
 from penstock.text import StopStrings, TextModel
 from penstock.tools.events import CallArguments, CallBegin, Text
@@ -59,6 +59,13 @@ class Piece:
     citations: Sequence[Citation] = ()
 
 
+class TextGuard(Protocol):
+    """Filters the text of one choice as it is generated."""
+
+    def push(self, text: str, *, final: bool) -> tuple[str, bool]:
+        """Text that may be shown now, and whether the rest is refused."""
+
+
 class Choice:
     """The text side of one engine request."""
 
@@ -93,7 +100,7 @@ class Choice:
         index: int,
         text: TextModel,
         *,
-        stops: list[str],
+        stops: Sequence[str],
         min_tokens: int = 0,
         want_logprobs: bool = False,
         discard: bool = False,
@@ -118,7 +125,7 @@ class Choice:
         self._released = 0
         self.completion_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.guard: OutputGuard | None = None
+        self.guard: TextGuard | None = None
         self.citer: Citer | None = None
         self.finished = False
         self.outcome: str | None = None

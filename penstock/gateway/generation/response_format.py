@@ -38,7 +38,7 @@ _WAITING = 64
 encode = msgspec.json.Encoder().encode
 
 
-class GrammarDesk:
+class GrammarCache:
     """Checks grammars and remembers those that passed."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from penstock.engine.grammar.interface import GrammarError
-from penstock.gateway.generation.response_format import GrammarDesk, encode, grammar_of
+from penstock.gateway.generation.response_format import GrammarCache, encode, grammar_of
 from penstock.gateway.generation.schemas import ChatRequest, NamedTool, TextFormat, ToolDefinition
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
@@ -77,7 +77,7 @@ def for_template(
     return prompting.explained(messages, tools, form), None
 
 
-async def grammar_for(desk: GrammarDesk, request: ChatRequest, toolbox: Toolbox | None) -> str:
+async def grammar_for(desk: GrammarCache, request: ChatRequest, toolbox: Toolbox | None) -> str:
     """The grammar of the answer, from `tools` and `response_format`; empty when anything may be said."""
     wanted = request.response_format
     free = wanted is None or isinstance(wanted, TextFormat)

@@ -57,6 +57,7 @@ def endpoint_owners(service: Service) -> list[object]:
             await service.recall.store.evict(model=model)
 
     owners: list[object] = [
+        *service.generation_endpoints,
         EmbeddingEndpoints(service.encoders, encoder_work, service.guardrails, limit),
         RerankEndpoints(service.encoders, encoder_work, service.guardrails, limit),
         TokenEndpoints(registry, service.tokenization, limit),

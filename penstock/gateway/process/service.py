@@ -12,9 +12,13 @@ from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.errors import ConfigError
 from penstock.gateway.accounting.admission import Admissions
-from penstock.gateway.accounting.charges import Accounts
+from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.app.authentication import Authentication, OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
@@ -22,20 +26,25 @@ from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import BatchStore
-from penstock.gateway.generation.base import Generation
+from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
-from penstock.gateway.generation.response_format import GrammarDesk
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
+from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process.request_log import open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.gateway.quality.feedback import Feedback
-from penstock.gateway.quality.judge import Judge
+from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.library import KnowledgeLibrary
-from penstock.gateway.response_cache.cache import Recall, open_store
+from penstock.gateway.rag.retrieval import CollectionSearch
+from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff, open_store
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import CoordinatedWorker, SingleWorker, WorkerGroup
-from penstock.identity import Caller, IdentityStore, KeyRing
+from penstock.identity import IdentityStore, KeyRing
 from penstock.limits import LimitStore
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
@@ -78,8 +87,8 @@ class Service:
         self.background = BackgroundTasks()
         self.tokenization = Tokenization()
         self.authentication = OpenAuthentication(settings.default_tier)
-        self.grammars = GrammarDesk(self.metrics)
-        self.guardrails = Guardrails(settings.guardrails, self) if settings.guardrails else None
+        self.grammars = GrammarCache(self.metrics)
+        self.guardrails: Guardrails | None = None
         self.database: Database | None = None
         self.identities: IdentityStore | None = None
         self.accounts: Accounts | None = None
@@ -99,7 +108,13 @@ class Service:
         self.quotas = Quotas(
             _counters(settings.counters, self.workers.limits), settings.tiers, settings.limits, self.prices
         )
-        self.admissions = Admissions(settings, registry, self.metrics)
+        self.admissions = Admissions(
+            settings.admission,
+            settings.tiers,
+            {model.name: model.downgrade_to for model in settings.models if model.downgrade_to},
+            registry,
+            self.metrics,
+        )
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
 
     async def start(self) -> None:
@@ -149,12 +164,10 @@ class Service:
         if self.sessions is not None:
             await self.sessions.start()
         self.tools = await self._open_tools()
-        if self.settings.judge.rate:
-            self.judge = Judge(self, self.settings.judge)
-            self.judge.start()
         self.request_log = open_request_log(self.settings, self.database, self.metrics)
         if self.request_log is not None:
             self.request_log.start()
+        self._build_pipeline()
         await self.knowledge.start(self.database)
         for backend in self._backends():
             await backend.start()
@@ -200,6 +213,59 @@ class Service:
         self.tokenization.close()
         self.grammars.close()
 
+    def _build_pipeline(self) -> None:
+        """The generation pipeline with its stages, and the endpoints that use it."""
+        settings, generation = self.settings, self.settings.generation
+        accounts = self.accounts or NoAccounts()
+        lifecycle = GenerationLifecycle(
+            self.quotas,
+            self.admissions,
+            accounts,
+            self.drain,
+            self.background,
+            record_text=generation.record_text,
+        )
+        backends = ModerationBackends(self.registry, self.tokenization, self.grammars, accounts, generation)
+        self.guardrails = Guardrails(settings.guardrails, self.metrics, backends)
+        if settings.judge.rate:
+            self.judge = Judge(
+                settings.judge, generation, self.registry, self.tokenization, self.grammars, self.metrics.context
+            )
+            self.judge.start()
+        self.pipeline = GenerationPipeline(
+            generation,
+            registry=self.registry,
+            routes=self.routes,
+            slices=self.slices,
+            admissions=self.admissions,
+            quotas=self.quotas,
+            lifecycle=lifecycle,
+            tokenization=self.tokenization,
+            grammars=self.grammars,
+            metrics=self.metrics,
+            background=self.background,
+            content_filter=self.guardrails,
+            source_search=CollectionSearch(self.knowledge),
+            cache=self.recall or ResponseCacheOff(),
+            grader=self.judge or NoJudge(),
+        )
+        conversations = (
+            StatelessConversations()
+            if self.sessions is None
+            else StoredConversations(
+                self.sessions, settings.conversations, generation, lifecycle, self.tokenization, self.metrics
+            )
+        )
+        tools: ToolAnswers = NoServerTools()
+        if settings.tool_servers or self.database is not None:
+            tools = ServerTools(self.pipeline, self.tools, settings.tools, self.record)
+        self.generation_endpoints: list[object] = [
+            ChatEndpoints(self.pipeline, conversations, tools),
+            CompletionEndpoints(self.pipeline),
+            ResponseEndpoints(self.pipeline, conversations, self.responses or NoResponseStore()),
+            MessageEndpoints(self.pipeline),
+        ]
+
     async def _open_tools(self) -> ToolRegistry:
         """Tools that this gateway runs; without servers and a store it offers none."""
         settings, store = self.settings, None
@@ -210,7 +276,7 @@ class Service:
             settings.tool_servers, store, networks=settings.tools.networks, fresh_s=settings.key_fresh_s
         )
 
-    def _recall(self) -> Recall | None:
+    def _recall(self) -> ResponseCache | None:
         """The response caches, if there are any."""
         config = self.settings.cache
         if config.exact == config.semantic == "off":
@@ -218,7 +284,7 @@ class Service:
         encoder = None
         if config.semantic != "off":
             encoder = self.encoders.find(config.encoder) if config.encoder else self.encoders.default
-        return Recall(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
+        return ResponseCache(config, open_store(config), encoder, CacheMetrics(self.metrics.registry))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
@@ -227,20 +293,10 @@ class Service:
         if self.request_log is not None:
             self.request_log.add(record)
 
-    def cache_salt(self, caller: Caller) -> str:
-        """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
-        return "" if self.settings.share_prefixes or not caller.key else caller.tenant
-
     async def drain_requests(self, seconds: float) -> None:
         if self.batch_runner is not None:
             self.batch_runner.hold()
         await self.drain.run(seconds)
-
-    def track(self, generation: Generation) -> None:
-        self.drain.track(generation)
-
-    def untrack(self, generation: Generation) -> None:
-        self.drain.untrack(generation)
 
     async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return await self.tokenization.encode(model, text, add_special_tokens=add_special_tokens)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.host import HostTier, Transfers
-from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.mover import HostBlockMover
 from penstock.engine.kv.pool import BlockPool
 
 SHAPE = CacheShape.of_paged_kv(layers=2, kv_heads=1, head_dim=4, block_size=2, dtype=torch.int8)
@@ -27,7 +27,7 @@ class TierMachine(RuleBasedStateMachine):
         self.host = HostTier(5, idle_s=3.0)
         self.pool = BlockPool(7, self.host)
         self.kv = KVCache(SHAPE, 7, torch.device("cpu"))
-        self.mover = BlockMover(self.kv, 5)
+        self.mover = HostBlockMover(self.kv, 5)
         self.held: list[int] = []
         self.names: dict[bytes, int] = {}
         self.unwritten: dict[int, int] = {}
@@ -178,7 +178,7 @@ def test_whole_blocks_move(dtype: torch.dtype) -> None:
     for tensor in kv.tensors:
         tensor.view(torch.uint8).random_(0, 255)
     before = [tensor.view(torch.uint8).clone() for tensor in kv.tensors]
-    mover = BlockMover(kv, 3)
+    mover = HostBlockMover(kv, 3)
     mover.run(Transfers(out=[(1, 2), (4, 0)]))
     mover.run(Transfers(back={2: 0, 3: 2}))
     for tensor, was in zip(kv.tensors, before, strict=True):

@@ -19,8 +19,8 @@ from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import TierConfig
 from penstock.engine.request import Request, StepOutput, TokenLogprob
 from penstock.errors import ConfigError
-from penstock.gateway.moderation.client import OVERLAP, PART, parts_of
-from penstock.gateway.moderation.models import yes_share
+from penstock.gateway.moderation.moderators import yes_share
+from penstock.gateway.moderation.rule import OVERLAP, PART, parts_of
 from penstock.gateway.process.settings import ModelSettings
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel

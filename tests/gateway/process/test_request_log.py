@@ -99,7 +99,7 @@ async def test_the_command_shows_the_same_records(serving: Serving, tmp_path: Pa
     ask = functools.partial(asyncio.to_thread, CliRunner().invoke, app)
     lines = (await ask(["requests", "-o", "jsonl", "--finish-reason", "stop", *store])).output.splitlines()
     assert [json.loads(line) for line in lines] == [row]
-    assert (await ask(["requests", "--tenant", "other", *store])).output == "No requests in that time.\n"
+    assert (await ask(["requests", "--tenant", "other", *store])).output == "No requests in this period.\n"
     assert "/v1/chat/completions" in (await ask(["requests", *store], env={"COLUMNS": "300"})).output
 
 

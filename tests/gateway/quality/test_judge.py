@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request
 from penstock.gateway.quality.judge import PRIORITY, SAMPLES, Judge
-from penstock.knowledge.passage_prompt import Context, Source
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine
@@ -75,14 +74,14 @@ async def test_groundedness_is_graded_against_the_sources(serving: Serving, text
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
         judge = running.service.judge
         assert judge is not None
-        add = judge.add
-        sources = [Source(1, cast(Any, None), "Rome is in Italy."), Source(2, cast(Any, None), "Paris is in France.")]
+        submit = judge.submit
+        texts = {1: "Rome is in Italy.", 2: "Paris is in France."}
 
         def with_sources(exchange: Any, generation: Any) -> None:
-            generation.retrieved = SimpleNamespace(context=Context(tuple(sources), "", 0))
-            add(exchange, generation)
+            generation.sources = SimpleNamespace(texts=lambda: texts)
+            submit(exchange, generation)
 
-        judge.add = with_sources  # type: ignore[method-assign, assignment]
+        judge.submit = with_sources  # type: ignore[method-assign, assignment]
         await running.chat()
         await until_judged(running, "direct", 1)
         assert "[2] Paris is in France." in grader.asked[-1]

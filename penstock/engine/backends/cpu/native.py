@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.backends.cpu.build import BuildError, build
-from penstock.engine.backends.cpu.large_pages import Slabs
+from penstock.engine.backends.host_memory import Slabs
 
 _ABI = 1
 _SPIN_US = 50

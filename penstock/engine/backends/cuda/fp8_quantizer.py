@@ -8,8 +8,8 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import activation, norm
 from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.models.build import Weights
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Weights
 
 
 class Fp8Quantizer:

@@ -35,8 +35,9 @@ def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 class ReferenceOps:
     """See `Ops`."""
 
-    name = "reference"
     wide_stream = True
+    samples_any_dtype = False
+    batch_invariant = False
 
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
@@ -172,7 +173,7 @@ class _Cached:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first dimensions turn, as many as the table has; the others stay."""
+    """Rotates the first dimensions, as many as the table has; the others stay."""
     wide, half = x.float(), cos.shape[-1]
     low, high, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)

@@ -6,7 +6,7 @@ tokens lies in a cache of its own kind (`kv.kinds`), which the engine allocates 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class TokenMixer(Protocol):
         ...
 
 
+@runtime_checkable
 class FusedMixer(TokenMixer, Protocol):
     """One whose linears take the norm and the residual addition into their launches."""
 

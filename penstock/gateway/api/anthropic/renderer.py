@@ -11,7 +11,7 @@ from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, Piece
-from penstock.gateway.generation.respond import Renderer
+from penstock.gateway.generation.renderer import Renderer
 from penstock.protocol.errors import ApiError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", CONTENT_FILTER: "refusal"}

@@ -46,7 +46,7 @@ class EmbeddingEndpoints:
         _check(request, embedder, info)
         ids = [_fitted(text, request, embedder, info) for text in await self._ids(exchange, embedder, info, inputs)]
         tokens = sum(map(len, ids))
-        # Lines of batches let everybody else go first.
+        # Requests of batches have a lower priority.
         work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
         numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
         size = info.dimensions * FLOAT_BYTES

@@ -50,7 +50,7 @@ class ModelEndpoints:
         await exchange.reply_json(self.describe(exchange.caller, self._registry.route(name).model))
 
     def describe(self, caller: Caller, model: ServedModel) -> dict[str, Any]:
-        """`context_window` is the model's; what of it the caller may use is in `limits` and in `max_output_tokens`."""
+        """`context_window` is the model's; the part that the caller may use is in `limits` and `max_output_tokens`."""
         window = model.context_window
         caps = [cap for cap in (window, self._max_tokens, self._quotas.context_tokens(caller)) if cap]
         return {
@@ -80,7 +80,7 @@ class ModelEndpoints:
         }
 
     def describe_remote(self, caller: Caller, model: RemoteModel) -> dict[str, Any]:
-        """What another server runs; where that is, is not for clients."""
+        """A model on another server, whose address clients do not see."""
         window = model.context_window
         caps = [cap for cap in (window, self._max_tokens) if cap]
         return {
@@ -109,7 +109,7 @@ class ModelEndpoints:
         }
 
     def describe_encoder(self, caller: Caller, embedder: Embedder) -> dict[str, Any]:
-        """What is known of it; more once it has been started."""
+        """An encoder; some facts are known only once it has been started."""
         config, info = self._encoders.configs[embedder.name], embedder.backend.info
         scores = None if info is None else info.scores
         return {
@@ -128,7 +128,7 @@ class ModelEndpoints:
         }
 
     def describe_route(self, rules: RouteRules) -> dict[str, Any]:
-        """A name that stands for one of two models."""
+        """A route: a name that stands for one of two models."""
         here = [
             self._registry.route(name).model
             for name in (rules.small, rules.large)

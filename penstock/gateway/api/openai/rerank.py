@@ -77,5 +77,5 @@ class RerankEndpoints:
 
 
 def _share(logit: float) -> float:
-    """A cross-encoder's number as one between 0 and 1."""
+    """The logit of a cross-encoder as a score between 0 and 1."""
     return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0

@@ -16,30 +16,30 @@ import msgspec
 from penstock.gateway.api.openai.responses.input_items import add_call
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.app.exchange import encode_json
-from penstock.gateway.conversations.turn import Recorder
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.respond import Renderer
+from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
+from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
 
 Event = tuple[str, dict[str, Any]]
 _CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
 """Finish reasons of an incomplete response, as it says them."""
-Keep = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
+StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
 """Stores a response: its id, the object, what the assistant said."""
 
 
 class ResponseRenderer(Renderer):
-    """See `Renderer`. `keep` is given when the response is to be stored."""
+    """See `Renderer`. `store` is given when the response is to be stored."""
 
     def __init__(
-        self, request: ResponsesRequest, generation: Generation, keep: Keep | None, recorder: Recorder | None = None
+        self, request: ResponsesRequest, generation: Generation, recorder: TurnRecorder, store: StoreResponse | None
     ) -> None:
         self._generation = generation
         self._recorder = recorder
-        self._keep = keep
+        self._store = store
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -52,11 +52,11 @@ class ResponseRenderer(Renderer):
         self._top = request.top_logprobs or 0
         self._last: Piece | None = None
         self._body = b""
-        self._head = _head(request, generation, stored=keep is not None)
-        if recorder is not None:
+        self._head = _head(request, generation, stored=store is not None)
+        if recorder.report:
             self._head["conversation"] = recorder.report
-        if generation.retrieved is not None:
-            self._head["rag"] = generation.retrieved.report()
+        if generation.sources is not None:
+            self._head["rag"] = generation.sources.report()
 
     def opening(self) -> bytes:
         response = self._object("in_progress")
@@ -84,14 +84,12 @@ class ResponseRenderer(Renderer):
         return self._encode([("error", {name: problem[name] for name in ("code", "message", "param")})])
 
     async def before_end(self) -> None:
-        if self._recorder is not None:
-            await self._recorder.keep()
-        if self._keep is not None:
-            await self._keep(self._head["id"], self._body, self._said())
+        await self._recorder.store()
+        if self._store is not None:
+            await self._store(self._head["id"], self._body, self._said())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
-        if self._recorder is not None:
-            self._recorder.hear(piece)
+        self._recorder.add(piece)
         speaking = self._open is not None and self._open["type"] == "message"
         if piece.text or (piece.tokens and speaking):
             if not speaking:
@@ -126,11 +124,11 @@ class ResponseRenderer(Renderer):
         yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
 
     def _cite(self, piece: Piece) -> Iterator[Event]:
-        retrieved = self._generation.retrieved
-        if retrieved is None:
+        sources = self._generation.sources
+        if sources is None:
             return
         for citation in piece.citations:
-            annotation = retrieved.annotation(citation, flat=True)
+            annotation = sources.annotation(citation, flat=True)
             place = {**self._place(), "content_index": 0, "annotation_index": len(self._annotations)}
             self._annotations.append(annotation)
             yield "response.output_text.annotation.added", {**place, "annotation": annotation}

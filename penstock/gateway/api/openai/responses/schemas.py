@@ -20,6 +20,7 @@ from penstock.gateway.generation.schemas import (
     Name,
     NamedConversation,
     NamedTool,
+    RagRequest,
     RegexFormat,
     ResponseFormat,
     SessionId,
@@ -27,7 +28,6 @@ from penstock.gateway.generation.schemas import (
     TextFormat,
     ToolDefinition,
 )
-from penstock.gateway.rag.schemas import RagRequest
 
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 """A list that must be empty: what would be in it says nothing to the models served here."""

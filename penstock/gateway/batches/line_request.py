@@ -1,7 +1,7 @@
-"""A request that comes from a batch and not from a socket: the same ASGI conversation, held in memory.
+"""The request of a batch's line: an ASGI exchange in memory instead of on a socket.
 
-It takes the way of every other request, through validation, limits, guardrails, engine and request log; what is
-different about it is said by `BatchLine`, which its `Exchange` carries.
+It is answered like every other request, with validation, limits, guardrails and the request log; `Exchange.line` marks
+it as part of a batch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import uuid
 from dataclasses import dataclass, field
 
 from penstock.gateway.app.exchange import BatchLine, Exchange
-from penstock.gateway.http.request import DEPARTURE, Gone, Message
+from penstock.gateway.http.request import ON_DISCONNECT, Callback, Message
 from penstock.identity import Caller
 
 
 @dataclass(slots=True)
 class Reply:
-    """What was answered; no status when the request was broken off."""
+    """The reply to a line; without a status when the request was aborted."""
 
     request_id: str
     status: int | None = None
@@ -25,12 +25,12 @@ class Reply:
     body: bytes = b""
 
 
-class Inner:
-    """One such request. When `gone` is set its client has left."""
+class LineRequest:
+    """One request. Setting `aborted` acts like a disconnect of the client."""
 
-    def __init__(self, path: str, body: bytes, line: BatchLine, caller: Caller, gone: asyncio.Event) -> None:
+    def __init__(self, path: str, body: bytes, line: BatchLine, caller: Caller, aborted: asyncio.Event) -> None:
         self._body: bytes | None = body
-        self._gone = gone
+        self._aborted = aborted
         self._parts: list[bytes] = []
         self._watcher: asyncio.Task[None] | None = None
         request_id = f"req_{uuid.uuid4().hex}"
@@ -41,7 +41,7 @@ class Inner:
             "path": path,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
-            DEPARTURE: self._departure,
+            ON_DISCONNECT: self._on_disconnect,
         }
         self.exchange = Exchange(scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0)
         self.exchange.line = line
@@ -57,17 +57,19 @@ class Inner:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._gone.wait()
+        await self._aborted.wait()
         return {"type": "http.disconnect"}
 
-    def _departure(self, gone: Gone | None) -> None:
+    def _on_disconnect(self, callback: Callback | None) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        self._watcher = None if gone is None else asyncio.create_task(self._watch(gone), name="client watcher")
+        self._watcher = (
+            None if callback is None else asyncio.create_task(self._watch(callback), name="batch line watch")
+        )
 
-    async def _watch(self, gone: Gone) -> None:
-        await self._gone.wait()
-        gone()
+    async def _watch(self, callback: Callback) -> None:
+        await self._aborted.wait()
+        callback()
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,8 +1,8 @@
-"""A guardrail that asks: texts are shown to a moderation model, a bounded number at a time, each within its time.
+"""A guardrail that asks a moderator about texts: a bounded number at a time, each with a time limit.
 
-Invariant: every character of a text is looked at before the text passes, or asking failed and the rule lets failures
-pass. Of texts found harmless digests are remembered, per tenant, so that nobody can tell from the time an answer takes
-what others have asked.
+Invariant: every character of a text is checked before the text passes, or the check failed and the rule lets failures
+pass. Digests of texts found harmless are cached per tenant, so that the time of an answer does not reveal what other
+tenants have asked.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Literal
 
 from penstock.config.guardrails import GuardrailConfig
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.moderation.models import FAILURES, Moderator
+from penstock.gateway.moderation.moderators import FAILURES, Moderator
 from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 PART = 4000
-"""Characters that are looked at together."""
+"""Characters that are checked together."""
 OVERLAP = 200
-"""Characters of a part that the next one begins with, so that nothing is said across a border unseen."""
+"""Characters that neighbouring parts share, so that nothing is missed across their border."""
 AT_ONCE = 4
-"""Questions of one request that are asked at the same time."""
-REMEMBERED = 4096
-"""Parts found harmless: the turns of a conversation that come again with every request are asked about once."""
+"""Parts of one request that are checked at the same time."""
+CACHED_PARTS = 4096
+"""Parts found harmless: the turns of a conversation, which every request repeats, are checked once."""
 
 Stage = Literal["input", "output"]
 Verdict = Literal["passed", "flagged", "failed"]
 
 
-class Moderation:
-    """One rule."""
+class ModerationRule:
+    """A guardrail of the kind `model`."""
 
     def __init__(self, config: GuardrailConfig, moderator: Moderator, metrics: Metrics) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class Moderation:
         await self._moderator.close()
 
     async def verdict(self, exchange: Exchange, texts: Iterable[str], stage: Stage) -> Verdict:
-        """On all texts together; `failed` only where failures do not pass."""
+        """The verdict on all texts together; `failed` only where failures do not pass."""
         parts = [part for text in texts for part in parts_of(text)]
         for start in range(0, len(parts), AT_ONCE):
             asked = (self._part(exchange, part, stage) for part in parts[start : start + AT_ONCE])
@@ -72,18 +72,18 @@ class Moderation:
             async with asyncio.timeout(self.config.timeout_s), self._slots:
                 found = await self._moderator.probability(exchange, part)
             verdict = "flagged" if found >= self._moderator.threshold else "passed"
-        except FAILURES as error:  # its words may quote the text: they are not logged
+        except FAILURES as error:  # its message may quote the text, so only its type is logged
             log.warning("guardrail %r could not ask its model: %s", self.config.name, type(error).__name__)
         self._metrics.context.moderated(self.config.name, stage, verdict, monotonic() - began)
         if verdict == "passed":
             self._harmless[digest] = None
-            if len(self._harmless) > REMEMBERED:
+            if len(self._harmless) > CACHED_PARTS:
                 self._harmless.popitem(last=False)
         return verdict
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """All of `text`, in parts that overlap; none of a text that says nothing."""
+    """All of `text`, in parts that overlap; nothing for blank text."""
     if text.strip():
         for start in range(0, max(len(text) - OVERLAP, 1), PART - OVERLAP):
             yield text[start : start + PART]
