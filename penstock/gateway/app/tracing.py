@@ -12,7 +12,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.telemetry.context import RequestContext, begin_span, current, read_trace
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.otlp_metrics import MetricPush
-from penstock.telemetry.timeline import Recent, Timeline
+from penstock.telemetry.timeline import RecentTimelines, Timeline
 from penstock.telemetry.tracing import Tracer
 
 slow_log = logging.getLogger("penstock.slow")
@@ -23,7 +23,7 @@ class RequestTracing:
 
     def __init__(self, config: TelemetryConfig, metrics: Metrics) -> None:
         self._config = config
-        self.recent = Recent(config.recent_requests)
+        self.recent = RecentTimelines(config.recent_requests)
         self.tracer = Tracer.open(config, metrics.registry) if config.otlp_endpoint else None
         self._push: MetricPush | None = None
         if config.otlp_endpoint and config.otlp_metrics_s is not None:

@@ -18,7 +18,7 @@ from penstock.gateway.generation.sources import Sources
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
-from penstock.telemetry.timeline import Run
+from penstock.telemetry.timeline import EngineRun
 from penstock.text import TextModel
 
 
@@ -122,7 +122,7 @@ class Generation(ABC):
         """Prompt and answer of each choice, at most `most` characters of each; None unless `keep_text` was called."""
 
     @abstractmethod
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         """What each choice did, for the request's timeline."""
 
     @property
@@ -218,10 +218,10 @@ class Generation(ABC):
         cached_tokens: int,
         completion_tokens: int,
         engine_s: tuple[float | None, float | None, float | None] = (None, None, None),
-    ) -> Run:
+    ) -> EngineRun:
         """`engine_s`: how long queue, prefill and decode took, as the engine reports it."""
         queue_s, prefill_s, decode_s = engine_s
-        return Run(
+        return EngineRun(
             engine=self.replica,
             model=self.model.name,
             choice=choice.index,

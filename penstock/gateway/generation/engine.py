@@ -21,7 +21,7 @@ from penstock.gateway.generation.spec import GenerationSpec
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.timeline import Run
+from penstock.telemetry.timeline import EngineRun
 
 GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it gives up on the engine."""
@@ -91,7 +91,7 @@ class EngineGeneration(Generation):
             for request, parts in zip(self._requests, self._texts, strict=True)
         ]
 
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         return [
             self._run(
                 choice,

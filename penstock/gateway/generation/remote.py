@@ -23,7 +23,7 @@ from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallP
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
 from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.timeline import Run
+from penstock.telemetry.timeline import EngineRun
 
 MOST_UNREAD = 256
 _REASONS = frozenset(("stop", "length", "tool_calls", "content_filter"))
@@ -162,7 +162,7 @@ class RemoteGeneration(Generation):
         prompt = msgspec.json.encode(self._spec.body["messages"]).decode()[:most]
         return [(prompt, "".join(parts)[:most]) for parts in self._texts]
 
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         return [
             self._run(choice, purpose, self.prompt_tokens, self.cached_tokens, choice.completion_tokens)
             for choice in self.choices
