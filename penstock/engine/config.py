@@ -34,7 +34,7 @@ class EngineConfig:
     dense."""
     activations: ActivationForm = "auto"
     """How linears on `int8` and `int4` weights round what they are applied to. On CPU per row and block of 32, to one
-    int8 digit or to two (about 16 bits); `auto`: see `quantization.cpu_blocks`. On CUDA `auto` does not round, and
+    int8 digit or to two (about 16 bits); `auto`: see `BlockQuantizer`. On CUDA `auto` does not round, and
     `int8` rounds per token for weights that are `int8` with a scale per output."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""

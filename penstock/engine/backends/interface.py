@@ -10,7 +10,7 @@ Layout, the same everywhere:
 * Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
 * The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
 * Cached numbers may be scaled: `KVScales` says how.
-* The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
+* The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.apply import LoraKernel
@@ -474,8 +476,6 @@ class Backend(ABC):
         """A linear with weights and activations in int8; None where its shape does not allow that.
 
         Raises `ConfigError` where there are no such kernels."""
-        from penstock.errors import ConfigError
-
         raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
 
     # Adapters

@@ -54,7 +54,7 @@ class SummedFeedForward:
 
 
 class GatheredLinear:
-    """A matrix cut by outputs, whose result everybody needs whole; `outputs` leaves out what fills up the last part."""
+    """A matrix cut by outputs, whose whole result every rank needs; `outputs` leaves out the padding at its end."""
 
     def __init__(self, linear: Linear, group: Group, outputs: int) -> None:
         self.linear = linear

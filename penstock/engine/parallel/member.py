@@ -66,7 +66,7 @@ class Member(ABC):
 
     @abstractmethod
     def least(self, count: int) -> int:
-        """The smallest `count` of all ranks; everybody asks at the same point."""
+        """The smallest `count` of all ranks; every rank calls this at the same point."""
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

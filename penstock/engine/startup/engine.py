@@ -139,7 +139,7 @@ def _assemble(
 
 
 def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
-    """Whose blocks this engine can use; nothing where none are handed over."""
+    """Identifies the engines whose blocks this one can use; empty where none are exchanged."""
     if config.role == "both":
         return ""
     if not config.prefix_cache:

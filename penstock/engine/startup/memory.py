@@ -1,4 +1,4 @@
-"""Memory of the KV cache: sized last, from what is really left."""
+"""Memory of the KV cache: sized last, from what is left."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sliding_window(model: ModelConfig, step_tokens: int) -> SlidingWindow | None
 
 
 def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: SlidingWindow | None) -> int:
-    """`wanted` tokens, or what one sequence that has the whole cache can hold. Block 0 belongs to nobody."""
+    """`wanted` tokens, or what one sequence that has the whole cache can hold. Block 0 is reserved for padding."""
     if held_at_once(wanted, block_size, window) < num_blocks:
         return wanted
     return min(wanted, (num_blocks - 1) * block_size)

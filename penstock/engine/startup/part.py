@@ -1,7 +1,7 @@
 """What one process holds of a model: its decoder and its KV cache, loaded phase by phase.
 
-With one device that is the whole model. In an engine of several ranks each of them loads its own part with this very
-code, as a `Member` (`engine.parallel`).
+On one device that is the whole model. In an engine of several ranks each of them loads its own part with this code, as
+a `Member` (`engine.parallel`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Part:
     max_running: int
     token_budget: int
     max_model_len: int
-    """No longer than one sequence that has the whole cache: or it could neither run nor be preempted."""
+    """At most what one sequence with the whole cache can hold: a longer one could neither run nor be preempted."""
     adapters: AdapterRuntime | None = None
 
 

@@ -136,9 +136,9 @@ def checkpoint(family: str = "hybrid") -> RandomCheckpoint:
     return RandomCheckpoint({**CONFIG, "model_type": family}, seed=3, dtype=torch.float32, embedding_scale=1.0)
 
 
-def engine_of(weights: RandomCheckpoint, **settings: Any) -> Engine:
+def engine_of(model: RandomCheckpoint, **settings: Any) -> Engine:
     settings = {"device": "cpu", "dtype": "float32", "threads": 2, "max_running": 6, **settings}
-    return Engine.load(EngineConfig(model="hybrid", **settings), checkpoint=weights)
+    return Engine.load(EngineConfig(model="hybrid", **settings), checkpoint=model)
 
 
 class PlainModel:
