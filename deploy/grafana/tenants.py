@@ -99,7 +99,7 @@ TENANTS_AND_COST = Board(
                 ),
                 Panel(
                     "Cached share of prompts",
-                    "By tenant. If low, move the parts of prompts that vary to the end, so that prompts share a prefix.",
+                    "By tenant. If low, move the parts of prompts that vary to the end: prompts then share a prefix.",
                     {"{{tenant}}": f"{CACHED} / {PROMPT}"},
                     "percentunit",
                 ),
