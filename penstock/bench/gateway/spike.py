@@ -35,8 +35,8 @@ from penstock.bench.stats import percentile
 from penstock.bench.wire import Connection, StatusError, Target, WireError
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
+from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import serve
-from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
@@ -128,7 +128,7 @@ async def drill(spike: Spike) -> tuple[list[Record], list[TimedEngine]]:
             log_level="error",
         )
         stop = asyncio.Event()
-        listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
         server = asyncio.create_task(serve(settings, registry, stop, listening.set_result))
         await asyncio.wait((server, listening), return_when=asyncio.FIRST_COMPLETED)
         try:

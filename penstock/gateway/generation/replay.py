@@ -14,7 +14,7 @@ EVENT_TOKENS = 32
 """Tokens per event when a recorded answer is streamed."""
 
 
-class DeltaRecording:
+class AnswerRecord:
     """Gathers the deltas of each choice into one."""
 
     __slots__ = ("deltas",)
