@@ -237,10 +237,10 @@ class _ToolLoop:
         elif number > 1:
             request = msgspec.structs.replace(request, tool_choice=None)
         self._attempt.release()
-        told = len(exchange.extra_headers)
+        headers = len(exchange.extra_headers)
         generation = await self._pipeline.chat(self._attempt, request, self._limit, self._turn, following=self._said)
         if number > 1:
-            del exchange.extra_headers[told:]
+            del exchange.extra_headers[headers:]
         self._pipeline.content_filter.watch(exchange, generation)
         self.generation = generation
         if self._made is None:
