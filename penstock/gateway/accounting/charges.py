@@ -26,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.engine_host.tally import KEEP_S, group_of
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
 from penstock.metering.engine_counts import merged, usage_of
@@ -222,6 +223,7 @@ class Accounts:
     def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> Account:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
+        in_batch = batch_line(exchange) is not None
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
         price = price.recalled() if generation.from_cache else price
         sent = exchange.header(b"x-feature")
@@ -239,12 +241,12 @@ class Accounts:
             adapter=model.adapter,
             tier=caller.tier,
             prompt_tokens=generation.prompt_tokens,
-            percent=self.prices.percent(price, caller.tier, batch=exchange.line is not None),
+            percent=self.prices.percent(price, caller.tier, batch=in_batch),
             price_input=price.input,
             price_cached=price.cached,
             price_output=price.output,
         )
-        if exchange.line is not None:
+        if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)
         account = Account(self.journal, charge, generation, self._metrics)
         account.open()
