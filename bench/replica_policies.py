@@ -21,7 +21,7 @@ import itertools
 import json
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from penstock.bench.charts import bars
 from penstock.bench.stats import percentiles
 from penstock.engine.request import Load, Request, SamplingParams
 from penstock.routing.meter import ReplicaMeter
-from penstock.routing.policies import make_policy
+from penstock.routing.policies import POLICIES, make_policy
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
 from penstock.testing.timed_engine import TimedEngine
 
-POLICIES = ("predicted", "power_of_two", "round_robin", "random")
 WORST = ("round_robin", "random")
 EXPECTED_OUTPUT = 128
 
@@ -209,11 +208,8 @@ class Simulation:
             self._later(self.now + pause, lambda: self._send(conversation))
 
 
-def compare(work: Workload, policies: tuple[str, ...] = POLICIES) -> dict[str, dict[str, float]]:
-    return {
-        name: Simulation(work, make_policy(name)).run().figures(work.seconds)  # type: ignore[arg-type]
-        for name in policies
-    }
+def compare(work: Workload, policies: Iterable[str] = POLICIES) -> dict[str, dict[str, float]]:
+    return {name: Simulation(work, make_policy(name)).run().figures(work.seconds) for name in policies}
 
 
 def main() -> None:

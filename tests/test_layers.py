@@ -22,6 +22,10 @@ def test_only_engines_import_torch(module: str) -> None:
     assert not loaded & {"torch", "triton", "transformers"}
 
 
+def test_the_command_line_starts_without_the_libraries_that_fetch_models() -> None:
+    assert not imported_by("penstock.cli.app, penstock.sources.resolve") & {"huggingface_hub", "obstore"}
+
+
 def test_the_engine_imports_neither_web_nor_text_libraries() -> None:
     loaded = imported_by("penstock.engine.core")
     assert "torch" in loaded

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock.bench import bounds, report
 from penstock.bench.adapters import compare, insert_random
-from penstock.bench.offline import Settings, load
+from penstock.bench.offline import OfflineBenchSettings, load
 from penstock.bench.workloads import Workload
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.core import Engine
@@ -43,7 +43,7 @@ class Cost:
 
 
 def main(
-    settings: Settings,
+    settings: OfflineBenchSettings,
     batches: Sequence[int],
     counts: Sequence[int],
     output_len: int,
@@ -78,7 +78,13 @@ def main(
 
 
 def _cost(
-    engine: Engine, workload: Workload, settings: Settings, targets: str, names: list[str], used: int, read_gbps: float
+    engine: Engine,
+    workload: Workload,
+    settings: OfflineBenchSettings,
+    targets: str,
+    names: list[str],
+    used: int,
+    read_gbps: float,
 ) -> Cost:
     plain, adapted = compare(engine, workload, settings, names)
     adapters = engine.runner.adapters

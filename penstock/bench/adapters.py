@@ -20,7 +20,7 @@ from penstock.engine.adapters.peft import random_adapter
 from penstock.engine.core import Engine
 
 if TYPE_CHECKING:
-    from penstock.bench.offline import Settings
+    from penstock.bench.offline import OfflineBenchSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Side:
 
 
 def compare_adapters(
-    engine: Engine, chosen: Sequence[Workload], settings: Settings, json_file: Path | None, console: Console
+    engine: Engine, chosen: Sequence[Workload], settings: OfflineBenchSettings, json_file: Path | None, console: Console
 ) -> None:
     """Run each workload both ways and print a table."""
     names = insert_random(engine, "random", settings.adapters, settings.adapter_rank)
@@ -74,7 +74,7 @@ def insert_random(
     return names
 
 
-def compare(engine: Engine, workload: Workload, settings: Settings, names: list[str]) -> tuple[Side, Side]:
+def compare(engine: Engine, workload: Workload, settings: OfflineBenchSettings, names: list[str]) -> tuple[Side, Side]:
     """Without and with the adapters of these names, turn by turn."""
     sides: dict[str, list[Side]] = {"without": [], "with": []}
     if settings.warm_up:

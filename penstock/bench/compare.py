@@ -29,7 +29,7 @@ TIE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CompareBenchSettings:
     model: str = "smollm2-135m"
     batch: int = 16
     input_len: int = 128
@@ -125,11 +125,11 @@ def verdict(ratio: float) -> str:
     return f"a tie ({ratio:.2f}x; under {TIE:.2f}x either way says nothing on a shared machine)"
 
 
-def main(settings: Settings, json_file: Path | None, console: Console) -> None:
+def main(settings: CompareBenchSettings, json_file: Path | None, console: Console) -> None:
     transformers = peer_library()
     transformers.utils.logging.set_verbosity_error()
     workload = settings.workload
-    loading = offline.Settings(
+    loading = offline.OfflineBenchSettings(
         model=settings.model, device=settings.device, threads=settings.threads, max_running=settings.batch
     )
     loaded = offline.load(loading, [workload], console)

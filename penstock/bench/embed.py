@@ -31,7 +31,7 @@ AGREEMENT = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EmbedBenchSettings:
     model: str = "minilm"
     texts: int = 256
     batch: int = 32
@@ -87,7 +87,7 @@ class Peer:
         return torch.stack(found)
 
 
-def main(settings: Settings, json_file: Path | None, console: Console) -> None:
+def main(settings: EmbedBenchSettings, json_file: Path | None, console: Console) -> None:
     path = resolve(settings.model)
     engine = EncoderEngine.load(
         EncoderEngineConfig(str(path), name=settings.model, device=settings.device, threads=settings.threads)

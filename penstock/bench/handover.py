@@ -42,7 +42,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HandoverBenchSettings:
     model: str = "smollm2-135m"
     streams: int = 8
     output_len: int = 256
@@ -142,7 +142,7 @@ async def _ready(target: Target) -> bool:
         await connection.close()
 
 
-async def measure(url: str, settings: Settings, seed: int, figures: Figures) -> None:
+async def measure(url: str, settings: HandoverBenchSettings, seed: int, figures: Figures) -> None:
     """One round."""
     target = Target.parse(url)
     vocab_size = (await discover(target)).data[0].vocab_size or DEFAULT_VOCAB
@@ -190,7 +190,7 @@ async def _metrics(target: Target) -> dict[str, float]:
     return found
 
 
-def main(settings: Settings, json_file: Path | None, console: Console) -> None:
+def main(settings: HandoverBenchSettings, json_file: Path | None, console: Console) -> None:
     figures = {name: Figures() for name in SETUPS}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder, console.status("transfer") as status:
         crossing = transfer.measure(settings.model, settings.tokens, settings.devices, settings.kv_dtype)

@@ -18,10 +18,11 @@ from penstock.bench import bounds, profiler, report, shapes, stats, workloads
 from penstock.bench.adapters import compare_adapters
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
+from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
+from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from penstock.engine.startup.device import pick_device, pick_dtype
 
 if TYPE_CHECKING:
     from penstock.engine.loading.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class OfflineBenchSettings:
     """What to load and how often to run."""
 
     model: str = "smollm2-135m"
@@ -84,7 +85,7 @@ class Loaded:
         return f"{self.engine.info.dtype}, {8 * self.bytes_per_weight:.1f} bits per weight"
 
 
-def load(settings: Settings, chosen: Sequence[Workload], console: Console) -> Loaded:
+def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Console) -> Loaded:
     """Resolves, opens and loads, with a progress line for each phase."""
     with report.progress_bar(console) as bar:
         task = bar.add_task("starting", total=100)
@@ -137,11 +138,12 @@ def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tupl
 
 
 def measure(
-    loaded: Loaded, workload: Workload, settings: Settings, limits: bounds.Bounds, console: Console
+    loaded: Loaded, workload: Workload, settings: OfflineBenchSettings, limits: bounds.Bounds, console: Console
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    kv_bytes = loaded.engine.runner.kv.shape.bytes_per_number
+    kinds = loaded.engine.runner.kv.shape.kinds
+    kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV))
     cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
     total = sum(outputs for _, outputs in workload.lengths())
     results = []
@@ -170,7 +172,7 @@ def medians(runs: Sequence[Metrics]) -> dict[str, float | None]:
     }
 
 
-def main(settings: Settings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
+def main(settings: OfflineBenchSettings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
     chosen = [workloads.named(name) for name in names]
     loaded = load(settings, chosen, console)
     info = loaded.engine.info

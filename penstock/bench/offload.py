@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.bench import report
 from penstock.bench.engine import BenchError
-from penstock.bench.offline import Settings, load
+from penstock.bench.offline import OfflineBenchSettings, load
 from penstock.engine.request import Delta, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def measure(engine: Steppable, vocab_size: int, tokens: int, repeat: int) -> Tim
     return Times(computed, returned, restored)
 
 
-def main(settings: Settings, tokens: int, json_file: Path | None, console: Console) -> None:
+def main(settings: OfflineBenchSettings, tokens: int, json_file: Path | None, console: Console) -> None:
     """Load an engine whose device cache holds one conversation, and measure."""
     loaded = load(settings, [], console)
     info, load_now = loaded.engine.info, loaded.engine.load_snapshot

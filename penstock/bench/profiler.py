@@ -2,9 +2,9 @@
 
 All requests of a workload that run together are submitted at once. The steps until every one of them decodes are one
 recording, a few of those behind it another. On CUDA a recording is the device's own timeline; on CPU it is Python's
-profiler, in which the native kernels are calls, and where the forward pass is a tape, the tape's own times of its
-kernels. Python's share of a decoding step is measured before that and without a profiler: what the engine's thread
-computes outside of native calls, so that other processes do not count.
+profiler, in which the native kernels are calls, and, for recorded steps, their own times of each kernel. Python's share
+of a decoding step is measured before that and without a profiler: what the engine's thread computes outside of native
+calls, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.workloads import Workload
-from penstock.engine.backends.cpu.ops import CpuOps
 
 if TYPE_CHECKING:
     from penstock.engine.core import Engine
@@ -149,12 +148,12 @@ class _Stopwatch:
 
 def _python_seconds(engine: Engine) -> float | None:
     """What a step takes outside of native calls: the median of some."""
-    ops = engine.runner.decoder.ops
-    if not isinstance(ops, CpuOps):
+    native = engine.runner.backend.native
+    if native is None:
         return None
-    watch = _Stopwatch(ops.handle.lib)
+    watch = _Stopwatch(native.lib)
     taken: list[float] = []
-    with ops.handle.replaced_by(watch):
+    with native.replaced_by(watch):
         for _ in range(STEPS):
             begin, inside = time.thread_time(), watch.seconds
             engine.step()
@@ -164,11 +163,11 @@ def _python_seconds(engine: Engine) -> float | None:
 
 def _on_cpu(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Profile:
     profiler = cProfile.Profile()
-    tape = engine.runner.tape
+    recorded = engine.runner.executor.recorded
     native: float | None = None
-    if tape is not None:
-        tape.timed = True
-        tape.seconds()
+    if recorded is not None:
+        recorded.timed = True
+        recorded.seconds()
     begin = time.perf_counter()
     profiler.enable()
     steps = run()
@@ -180,9 +179,9 @@ def _on_cpu(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Pro
         Share(name if file.startswith("~") else f"{_short(file)}:{name}", calls, own)
         for (file, _, name), (calls, _, own, _, _) in rows_of_stats.items()
     ]
-    if tape is not None:
-        tape.timed = False
-        kernels = tape.seconds()
+    if recorded is not None:
+        recorded.timed = False
+        kernels = recorded.seconds()
         native = sum(seconds for _, seconds in kernels.values())
         shares = _with_kernels(shares, kernels, steps)
     shares.sort(key=lambda share: -share.seconds)
@@ -190,7 +189,7 @@ def _on_cpu(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Pro
 
 
 def _with_kernels(shares: list[Share], kernels: dict[str, tuple[int, float]], steps: int) -> list[Share]:
-    """Python's profiler sees a tape as part of the function that runs it: take the kernels out of that one."""
+    """Python's profiler sees a recorded step as part of the function that runs it: take the kernels out of that one."""
     inside = sum(seconds for _, seconds in kernels.values())
     runs = "backends/cpu/recorded_step.py:_run"
     outer = [Share(s.name, s.calls, s.seconds - inside) if s.name.endswith(runs) else s for s in shares]

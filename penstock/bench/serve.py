@@ -22,7 +22,7 @@ from penstock.errors import PenstockError
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServeBenchSettings:
     url: str = "http://127.0.0.1:8000"
     model: str | None = None
     """The first of `/v1/models` when not set."""
@@ -75,7 +75,7 @@ class Settings:
 
 
 async def measure(
-    settings: Settings, api_key: str | None, console: Console, plan: list[Planned] | None = None
+    settings: ServeBenchSettings, api_key: str | None, console: Console, plan: list[Planned] | None = None
 ) -> tuple[str, Tally]:
     """Send what is planned, `settings.plan()` when not given: the model's name, and what became of it."""
     plan = plan or settings.plan()
@@ -104,7 +104,7 @@ async def measure(
         return name, await load.closed(requests, settings.concurrency, lambda: bar.advance(task))
 
 
-def figures(settings: Settings, tally: Tally) -> dict[str, Any]:
+def figures(settings: ServeBenchSettings, tally: Tally) -> dict[str, Any]:
     """What a run comes to. Latencies in seconds."""
     rows = {
         "TTFT": stats.percentiles(tally.ttft),
@@ -136,7 +136,7 @@ def figures(settings: Settings, tally: Tally) -> dict[str, Any]:
 
 
 def main(
-    settings: Settings, api_key: str | None, json_file: Path | None, html_file: Path | None, console: Console
+    settings: ServeBenchSettings, api_key: str | None, json_file: Path | None, html_file: Path | None, console: Console
 ) -> bool:
     """Runs, prints, and says whether every request succeeded."""
     plan = settings.plan()
@@ -169,7 +169,7 @@ def main(
     return not tally.errors
 
 
-def warnings(settings: Settings, tally: Tally) -> list[str]:
+def warnings(settings: ServeBenchSettings, tally: Tally) -> list[str]:
     """What a reader of the figures must know."""
     found = []
     if tally.late:

@@ -30,7 +30,7 @@ SHARES = {"free": 0.0, "half": 0.5, "constrained": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StructureBenchSettings:
     batch: int = 16
     input_len: int = 32
     output_len: int = 64
@@ -59,7 +59,7 @@ def main(
     config: EngineConfig,
     make: MakeCompiler,
     grammar: Callable[[int], str],
-    settings: Settings,
+    settings: StructureBenchSettings,
     json_file: Path | None,
     console: Console,
 ) -> None:
@@ -87,7 +87,9 @@ def main(
         report.write_json(json_file, "structure", facts, {"tokens_per_s": speeds, "mask_us": mask_us})
 
 
-def _requests(settings: Settings, vocab_size: int, grammar: str, share: float, salt: str) -> list[Request]:
+def _requests(
+    settings: StructureBenchSettings, vocab_size: int, grammar: str, share: float, salt: str
+) -> list[Request]:
     requests = settings.workload.build(vocab_size, salt=salt)
     followers = round(share * len(requests))
     return [
@@ -126,7 +128,9 @@ def _mask_us(compiler: GrammarCompiler, grammar: str, texts: list[list[int]], vo
     return spent / count * 1e6
 
 
-def _show(engine: Engine, settings: Settings, speeds: dict[str, list[float]], mask_us: float, console: Console) -> None:
+def _show(
+    engine: Engine, settings: StructureBenchSettings, speeds: dict[str, list[float]], mask_us: float, console: Console
+) -> None:
     info = engine.info
     console.print(f"[bold]{info.model}[/bold] on {info.device}, {info.dtype}: {report.machine_line()}")
     title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, turn by turn"

@@ -37,7 +37,7 @@ _PAUSE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ThroughHttpBenchSettings:
     model: str = "smollm2-135m"
     device: str = "auto"
     repeat: int = 3
@@ -58,7 +58,7 @@ class Turn:
 
 
 @contextmanager
-def _server(settings: Settings, folder: Path) -> Iterator[tuple[str, int]]:
+def _server(settings: ThroughHttpBenchSettings, folder: Path) -> Iterator[tuple[str, int]]:
     """Address and process id of a server that is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,7 +105,7 @@ async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bo
     return False
 
 
-def _offline(settings: Settings, workload: Workload, folder: Path) -> float:
+def _offline(settings: ThroughHttpBenchSettings, workload: Workload, folder: Path) -> float:
     """Output tokens per second of the engine alone, in a process of its own."""
     found = folder / "offline.json"
     command = [
@@ -124,7 +124,7 @@ def _through_http(
 ) -> tuple[float, dict[str, float]]:
     """Output tokens per second of the server, and CPU seconds per thousand tokens by role."""
     assert workload.concurrency is not None
-    load = serve.Settings(
+    load = serve.ServeBenchSettings(
         url=url,
         concurrency=workload.concurrency,
         requests=workload.requests,
@@ -159,7 +159,7 @@ def _cpu_seconds(server: int) -> dict[str, float]:
     return spent
 
 
-def main(settings: Settings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
+def main(settings: ThroughHttpBenchSettings, names: Sequence[str], json_file: Path | None, console: Console) -> None:
     chosen = [workloads.named(name) for name in names]
     for workload in chosen:
         if workload.concurrency is None:
@@ -182,7 +182,7 @@ def main(settings: Settings, names: Sequence[str], json_file: Path | None, conso
         report.write_json(json_file, "http", dataclasses.asdict(settings), results)
 
 
-def _show(turns: dict[str, list[Turn]], settings: Settings, console: Console) -> None:
+def _show(turns: dict[str, list[Turn]], settings: ThroughHttpBenchSettings, console: Console) -> None:
     runs = f"medians of {settings.repeat} turns" if settings.repeat > 1 else "one turn"
     roles = (*ROLES, "client")
     columns = ("workload", "offline tok/s", "HTTP tok/s", "HTTP/offline", *(f"{role} CPU ms/token" for role in roles))

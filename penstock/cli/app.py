@@ -7,11 +7,6 @@ from typing import Annotated
 import typer
 
 from penstock.bench.commands.app import app as bench
-from penstock.bench.commands.handover import handover
-from penstock.bench.commands.perplexity import perplexity
-from penstock.bench.commands.soak import soak
-from penstock.bench.commands.speculation import speculation
-from penstock.bench.commands.structure import structure
 from penstock.cli.adapters import app as adapters
 from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
@@ -90,13 +85,8 @@ app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
-bench.command(help=perplexity.__doc__)(perplexity)
 app.add_typer(adapters, name="adapters")
 app.add_typer(batch, name="batch")
-bench.command(help=structure.__doc__)(structure)
-bench.command(help=speculation.__doc__)(speculation)
-bench.command(help=soak.__doc__)(soak)
-bench.command(help=handover.__doc__)(handover)
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")

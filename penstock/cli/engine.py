@@ -140,7 +140,7 @@ def _process(
     @contextmanager
     def serving(info: EngineInfo) -> Iterator[None]:
         status.send(Started(info))
-        with status.beating():
+        with status.heartbeats():
             yield
 
     return EngineProcess(

@@ -103,9 +103,9 @@ def _run(
 
     import torch
 
+    from penstock.engine.backends.select import pick_device
     from penstock.engine.loading.checkpoint import open_checkpoint
     from penstock.engine.quantization.quantize import quantize as make
-    from penstock.engine.startup.device import pick_device
     from penstock.text.export import write_text_files
     from penstock.text.loader import load_text
 

@@ -96,8 +96,8 @@ def serve(
                 gateways_up=gateways_up,
             )
             catalogue = ModelCatalogue(config, folder)
-            kept = SavedModels(Path(server.loaded_models) if server.loaded_models else None)
-            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, kept)
+            saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)
+            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, saved)
             async with ControlServer(folder.control, replicas):
                 await supervisor.run()
 

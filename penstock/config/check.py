@@ -1,7 +1,7 @@
-"""From a tree of written values to the frozen dataclasses of the schema, collecting every mistake on the way.
+"""Checks a parsed configuration against the schema and builds its frozen dataclasses, collecting every mistake.
 
-A message says where (file and line, variable or flag), which key, what was found, what is allowed, and the nearest
-valid key for a typo.
+Each message says where the value comes from (file and line, variable or flag), which key it is, what was found, what is
+allowed, and for a mistyped key the nearest valid one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from penstock.config.fields import choices_of
 from penstock.config.schema import Config
 from penstock.config.tree import Node
 from penstock.config.units import SIZE_HELP, parse_size
@@ -21,13 +22,13 @@ _INVALID: Any = object()
 
 
 class Checker:
-    """One pass over one tree; `problems` holds what was wrong, in the order it was met."""
+    """One pass over one tree; `problems` lists the mistakes in the order they were found."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def section(self, cls: type, node: Node, path: str) -> Any:
-        """An instance of the dataclass `cls`; keys that are not given, or wrong, take their defaults."""
+        """An instance of the dataclass `cls`; missing and invalid keys take their defaults."""
         if node.value is None:
             return cls()
         if not isinstance(node.value, dict):
@@ -86,6 +87,8 @@ def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
         text = value if node.text is None else node.text
         if text is False and metadata.get("off"):
             return "off"
+        if metadata.get("choices") and text not in choices_of(metadata):
+            return _INVALID
         return text if isinstance(text, str) else _INVALID
     if kind is bool:
         return value if isinstance(value, bool) else _INVALID
@@ -110,6 +113,8 @@ def describe_kind(kind: Any, metadata: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(str(option) for option in get_args(kind))
     if get_origin(kind) is tuple:
         return "a list"
+    if metadata.get("choices"):
+        return "one of " + ", ".join(choices_of(metadata))
     if metadata.get("size"):
         return SIZE_HELP
     name = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[kind]
@@ -134,7 +139,7 @@ def _unknown(key: str, allowed: list[str]) -> str:
 
 
 def _elsewhere(key: str) -> str:
-    """Where a key that exists, but not here, belongs."""
+    """A hint for a key that exists in another section."""
     for section, kind in get_type_hints(Config).items():
         cls = get_args(kind)[0] if get_origin(kind) is tuple else kind
         if key in {field.name for field in dataclasses.fields(cls)}:

@@ -1,8 +1,9 @@
-"""How a setting is declared: its default, range and explanation travel with the field."""
+"""Declaring a setting: a dataclass field that carries its default, allowed range and explanation."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,22 @@ def setting(
     most: float | None = None,
     size: bool = False,
     off: bool = False,
+    choices: str = "",
     example: str | None = None,
 ) -> Any:
-    """A documented field. `size`: bytes, also written as "2GiB". `off`: a text that may be the word off, which YAML
-    reads as false. `example`: shown where the default says little."""
+    """A documented field. `size`: bytes, which may be written as "2GiB". `off`: text that may be the word off, which
+    YAML reads as false. `choices`: the registry (`module:NAME`) whose keys are the allowed values. It is looked up when
+    a value is checked, because registries of implementations lie in layers above this one. `example`: shown instead of
+    the default where that says little."""
     metadata: Mapping[str, Any] = {
-        "doc": doc, "least": least, "most": most, "size": size, "off": off, "example": example
+        "doc": doc, "least": least, "most": most, "size": size, "off": off, "choices": choices, "example": example
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def choices_of(metadata: Mapping[str, Any]) -> list[str]:
+    """The values that a field with `choices` accepts; none for any other field."""
+    if not metadata.get("choices"):
+        return []
+    module, _, name = metadata["choices"].partition(":")
+    return list(getattr(importlib.import_module(module), name))

@@ -1,4 +1,4 @@
-"""Settings of the router: which replica runs a request, and who waits or is turned away when there is no room."""
+"""Settings of the router: how a replica is chosen, how requests queue, and which are refused under overload."""
 
 from __future__ import annotations
 
@@ -7,72 +7,72 @@ from typing import Literal
 
 from penstock.config.fields import setting
 
-ReplicaPolicyName = Literal["predicted", "power_of_two", "round_robin", "random"]
 OrderName = Literal["fair", "priority", "fcfs", "sjf"]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """Which replica of a model runs a request."""
+    """How the replica that runs a request is chosen."""
 
-    policy: ReplicaPolicyName = setting(  # noqa: RUF009
+    policy: str = setting(
         "predicted",
-        doc="predicted: soonest first token by queue, prefix cache and memory; or power_of_two, round_robin, random.",
+        doc="How a replica is chosen; predicted: earliest first token, from queue, prefix cache and memory.",
+        choices="penstock.routing.policies:POLICIES",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """The queue in front of each model: who goes first, how long anybody waits, who is turned away."""
+    """The admission queue of each model: order, longest waits, and which requests are refused under overload."""
 
-    enabled: bool = setting(True, doc="Whether requests beyond what the engines hold wait here; else in the engines.")
+    enabled: bool = setting(True, doc="Queue requests in the gateway once the engines are full; off: in the engines.")
     order: OrderName = setting(  # noqa: RUF009
         "fair",
-        doc="fair: by class, inside it by tenants' shares; priority: by class; fcfs: by arrival; sjf: shortest first.",
+        doc="fair: by class, then by tenant share; priority: by class; fcfs: by arrival; sjf: shortest job first.",
     )
     queue: int = setting(
-        256, doc="Requests that may wait per replica; beyond, whoever has most waiting loses its newest.", least=0
+        256, doc="Requests that may wait per replica; a full queue drops the newest of the heaviest tenant.", least=0
     )
     wait_s: float = setting(10.0, doc="Longest wait in the classes premium and standard, in seconds.", least=0.001)
     batch_wait_s: float = setting(600.0, doc="Longest wait in the class batch, in seconds.", least=0.001)
     ageing_s: float = setting(
-        30.0, doc="After this wait in seconds a request is served within ten others, whatever its class.", least=0
+        30.0, doc="Seconds after which the oldest request gets every tenth grant, whatever its class.", least=0
     )
     slots: int | None = setting(
         None,
-        doc="Requests sent to a replica at one time; what it runs at one time when not set.",
+        doc="Requests sent to a replica at one time; when not set, as many as it can run.",
         least=1,
         example="32",
     )
-    ahead: int = setting(2, doc="Requests sent beyond those, so that the engine never waits for the gateway.", least=0)
+    ahead: int = setting(2, doc="Further requests sent ahead, so that the engine never waits for the gateway.", least=0)
     kv_share: float = setting(
-        0.95, doc="Part of the KV cache that running requests may be expected to need.", least=0.01, most=1
+        0.95, doc="Part of the KV cache that the expected needs of admitted requests may fill.", least=0.01, most=1
     )
     shed_from: float = setting(
-        0.8, doc="From this load on, some requests are refused at random, the least valued most; 1: none.", least=0,
+        0.8, doc="Load from which requests are shed at random, low-value ones more often; 1: never.", least=0,
         most=1,
     )  # fmt: skip
     downgrade_depth: float = setting(
         10.0, doc="Requests waiting per replica above which best-effort tiers get models[N].downgrade_to.", least=0
     )
-    url: str = setting("", doc="redis://HOST:PORT, when several gateways share one queue; this process when empty.")
+    url: str = setting("", doc="redis://HOST:PORT of a queue that several gateways share; empty: a queue per process.")
 
 
 @dataclass(frozen=True, slots=True)
 class RouteConfig:
-    """A name that clients use instead of a model's: a small or a large model answers, by what is asked."""
+    """A name clients send instead of a model: each request goes to a small or a large model, by its content."""
 
-    name: str = setting("auto", doc="What clients say as `model`.")
-    small: str = setting("", doc="The model for what is easy.")
-    large: str = setting("", doc="The model for code, mathematics, reasoning and long work.")
-    default: Literal["small", "large"] = setting("small", doc="Which one answers what shows too little to tell.")
+    name: str = setting("auto", doc="What clients send as `model`.")
+    small: str = setting("", doc="The model for easy requests.")
+    large: str = setting("", doc="The model for code, mathematics, reasoning and long answers.")
+    default: Literal["small", "large"] = setting("small", doc="Which one answers when the request is inconclusive.")
     threshold: float = setting(0.6, doc="Score, from 0 to 1, above which the large model answers.", least=0, most=1)
-    long_words: int = setting(800, doc="Users' words in a conversation above which the large one answers.", least=1)
+    long_words: int = setting(800, doc="User words in a conversation above which the large model answers.", least=1)
     small_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the small model.", example="[free]")
     large_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the large model.", example="[enterprise]")
     share: float = setting(
-        1.0, doc="Part of the users (or requests) decided on; the others, a control group, get the default.", least=0,
+        1.0, doc="Part of the users (or requests) that is routed; the rest is a control group on the default.", least=0,
         most=1,
     )  # fmt: skip
-    classifier: str = setting("", doc="File made by `penstock route train`, for a second opinion.")
-    enabled: bool = setting(True, doc="Off: everything gets the default.")
+    classifier: str = setting("", doc="Classifier trained with `penstock route train`; empty: the score alone decides.")
+    enabled: bool = setting(True, doc="Off: every request gets the default.")

@@ -42,7 +42,8 @@ from penstock.engine.request import (
     Request,
     StepOutput,
 )
-from penstock.engine.runner.runner import PendingStep, Runner
+from penstock.engine.runner.runner import Runner
+from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
@@ -365,8 +366,7 @@ class Engine:
         log.warning("out of memory in a step of %d tokens; token budget is now %d", batch.num_tokens, budget)
         for seq in self._unwind(batch):
             self.scheduler.preempt(seq)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self.runner.backend.memory.trim()
 
     def _recover(self, batch: Batch, message: str) -> None:
         """A step raised. A sequence that was alone in it is to blame; otherwise try each of them alone."""

@@ -1,58 +1,55 @@
-"""How much of its GPUs an engine uses, read once a second beside the work.
+"""How much of its GPUs an engine uses, read once a second beside its work.
 
-NVML is asked through the driver's own library: there is nothing to install, and where it is missing nothing is told. A
-thread reads, so that a driver that takes its time never delays a step; a step only picks up the latest reading.
+NVML is called through `nvidia-ml-py`; where the package or the driver is missing, nothing is reported. A thread reads,
+so that a slow driver never delays a step; a step only picks up the latest reading.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.engine.request import DeviceLoad
 
 PERIOD_S = 1.0
-_LIBRARY = "libnvidia-ml.so.1"
 log = logging.getLogger(__name__)
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+class NvmlError(Exception):
+    """NVML cannot be used, or can no longer."""
 
 
 class Nvml:
-    """The few calls of NVML that are needed; `OSError` where there is no such library or device."""
+    """Reads the GPUs with these UUIDs. Raises `NvmlError` without the package, the driver or such a device."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
-        self._library = ctypes.CDLL(_LIBRARY)
-        self._call("nvmlInit_v2")
-        self._handles = [ctypes.c_void_p() for _ in uuids]
-        for uuid, handle in zip(uuids, self._handles, strict=True):
-            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+        try:
+            import pynvml
+        except ImportError as error:
+            raise NvmlError("the package nvidia-ml-py is not installed") from error
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        except pynvml.NVMLError as error:
+            raise NvmlError(str(error)) from error
 
     def read(self) -> list[DeviceLoad]:
-        return [self._device(index, handle) for index, handle in enumerate(self._handles)]
+        try:
+            return [self._device(index, handle) for index, handle in enumerate(self._handles)]
+        except self._nvml.NVMLError as error:
+            raise NvmlError(str(error)) from error
 
-    def _device(self, index: int, handle: ctypes.c_void_p) -> DeviceLoad:
-        memory, busy = _Memory(), _Utilization()
-        self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(busy))
-        return DeviceLoad(index, memory.used, memory.total, busy.gpu / 100)
-
-    def _call(self, name: str, *args: object) -> None:
-        code = getattr(self._library, name)(*args)
-        if code != 0:
-            raise OSError(f"{name} failed with code {code}")
+    def _device(self, index: int, handle: object) -> DeviceLoad:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        utilization = self._nvml.nvmlDeviceGetUtilizationRates(handle)
+        return DeviceLoad(index, memory.used, memory.total, utilization.gpu / 100)
 
 
 class DeviceMeter:
-    """Keeps `latest` fresh until it is closed; None until the first reading."""
+    """Keeps `latest` fresh until it is closed; None until the first reading, and after a failed one."""
 
     def __init__(self, source: Nvml, period_s: float = PERIOD_S) -> None:
         self.latest: list[DeviceLoad] | None = None
@@ -70,8 +67,8 @@ class DeviceMeter:
         while True:
             try:
                 self.latest = self._source.read()
-            except OSError as error:
-                log.warning("the GPUs can no longer be read: %s", error)
+            except NvmlError as error:
+                log.warning("GPU memory and utilization are no longer reported: %s", error)
                 self.latest = None
                 return
             if self._closed.wait(self._period_s):
@@ -79,7 +76,7 @@ class DeviceMeter:
 
 
 def open_meter(device: str, ranks: int = 1) -> DeviceMeter | None:
-    """A meter of the GPUs of an engine whose first one is `device`; None on CPU, and where NVML is not to be had."""
+    """A meter for the `ranks` GPUs of an engine, from `device` on; None on CPU and where NVML cannot be used."""
     import torch
 
     first = torch.device(device)
@@ -89,6 +86,6 @@ def open_meter(device: str, ranks: int = 1) -> DeviceMeter | None:
         indices = range(first.index or 0, (first.index or 0) + ranks)
         uuids = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in indices]
         return DeviceMeter(Nvml([f"GPU-{uuid}" for uuid in uuids]))
-    except (OSError, AttributeError) as error:
-        log.info("GPU memory and utilisation are not reported: %s", error)
+    except (NvmlError, AttributeError) as error:  # older versions of torch do not know UUIDs
+        log.info("GPU memory and utilization are not reported: %s", error)
         return None

@@ -60,7 +60,7 @@ class EngineProcess:
             self.progress("import", 0.0)
             begin = time.perf_counter()
             from penstock.engine.core import Engine
-            from penstock.engine.sleep.sleep import Slumber
+            from penstock.engine.sleep.sleep import EngineSleep
             from penstock.engine_host.gpu_meter import open_meter
 
             imported = round(time.perf_counter() - begin, 3)
@@ -72,8 +72,8 @@ class EngineProcess:
                     engine.ranks.watch(lambda why: server.fail(why))
                 return engine
 
-            slumber = Slumber(config, load)
-            first = slumber.unborn() if start_asleep else load(config)
+            sleeper = EngineSleep(config, load)
+            first = sleeper.not_loaded() if start_asleep else load(config)
             info = first.info
             phases = {"import": imported, **info.startup}
             info.startup.clear()
@@ -81,7 +81,7 @@ class EngineProcess:
             server = EngineServer(
                 first,
                 listener,
-                sleeper=slumber,
+                sleeper=sleeper,
                 state="sleeping" if start_asleep else "awake",
                 watchdog=Watchdog(watchdog_s),
                 pacing=Pacing(pick_interval(stream_interval_s, info.device)),

@@ -1,1 +1,1 @@
-"""From the model a client names to the backend that runs it."""
+"""From the model name in a request to the replica that runs it: selection, admission, replica choice, failover."""

@@ -1,10 +1,10 @@
-"""Whether a replica is worth sending requests to, judged by how the last ones went.
+"""Circuit breaker: decides from recent results whether a replica gets requests.
 
 A plain object with an injected clock. Closed: everything passes. It opens when, within `window_s`, at least `failures`
-requests failed and they were at least `share` of all that ended, or when it is tripped. Open: nothing passes for
-`open_s`, twice as long each time in a row, at most `most_open_s`. Then it is half open: one request at a time is a
-probe; a token from it closes the breaker, its failure opens it again. A probe without a verdict stops counting after
-`open_s`, so that a client who leaves cannot keep a replica out for ever.
+requests failed and they are at least `share` of those that ended, or when it is tripped. Open: nothing passes for
+`open_s`, doubled each time in a row up to `most_open_s`. Then it is half open: one request at a time is a probe; a
+token from it closes the breaker, a failure opens it again. A probe without a result stops counting after `open_s`, so
+that a client disconnect cannot keep a replica out for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """When to open, and for how long."""
+    """When the breaker opens, and for how long."""
 
     failures: int = 3
     share: float = 0.5
@@ -30,13 +30,13 @@ class BreakerPolicy:
 
 
 class Breaker:
-    """The state of one replica."""
+    """The circuit breaker of one replica."""
 
     def __init__(self, policy: BreakerPolicy, clock: Callable[[], float]) -> None:
         self._policy = policy
         self._clock = clock
         self._ended: deque[tuple[float, bool]] = deque(maxlen=_REMEMBERED)
-        """When requests ended, and whether they failed."""
+        """Times at which requests ended, and whether they failed."""
         self._open_s = policy.open_s
         self._opened_at: float | None = None
         self._probed_at: float | None = None
@@ -64,12 +64,12 @@ class Breaker:
         return max(0.0, self._opened_at + self._open_s - self._clock())
 
     def began(self) -> None:
-        """A request was sent; it is the probe, if one was due."""
+        """Reports that a request was sent; in the half-open state it is the probe."""
         if self.state == "half_open":
             self._probed_at = self._clock()
 
     def succeeded(self) -> None:
-        """A request got a token."""
+        """Reports that a request got a token."""
         state = self.state
         if state == "half_open":
             self._opened_at = self._probed_at = None
@@ -79,7 +79,7 @@ class Breaker:
             self._ended.append((self._clock(), False))
 
     def failed(self) -> None:
-        """A request failed, and the replica is to blame."""
+        """Reports that a request failed through the replica's fault."""
         state = self.state
         if state == "half_open":
             self._open_s = min(self._open_s * 2, self._policy.most_open_s)
@@ -94,7 +94,7 @@ class Breaker:
                 self._open()
 
     def trip(self) -> None:
-        """Open now: it is known to be stuck."""
+        """Opens the breaker now, for a replica that is known to be stuck."""
         if self.state != "open":
             self._open()
 

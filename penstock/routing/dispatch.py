@@ -1,13 +1,13 @@
-"""Which replica runs a request, and what becomes of the request when that replica fails it.
+"""Sends each request to a replica and moves it to another one when that replica fails.
 
-Each request is a `Flight`: when its replica dies, drains, stalls or fails it, another one goes on behind the tokens
-that were delivered, and the reader sees nothing but a pause. Moving on from a replica that is gone, leaves or is stuck
-costs no budget; trying again what a live replica refused or failed does (`RetryBudget`). A request under which
-`attempts` replicas failed is given up: it may be what kills them. When no replica can take a request, it is parked for
-up to `park_s`, or `resume_s` once it has begun.
+Each request is a `Flight`. When its replica dies, drains, stalls or fails the request, another replica continues after
+the tokens already delivered, and the client only sees a pause. Failing over from a replica that is gone, draining or
+stuck costs no budget; retrying a request that a live replica refused or failed does (`RetryBudget`). A request under
+which `attempts` replicas failed is given up, because it may be what kills them. When no replica can take a request, it
+is parked for up to `park_s`, or `resume_s` once tokens were delivered.
 
-A single replica is its own refuge: what it had when it died waits for it to be restarted. Choosing, measuring and
-breakers mean nothing there and are left out.
+With a single replica, its requests wait until it has been restarted and then continue there. Replica choice, metering
+and breakers have no purpose in that case and are skipped.
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
 from penstock.routing.retry_budget import RetryBudget
 
 TICK_S = 0.05
-"""How often parked requests are offered again."""
+"""How often parked requests are offered to the replicas again."""
 LOOK_S = 0.5
-"""How often to look for replicas that have work and make no progress."""
+"""How often replicas are checked for being stuck: work, but no progress."""
 MOST_PARKED = 1024
-"""New requests that may wait for a replica; those that had one when it died wait besides."""
+"""New requests that may be parked; requests that lost their replica are parked in addition."""
 AT_ONCE = 128
-"""Parked requests that are sent to a replica before anybody else has a turn."""
+"""Parked requests sent in a row before the event loop may run other work."""
 
 EXPECTED_OUTPUT = 256
-"""Tokens that a request is expected to generate, if it may."""
+"""Tokens that a request is expected to generate, unless its own limit is lower."""
 
 log = logging.getLogger("penstock.routing")
 
 
 @dataclass(frozen=True, slots=True)
 class Resilience:
-    """How hard to try."""
+    """How failures of replicas are handled."""
 
     attempts: int = 3
     """Replicas that may fail under a request before it is given up."""
     stall_s: float = 15.0
-    """A replica with work that completes no step for this long is left."""
+    """A replica that has work but completes no step for this long is stuck."""
     park_s: float = 10.0
-    """How long a request waits for a replica when there is none at the moment."""
+    """How long a request waits when no replica can take it."""
     resume_s: float = 30.0
-    """The same for one of which the reader has got something: it cannot be sent again, so it is worth more patience."""
+    """The same once tokens were delivered: the client cannot send such a request again, so it waits longer."""
     retry_share: float = 0.1
-    """Retries and hedges, at most, as a share of requests."""
+    """Maximum of retries and hedges, as a share of requests."""
     hedge_s: float | None = None
-    """A request without a token after this long is tried on a second replica too; None: never."""
+    """A request without a token after this long is also sent to a second replica; None: never."""
     breaker: BreakerPolicy = BreakerPolicy()  # noqa: RUF009
 
 
 @dataclass(slots=True)
 class DispatchCounts:
-    """What became of requests whose replica failed them."""
+    """Outcomes of requests whose replica failed."""
 
     failovers: int = 0
-    """Went on elsewhere because their replica was gone, leaving or stuck."""
+    """Continued on another replica because theirs was gone, draining or stuck."""
     retries: int = 0
-    """Tried again after a live replica refused or failed them."""
+    """Sent again after a live replica refused or failed them."""
     hedges: int = 0
     given_up: int = 0
 
 
 class Dispatcher:
-    """The requests of one model, on the replicas in `members` (which its owner may change)."""
+    """Runs the requests of one model on the replicas in `members`, a list that its owner may change."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class Dispatcher:
 
     @property
     def parked(self) -> int:
-        """Requests that wait for a replica."""
+        """Number of requests that wait for a replica."""
         return len(self._parked)
 
     def watch(self) -> None:
-        """Look after the replicas, from now on."""
+        """Starts checking for stuck replicas."""
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._look(), name=f"replicas of {self._name}")
 
@@ -126,7 +126,7 @@ class Dispatcher:
             self._fail(flight, EngineLost("The gateway is closing its connection to the engine."))
 
     def submit(self, request: Request, inbox: DeltaSink, index: int) -> str:
-        """Begin a request; the name of its replica, or nothing when it waits for one."""
+        """Starts a request. Returns the name of its replica, or "" when it is parked."""
         self.budget.began()
         flight = Flight(request, inbox, index, self._clock())
         self._flights[flight.id] = flight
@@ -147,7 +147,8 @@ class Dispatcher:
         return name
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request; whether there was one. What its replica still says of it, to the last delta, is delivered."""
+        """Aborts a request; False if it is unknown. Deltas that its replica still sends, up to the final one, are
+        delivered."""
         flight = self._flights.get(request_id)
         if flight is None or flight.stopping:
             return flight is not None
@@ -167,13 +168,13 @@ class Dispatcher:
         return request_id in self._flights
 
     def _launch(self, flight: Flight, besides: Sequence[Member] = (), *, first: bool = False) -> Member:
-        """Send a flight to the best replica that takes it; raises what the last one said when none does."""
+        """Sends a flight to the best replica that accepts it; raises the last refusal when none does."""
         now = self._clock()
         request = flight.rest(now)
         expected = min(request.params.max_tokens - len(request.produced), EXPECTED_OUTPUT)
         alone = len(self._members) == 1
         if alone and first:
-            # Without a choice the engine itself says what stands against it. What goes on waits until it is as it was.
+            # With one replica the engine itself refuses what it cannot run. A resumed request waits until it can.
             able = [member for member in self._members if member.backend.ready]
         elif alone:
             able = [member for member in self._members if member not in besides and member.can_run(request)]
@@ -201,7 +202,8 @@ class Dispatcher:
         raise refusal or EngineUnavailable("No replica of this model can take this request now; try again.")
 
     def _choose(self, request: Request, able: Sequence[Member], expected: int, now: float) -> int:
-        """Also where there is no choice: the policy remembers which prefixes are where."""
+        """The index of the replica to use. Called even for a single candidate, because the policy records which
+        prefixes each replica has."""
         info = able[0].backend.info
         wanted = ReplicaRequest.of(
             request,
@@ -214,7 +216,7 @@ class Dispatcher:
         return self._policy.choose(wanted, [member.view(now) for member in able])
 
     def _drop(self, flight: Flight) -> None:
-        """Take a flight off every replica."""
+        """Removes a flight from every replica."""
         flight.stop_hedging()
         self._parked.pop(flight.id, None)
         legs, flight.legs = flight.legs, []
@@ -233,7 +235,7 @@ class Dispatcher:
         flight = leg.flight
         if leg not in flight.legs:
             return
-        if flight.begun and delta.finish_reason is None:  # as nearly all of them
+        if flight.begun and delta.finish_reason is None:  # the fast path: nearly every delta
             if leg.metered:
                 leg.member.meter.received(delta, self._clock())
             flight.deliver(delta)
@@ -259,7 +261,7 @@ class Dispatcher:
         flight.deliver(delta)
 
     def _on_failure(self, leg: Leg, error: Exception) -> None:
-        """A replica failed a flight: go on elsewhere, if that can help."""
+        """A replica failed a flight: continue on another one, if that can help."""
         flight, member = leg.flight, leg.member
         if leg not in flight.legs:
             return
@@ -271,7 +273,7 @@ class Dispatcher:
             del self._flights[flight.id]
             flight.deliver(Delta(flight.id, finish_reason="abort"))
             return
-        if not self._may_go_on(flight, member, error):
+        if not self._can_continue(flight, member, error):
             self._fail(flight, error)
             return
         try:
@@ -283,7 +285,7 @@ class Dispatcher:
             self._park(flight)
             to = ""
         log.info(
-            "request goes on elsewhere",
+            "request moved to another replica",
             extra={
                 "model": self._name,
                 "engine_request_id": flight.id,
@@ -294,9 +296,9 @@ class Dispatcher:
             },
         )
 
-    def _may_go_on(self, flight: Flight, member: Member, error: Exception) -> bool:
-        """Whether another replica may do better, or this one when it is back. What is wrong with the request is wrong
-        everywhere, and what a single replica refuses or fails is not tried on it again."""
+    def _can_continue(self, flight: Flight, member: Member, error: Exception) -> bool:
+        """Whether the request can continue on another replica, or on this one after a restart. An invalid request is
+        invalid everywhere, and a single replica is not asked twice for what it refused or failed."""
         others = len(self._members) > 1
         if isinstance(error, Draining):
             self.counts.failovers += 1
@@ -333,17 +335,17 @@ class Dispatcher:
             self._rescuer = asyncio.create_task(self._rescue(), name=f"parked requests of {self._name}")
 
     async def _rescue(self) -> None:
-        """Offer parked flights to whatever replica comes up."""
+        """Offers parked flights to the replicas until none is left."""
         while self._parked:
             await asyncio.sleep(TICK_S)
             for count, flight in enumerate(list(self._parked.values()), 1):
-                if flight.id in self._parked:  # it may have been aborted while others had their turn
+                if flight.id in self._parked:  # it may have been aborted in the meantime
                     self._offer(flight)
                 if count % AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     def _offer(self, flight: Flight) -> None:
-        """Send a parked flight to a replica, if one takes it now; give it up when it has waited too long."""
+        """Sends a parked flight to a replica if one accepts it; gives it up when it has waited too long."""
         refusal: ApiError = EngineUnavailable("No replica of this model is up; try again.")
         if any(member.backend.ready for member in self._members):
             try:
@@ -358,7 +360,7 @@ class Dispatcher:
             return
         if flight.losses:
             refusal = EngineLost(
-                f"The engine stopped while running this request and did not come back within {patience:g} s; try again."
+                f"The engine stopped while running this request and did not restart within {patience:g} s; try again."
             )
         self._fail(flight, refusal)
 
@@ -366,25 +368,28 @@ class Dispatcher:
         while True:
             await asyncio.sleep(LOOK_S)
             for member in self._members:
-                if member.stuck and member.legs and self._refuge(member):
-                    self._leave(member)
+                if member.stuck and member.legs and self._has_alternative(member):
+                    self._evacuate(member)
 
-    def _refuge(self, member: Member) -> bool:
-        """Whether another replica could take over; without one, a slow replica is better than none."""
+    def _has_alternative(self, member: Member) -> bool:
+        """Whether another replica could take over; if not, a slow replica is better than none."""
         request = next(iter(member.legs.values())).flight.request
         return any(other is not member and other.takes(request) for other in self._members)
 
-    def _leave(self, member: Member) -> None:
-        """A replica has work and makes no progress: its requests go on elsewhere, and it gets no new ones."""
+    def _evacuate(self, member: Member) -> None:
+        """Moves the requests of a stuck replica to others and sends it no new ones."""
         legs = list(member.legs.values())
-        log.warning("replica is stuck", extra={"model": self._name, "replica": member.name, "requests": len(legs)})
+        log.warning(
+            "replica is stuck: it has work but completes no step; its requests move to other replicas",
+            extra={"model": self._name, "replica": member.name, "requests": len(legs)},
+        )
         member.breaker.trip()
         for leg in legs:
             member.backend.abort(leg.flight.id)
             leg.fail(EngineLost("The engine made no progress on this request; try again."))
 
     def _hedge(self, flight: Flight) -> None:
-        """No token yet: ask a second replica for the same, if the budget allows it."""
+        """No token yet: send the request to a second replica too, if the retry budget allows it."""
         flight.hedge = None
         running = [leg.member for leg in flight.legs]
         if not running or not any(m not in running and m.takes(flight.request) for m in self._members):
@@ -393,6 +398,6 @@ class Dispatcher:
             try:
                 self._launch(flight, besides=running)
             except ApiError as error:
-                log.debug("not hedged", extra={"engine_request_id": flight.id, "why": error.message})
+                log.debug("request not hedged", extra={"engine_request_id": flight.id, "why": error.message})
             else:
                 self.counts.hedges += 1

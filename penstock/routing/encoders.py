@@ -1,5 +1,5 @@
-"""The encoder models there are, by name and alias. They are apart from the models that generate: nobody waits for them
-at start, and health does not depend on them."""
+"""The encoder models by name and alias. They are kept apart from generating models: startup does not wait for them and
+health does not depend on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Encoders:
         return name in self._names
 
     def find(self, name: str) -> Embedder:
-        """By name or alias."""
+        """The encoder with this name or alias."""
         known = self._names.get(name)
         if known is None:
             raise ModelNotFound(name[:256], list(self._names))
@@ -37,7 +37,7 @@ class Encoders:
 
     @property
     def default(self) -> Embedder | None:
-        """The first one configured: what the gateway's own features embed with."""
+        """The first configured encoder, which the gateway's own features use."""
         return next(iter(self), None)
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""One request on its way through the replicas of a model.
+"""A request in flight: its state while it runs on one replica after another.
 
-A flight has a leg on the replica that runs it (two while it is hedged). It remembers the tokens that were passed on, so
-that another replica can go on behind them: noise is keyed by seed and position, limits and penalties count from the
-same prompt, so the text is the one that an undisturbed run would have given. Invariant: what reaches the reader is one
-sequence of tokens, each once, with one beginning and one end, whatever happened to the replicas in between.
+A flight has a leg on the replica that runs it (two while it is hedged). It remembers the tokens that were delivered, so
+that another replica can continue after them. Sampling noise is keyed by seed and position, and limits and penalties
+count from the same prompt, so the text is the same as in an undisturbed run. Invariant: the client gets one sequence of
+tokens, each token once, with one beginning and one end, whatever happened to the replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """A request, its reader, and what the reader has got so far."""
+    """A request, the sink of its deltas, and the tokens delivered so far."""
 
     __slots__ = (
         *("began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced", "request"),
@@ -35,24 +35,24 @@ class Flight:
         self.began_at = began_at
         self.produced: list[int] = list(request.produced)
         self.begun = False
-        """Whether the reader has got anything."""
+        """Whether anything was delivered."""
         self.losses = 0
-        """Replicas that failed under it."""
+        """Number of replicas that failed under it."""
         self.legs: list[Leg] = []
         self.parked_at = began_at
-        """When it was parked, if it is: since when no replica could take it."""
+        """When it was parked because no replica could take it."""
         self.hedge: asyncio.TimerHandle | None = None
         self.resumed = False
-        """Whether a further replica went on behind what the reader had got."""
+        """Whether another replica continued after the delivered tokens."""
         self.stopping = False
-        """Whether it was aborted; it ends with the last word of its replica."""
+        """Whether it was aborted; it ends with the final delta of its replica."""
 
     @property
     def id(self) -> str:
         return self.request.request_id
 
     def rest(self, now: float) -> Request:
-        """What is left to do, for the next replica."""
+        """The request for the next replica: what is left to generate."""
         if not self.losses and not self.begun:
             return self.request
         request, params, timeout_s = self.request, self.request.params, self.request.timeout_s
@@ -61,8 +61,8 @@ class Flight:
         if not self.begun:
             return replace(request, timeout_s=timeout_s)
         if params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)  # they came with the first token
-        # A stream that stands still goes before requests that have not begun.
+            params = replace(params, prompt_logprobs=None)  # delivered with the first token
+        # An interrupted stream goes before requests that have not started.
         return replace(
             request,
             params=params,
@@ -72,9 +72,9 @@ class Flight:
         )
 
     def deliver(self, delta: Delta) -> None:
-        """Pass on what a replica produced."""
+        """Passes on a replica's delta."""
         if self.resumed:
-            # Only the reader's first delta tells of the prompt; what the next replica found is not what was asked for.
+            # Figures about the prompt belong to the first delta only; a later replica's would describe the resumption.
             delta.cached_tokens = delta.queue_s = delta.prefill_s = delta.prompt_logprobs = None
         self.begun = True
         self.produced += delta.tokens
@@ -87,7 +87,7 @@ class Flight:
 
 
 class Leg:
-    """A flight on one replica: where that replica's deltas go. A dead leg hears nothing any more."""
+    """A flight on one replica: the sink of that replica's deltas. An ended leg ignores them."""
 
     __slots__ = ("_on_delta", "_on_failure", "flight", "helper", "member", "metered")
 
@@ -100,17 +100,17 @@ class Leg:
         *,
         metered: bool,
     ) -> None:
-        """`metered`: the replica's meter counts it."""
+        """`metered`: whether the replica's meter counts it."""
         self.flight = flight
         self.member = member
         self._on_delta = on_delta
         self._on_failure = on_failure
         self.metered = metered
         self.helper: Member | None = None
-        """Who computes its prompt, until it has a token."""
+        """The prefill replica that computes its prompt, until the first token."""
 
     def helped(self, now: float) -> None:
-        """Its prompt is computed, or nobody needs it any more."""
+        """Ends the prefill replica's part: the prompt is computed or no longer needed."""
         if self.helper is not None:
             self.helper.meter.ended(self.flight.id, now)
             self.helper = None

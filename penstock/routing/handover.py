@@ -1,9 +1,9 @@
-"""Which replica computes a long prompt for the one that goes on with it.
+"""Prefill/decode disaggregation: chooses the replica that computes a long prompt for a decode replica.
 
-Replicas say their role themselves (`EngineInfo.role`). One for `decode` is given, with a request, the address of one
-for `prefill`, and decides by what it has cached whether to use it; the blocks go between the two, past the gateway. A
-replica for `prefill` runs whole requests only while there is no other. Among several, the one with the fewest prompt
-tokens before it computes.
+Replicas report their role (`EngineInfo.role`). A decode replica gets the address of a prefill replica with the request
+and decides by its own prefix cache whether to use it; the KV blocks travel directly between the two. A prefill replica
+runs whole requests only while there is no other replica. Among several prefill replicas, the one with the fewest queued
+prompt tokens is used.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from penstock.routing.flights import Leg
 from penstock.routing.member import Member
 
 BACKLOG = 8
-"""A prompt before which so many times its own length waits is computed where it is used."""
+"""If a prefill replica has more than this many times the prompt's length queued, the decode replica computes it."""
 
 log = logging.getLogger("penstock.routing")
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
-    """When prompts are handed over."""
+    """When prompts are computed on a prefill replica."""
 
     least_tokens: int = 512
-    """Tokens to compute from which on another replica does it."""
+    """Minimum of tokens to compute for which a prefill replica is used."""
     wait_s: float = 10.0
-    """A replica that completes no step for so long is not waited for."""
+    """How long a decode replica waits for a prefill replica that completes no step."""
 
 
 class Handovers:
-    """Arranges for prompts to be computed elsewhere."""
+    """Assigns prefill replicas to requests."""
 
     def __init__(self, policy: HandoverPolicy) -> None:
         self._policy = policy
         self._refused: set[tuple[str, str]] = set()
-        """Instances whose blocks were found not to fit, of which the log tells once."""
+        """Pairs of instances with incompatible blocks, which are logged once."""
 
     def arrange(self, request: Request, leg: Leg, members: Sequence[Member], now: float) -> Request:
-        """The request as the replica of `leg` shall have it: with the address of whoever computes its prompt, when that
-        is another, which is the leg's helper from now on."""
+        """The request to send to the replica of `leg`, with the address of a prefill replica if one is used; that
+        replica becomes the leg's helper."""
         member, tokens = leg.member, len(request.prompt) + len(request.produced)
         if member.role != "decode" or tokens < self._policy.least_tokens:
             return request
@@ -62,7 +62,8 @@ class Handovers:
         return replace(request, handover=source)
 
     def _fits(self, helper: Member, member: Member) -> bool:
-        """Whether the one can use the other's blocks. The engines check it too; asking in vain would cost time."""
+        """Whether `member` can use the KV blocks of `helper`. The engines check it too, but a failed attempt costs
+        time."""
         theirs, ours = helper.backend.info, member.backend.info
         if theirs is None or ours is None or not isinstance(helper.backend, NativeBackend):
             return False
@@ -72,17 +73,17 @@ class Handovers:
         if pair not in self._refused and theirs.kv_format != ours.kv_format:
             self._refused.add(pair)
             log.error(
-                "replicas cannot hand prompts over: their KV blocks differ",
+                "prefill and decode replica have different KV block formats; prompts are computed where they are used",
                 extra={
                     "prefill_replica": helper.name,
                     "decode_replica": member.name,
-                    "prefill_has": theirs.kv_format or "none to give",
-                    "decode_has": ours.kv_format or "no use for any",
+                    "prefill_has": theirs.kv_format or "none",
+                    "decode_has": ours.kv_format or "none",
                 },
             )
         return False
 
 
 def generating(members: Sequence[Member]) -> Sequence[Member]:
-    """Those that run whole requests: all but the replicas for prefill, and these too while there is no other."""
+    """The replicas that run whole requests: all but prefill replicas, or these when there are no others."""
     return [member for member in members if member.role != "prefill"] or members

@@ -1,4 +1,4 @@
-"""The load of several engines as if they were one."""
+"""Adds up the loads of several engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.engine.request import HandoverLoad, Load
 
 
 def total_load(loads: Sequence[Load]) -> Load:
-    """Everything that is counted, added up; adapters as the first engine that has any tells of them."""
+    """The sum of all counters; the adapter state is that of the first engine that reports one."""
     if len(loads) == 1:
         return loads[0]
     total = Load(

@@ -1,4 +1,4 @@
-"""One replica as its set sees it: the backend, its breaker, and the requests that are on it."""
+"""One replica of a set: its backend, its breaker and the requests on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from penstock.routing.policy import ReplicaView
 
 
 class Member:
-    """A replica. It takes requests while it is up and awake, makes progress where it has work, and its breaker lets
-    them through."""
+    """A replica. It takes requests while it is up and awake, is not stuck, and its breaker is not open."""
 
     __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "retiring")
 
@@ -27,7 +26,7 @@ class Member:
         self._lost = ""
         self.legs: dict[str, Leg] = {}
         self.retiring = False
-        """Takes nothing new: it leaves the set."""
+        """It is leaving the set and takes no new requests."""
 
     @property
     def name(self) -> str:
@@ -43,7 +42,7 @@ class Member:
         return self.backend.ready and self.backend.stalled_s > self._stall_s
 
     def takes(self, request: Request) -> bool:
-        """Whether the request can be sent here now."""
+        """Whether the request can be sent to it now."""
         return not self.retiring and not self.stuck and self.breaker.allows and self.can_run(request)
 
     def can_run(self, request: Request) -> bool:
@@ -54,12 +53,12 @@ class Member:
         return not request.adapter or backend.adapters is None or request.adapter in backend.adapters
 
     def view(self, now: float) -> ReplicaView:
-        """What a policy sees of it."""
+        """The snapshot for a replica policy."""
         return self.meter.view(self.name, self.backend.load, self.backend.info, now)
 
     def lost(self) -> bool:
-        """It died under its requests, which is one failure however many they were; whether this is the first of them
-        to tell."""
+        """Reports that the replica died under a request. Counts as one failure per instance, however many requests it
+        had; returns whether this is the first report."""
         instance = self.backend.info.instance if self.backend.info is not None else ""
         first = instance != self._lost or not instance
         if first:

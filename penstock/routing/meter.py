@@ -1,8 +1,8 @@
-"""One replica as this gateway sees it: the engine's snapshot, corrected by the work sent to it and not yet reported.
+"""This gateway's view of one replica: the engine's load snapshot plus the work sent but not yet reported.
 
-A snapshot is as old as the last step. What was sent since then is known only here, and without it a burst would go to
-one replica that still looks idle. The tokens of this gateway's own requests and the speed at which they come back are
-counted together, so with several gateways each sees its share of both, and their quotient, the wait, stays right.
+A snapshot is as old as the last step. What was sent since is known only here; without it a burst would go to one
+replica that still looks idle. Queued tokens and speed are both measured on this gateway's own requests, so with several
+gateways each sees its share of both, and their quotient, the predicted wait, stays right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.routing.policy import ReplicaView
 from penstock.routing.rate import BusyRate
 
 SHARE_STEP = 0.1
-"""Weight of the newest request in the mean share of a prompt that the cache does not have."""
+"""Weight of the newest request in the mean uncached share of a prompt."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Work:
 
 
 class ReplicaMeter:
-    """Counts what goes to one replica and what comes back. The caller passes the time."""
+    """Counts the requests sent to one replica and the tokens it returns. The caller passes the time."""
 
     def __init__(self) -> None:
         self._work: dict[str, _Work] = {}
@@ -42,7 +42,7 @@ class ReplicaMeter:
         return len(self._work)
 
     def sent(self, request_id: str, prompt_tokens: int, expected_output: int, now: float) -> None:
-        """A request went to the replica."""
+        """Counts a request that was sent to the replica."""
         self._work[request_id] = _Work(prompt_tokens, expected_output)
         self._queued_tokens += prompt_tokens
         self._decoding_tokens += expected_output
@@ -51,7 +51,7 @@ class ReplicaMeter:
             self._prefill.busy(now, True)
 
     def received(self, delta: Delta, now: float) -> None:
-        """A delta of one of its requests came. Others are ignored."""
+        """Counts a delta; deltas of unknown requests are ignored."""
         work = self._work.get(delta.request_id)
         if work is None:
             return
@@ -70,7 +70,7 @@ class ReplicaMeter:
             self.ended(delta.request_id, now)
 
     def ended(self, request_id: str, now: float) -> None:
-        """A request is over, however it ended. Safe to call twice."""
+        """Ends a request, whatever its outcome. Safe to call twice."""
         work = self._work.pop(request_id, None)
         if work is None:
             return
@@ -81,7 +81,7 @@ class ReplicaMeter:
             self._decode.busy(now, False)
 
     def lost(self, now: float) -> None:
-        """The replica is gone, and all it had."""
+        """Ends all requests: the replica is gone."""
         for request_id in list(self._work):
             self.ended(request_id, now)
 

@@ -1,18 +1,36 @@
-"""The policies of replica choice. Their formulas, defaults and trade-offs are explained in docs/routing.md."""
+"""The replica policies and their registry. docs/routing.md explains formulas, defaults and trade-offs.
+
+To add a policy, write a class here and put `@replica_policy("name")` above it: the configuration (`routing.policy`),
+its error messages and `penstock config` read the names from `POLICIES`.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from penstock.config.routing import ReplicaPolicyName
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
 from penstock.routing.prefix_index import PrefixIndex
 
 SESSIONS = 65_536
-"""Sessions whose replica is remembered; those not seen for longest are forgotten first."""
+"""Sessions whose replica is remembered; the least recently used are forgotten first."""
+
+POLICIES: dict[str, Callable[[], ReplicaPolicy]] = {}
+"""The policies by the name that `routing.policy` uses."""
+_Policy = TypeVar("_Policy", bound=Callable[[], ReplicaPolicy])
+
+
+def replica_policy(name: str) -> Callable[[_Policy], _Policy]:
+    """Registers a policy class under `name`."""
+
+    def register(policy: _Policy) -> _Policy:
+        POLICIES[name] = policy
+        return policy
+
+    return register
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +38,21 @@ class PredictedWeights:
     """What the predicted policy trades against seconds of waiting."""
 
     prefill_tokens_per_s: float = 2000.0
-    """Speed of a replica nobody has measured yet, when no other has been either."""
+    """Assumed speed while no replica has been measured."""
     decode_tokens_per_s: float = 500.0
     kv_knee: float = 0.8
-    """Use of the KV cache from which on it counts."""
+    """KV cache use from which memory pressure counts."""
     kv_full_s: float = 2.0
-    """What a full cache costs: sequences are preempted and computed again."""
+    """Cost of a full cache: sequences are preempted and recomputed."""
     busy_s: float = 0.1
-    """What a replica with all slots taken costs in slower tokens, compared with an empty one."""
+    """Cost of a replica whose slots are all taken, compared with an empty one: its tokens come more slowly."""
     session_s: float = 0.05
-    """What it is worth to stay where the session was, beyond the cached prefix that is known of."""
+    """Value of staying on the session's replica, beyond its known cached prefix."""
 
 
+@replica_policy("round_robin")
 class RoundRobin:
-    """One after the other."""
+    """Each replica in turn."""
 
     wants_blocks = False
 
@@ -46,11 +65,12 @@ class RoundRobin:
         return allowed[self._next % len(allowed)]
 
     def forget(self, replica: str) -> None:
-        """Nothing is remembered."""
+        """This policy keeps no state per replica."""
 
 
+@replica_policy("random")
 class Random:
-    """Any of them, each in proportion to its weight."""
+    """A random replica, in proportion to the weights."""
 
     wants_blocks = False
 
@@ -61,11 +81,12 @@ class Random:
         return draw(self._rng, candidates, usable(candidates))
 
     def forget(self, replica: str) -> None:
-        """Nothing is remembered."""
+        """This policy keeps no state per replica."""
 
 
+@replica_policy("power_of_two")
 class PowerOfTwo:
-    """The less busy of two drawn at random: nearly as even as asking all, and no herd when views are old."""
+    """The less busy of two random replicas: nearly as even as comparing all, and stale views cause no herding."""
 
     wants_blocks = False
 
@@ -81,11 +102,12 @@ class PowerOfTwo:
         return min((first, second), key=lambda index: candidates[index].running + candidates[index].waiting)
 
     def forget(self, replica: str) -> None:
-        """Nothing is remembered."""
+        """This policy keeps no state per replica."""
 
 
+@replica_policy("predicted")
 class Predicted:
-    """The replica where the first token will come soonest, with an eye on its memory and on the session."""
+    """The replica with the earliest predicted first token, corrected for memory pressure and session affinity."""
 
     wants_blocks = True
 
@@ -105,7 +127,7 @@ class Predicted:
                 sum(known) / len(known) if known else self._weights.prefill_tokens_per_s,
                 sum(decoding) / len(decoding) if decoding else self._weights.decode_tokens_per_s,
             )
-            # Equal scores take turns.
+            # Rotate, so that replicas with equal scores take turns.
             self._turn += 1
             turn = self._turn % len(allowed)
             chosen = min(
@@ -120,7 +142,7 @@ class Predicted:
         self._prefixes.forget(replica)
 
     def seconds(self, request: ReplicaRequest, view: ReplicaView) -> float:
-        """What sending `request` to this replica costs, in seconds."""
+        """The predicted cost of sending `request` to this replica, in seconds."""
         return self._seconds(request, view, (self._weights.prefill_tokens_per_s, self._weights.decode_tokens_per_s))
 
     def _seconds(self, request: ReplicaRequest, view: ReplicaView, typical: tuple[float, float]) -> float:
@@ -133,13 +155,13 @@ class Predicted:
         present = view.running + view.waiting
         if view.slots:
             excess = present + 1 - view.slots
-            if excess > 0:  # somebody has to finish first
+            if excess > 0:  # it waits for a running request to finish
                 seconds += excess * view.decoding_tokens / max(present, 1) / decode
             seconds += weights.busy_s * min(present / view.slots, 1.0)
         seconds += self._pressure(request, fresh, view)
         if self._sessions.get((request.tenant, request.session)) == view.name:
             seconds -= weights.session_s
-        # A replica on trial looks as much slower as its breaker trusts it less.
+        # A replica whose breaker is half open counts as slower, in proportion to its weight.
         return seconds / view.weight if view.weight > 0 and seconds > 0 else seconds
 
     def _pressure(self, request: ReplicaRequest, fresh: int, view: ReplicaView) -> float:
@@ -159,20 +181,17 @@ class Predicted:
 
 
 def usable(candidates: Sequence[ReplicaView]) -> list[int]:
-    """Those that may be chosen: all with a weight, or all when none has one."""
+    """Indices of the candidates with a weight above 0, or of all candidates when there are none."""
     allowed = [index for index, view in enumerate(candidates) if view.weight > 0]
     return allowed or list(range(len(candidates)))
 
 
 def draw(rng: random.Random, candidates: Sequence[ReplicaView], allowed: Sequence[int]) -> int:
+    """A random index of `allowed`, in proportion to the candidates' weights."""
     weights = [candidates[index].weight for index in allowed]
     return rng.choices(allowed, weights if any(weights) else None)[0]
 
 
-def make_policy(name: ReplicaPolicyName) -> ReplicaPolicy:
-    """The policy that the configuration names (`routing.policy`). Each model's replicas need one of their own."""
-    if name == "predicted":
-        return Predicted()
-    if name == "power_of_two":
-        return PowerOfTwo()
-    return RoundRobin() if name == "round_robin" else Random()
+def make_policy(name: str) -> ReplicaPolicy:
+    """A new instance of the policy named in the configuration (`routing.policy`); every model needs its own."""
+    return POLICIES[name]()

@@ -1,6 +1,6 @@
-"""What a choice between replicas is made from, and the interface of those who make it.
+"""The interface of replica policies and the values they decide on.
 
-A policy sees snapshots, never backends, so that the same object serves a gateway, a test and a simulation.
+A policy sees snapshots, never backends, so the same object works in a gateway, a test and a simulation.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from penstock.engine.kv.block_hash import block_names
 from penstock.engine.request import Request
 
 MAX_BLOCKS = 512
-"""Blocks of a prompt that are named for the choice of a replica; prompts that agree on these go together anyway."""
+"""Leading blocks of a prompt that are hashed to choose a replica; prompts that share all of these belong together."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequest:
-    """A request, as far as it matters where it runs."""
+    """The facts about a request that decide which replica should run it."""
 
     prompt_tokens: int
     expected_output: int = 0
     """Tokens that it will probably generate."""
     blocks: Sequence[bytes] = ()
-    """Names of the full blocks of its prompt, from the first, as the engine's prefix cache names them. Empty when the
-    policy does not ask for them."""
+    """Hashes of the prompt's full blocks, from the first, as in the engine's prefix cache. Empty when the policy does
+    not use them."""
     block_size: int = 16
     session: str = ""
-    """Requests with the same word here belong together (`x-session-id`, `prompt_cache_key`)."""
+    """Groups requests that belong together (`x-session-id`, `prompt_cache_key`)."""
     tenant: str = ""
 
     @classmethod
@@ -42,7 +42,7 @@ class ReplicaRequest:
         session: str = "",
         tenant: str = "",
     ) -> ReplicaRequest:
-        """From an engine request. Adapters are told apart by name: their weights have names only in the engine."""
+        """From an engine request. Adapters are hashed by name: only the engine knows the hash of their weights."""
         named: list[bytes] = []
         if wants_blocks:
             limit = min(len(request.prompt), MAX_BLOCKS * block_size)
@@ -52,18 +52,18 @@ class ReplicaRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica at one moment: its newest load snapshot, corrected by what was sent since (see `ReplicaMeter`)."""
+    """A replica at one moment: its newest load snapshot plus what was sent since (see `ReplicaMeter`)."""
 
     name: str
     running: int = 0
     waiting: int = 0
-    """Requests that wait in it, those it has not reported yet included."""
+    """Requests waiting in the engine, including those sent but not yet reported."""
     slots: int = 0
     """Sequences that it runs at one time; 0: not known."""
     queued_tokens: int = 0
-    """Prompt tokens sent to it that it has probably still to compute."""
+    """Prompt tokens sent to it that it has probably not computed yet."""
     decoding_tokens: int = 0
-    """Tokens it will probably still generate for what it has."""
+    """Tokens it will probably still generate for the requests it has."""
     kv_use: float = 0.0
     """Used part of its KV cache, 0 to 1."""
     total_blocks: int = 0
@@ -72,19 +72,19 @@ class ReplicaView:
     """Measured; None: not known yet."""
     decode_tokens_per_s: float | None = None
     weight: float = 1.0
-    """What its circuit breaker leaves of it: 0 takes nothing, 1 everything."""
+    """Trust of its circuit breaker: 0 takes no requests, 1 takes its full share."""
 
 
 class ReplicaPolicy(Protocol):
-    """Chooses where a request runs."""
+    """Chooses the replica that runs a request."""
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether `ReplicaRequest.blocks` matters to it; naming blocks costs time."""
+        """Whether it uses `ReplicaRequest.blocks`; hashing blocks costs time."""
 
     def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
-        """The index of the replica to send `request` to; the policy takes note that it goes there. There is at least
-        one candidate; those with weight 0 are chosen only when all have it."""
+        """The index of the replica to send `request` to; the policy remembers its choice. There is at least one
+        candidate; one with weight 0 is chosen only when all have weight 0."""
 
     def forget(self, replica: str) -> None:
-        """The replica has lost its cache, or is gone."""
+        """Called when a replica has lost its cache or is gone."""

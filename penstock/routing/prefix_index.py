@@ -1,7 +1,7 @@
-"""Which replica probably holds which prefix, judged by what was sent there.
+"""Which prompt prefixes each replica probably has cached, judged by the prompts sent to it.
 
-An engine's own cache is the truth, but it is in another process; what a gateway sent to it is a good guess. Per replica
-the names of blocks are kept in the order in which the engine would give them up, and as many as fit its cache.
+The engine's own prefix cache is the truth, but it lives in another process; the prompts a gateway sent are a good
+approximation. For each replica the index keeps as many block hashes as its cache has blocks, in eviction order.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 UNKNOWN_CAPACITY = 16_384
-"""Names kept for a replica that does not tell the size of its cache."""
+"""Hashes kept for a replica that does not report the size of its cache."""
 
 
 class PrefixIndex:
-    """Names of blocks by replica."""
+    """Block hashes by replica."""
 
     def __init__(self) -> None:
         self._held: dict[str, OrderedDict[bytes, None]] = {}
 
     def matched(self, replica: str, blocks: Sequence[bytes]) -> int:
-        """How many leading blocks the replica probably has."""
+        """The number of leading blocks that the replica probably has cached."""
         held = self._held.get(replica)
         if not held:
             return 0
@@ -32,9 +32,9 @@ class PrefixIndex:
         return count
 
     def sent(self, replica: str, blocks: Sequence[bytes], capacity: int = 0) -> None:
-        """A prompt with these blocks went there."""
+        """Records that a prompt with these blocks was sent to the replica."""
         held = self._held.setdefault(replica, OrderedDict())
-        for name in reversed(blocks):  # beginnings last: they are the last to be given up
+        for name in reversed(blocks):  # the first blocks last, because they are evicted last
             held[name] = None
             held.move_to_end(name)
         excess = len(held) - (capacity or UNKNOWN_CAPACITY)

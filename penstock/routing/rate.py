@@ -1,7 +1,8 @@
-"""How fast something goes while it has something to do: work per busy second, the recent past counting most.
+"""Throughput measured over busy time only: work per busy second, exponentially weighted.
 
-Idle time does not count, so the figure is a capacity and not a demand. Both sums fade with the same time constant of
-busy time, so their quotient is a weighted mean that follows a change of speed within a few time constants.
+Idle time does not count, so the figure is a capacity and not a demand. Work and busy seconds decay with the same time
+constant (of busy time), so their quotient is a weighted mean that follows a change of speed within a few time
+constants.
 """
 
 from __future__ import annotations
@@ -9,35 +10,35 @@ from __future__ import annotations
 import math
 
 FADE_S = 10.0
-"""Busy seconds after which an observation counts 1/e."""
+"""Busy seconds after which the weight of an observation has fallen to 1/e."""
 SETTLED_S = 0.5
-"""With less busy time than this, a rate is not known."""
+"""Busy time below which the rate counts as unknown."""
 
 
 class BusyRate:
-    """Work per busy second. The caller passes the time and says when there is work."""
+    """Work per busy second. The caller passes the time and reports when work begins and ends."""
 
     __slots__ = ("_busy_since", "_fade_s", "_seconds", "_work")
 
     def __init__(self, fade_s: float = FADE_S, kinds: int = 1) -> None:
-        """`kinds`: of work, told apart by their index."""
+        """`kinds`: number of kinds of work, counted separately by index."""
         self._fade_s = fade_s
         self._work = [0.0] * kinds
         self._seconds = 0.0
         self._busy_since: float | None = None
 
     def busy(self, now: float, busy: bool) -> None:
-        """From now on there is work, or there is none."""
+        """Reports that there is work from now on, or that there is none."""
         self._pass(now)
         self._busy_since = now if busy else None
 
     def add(self, now: float, work: float, kind: int = 0) -> None:
-        """So much work was done just now."""
+        """Counts work that was just done."""
         self._pass(now)
         self._work[kind] += work
 
     def per_s(self, now: float, first: int = 0) -> float | None:
-        """Of all kinds from `first` on; None while too little has been seen."""
+        """The rate of all kinds from `first` on; None while too little was measured."""
         self._pass(now)
         if self._seconds < SETTLED_S or not any(self._work):
             return None

@@ -1,7 +1,4 @@
-"""Names and aliases of models, and what serves each.
-
-A model's backend is one engine or a `ReplicaSet`.
-"""
+"""The served models by name, alias and adapter name. A model's backend is one engine or a `ReplicaSet`."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from penstock.text import TextModel
 
 
 class AnsweringModel(Protocol):
-    """What answers, by name: a model that runs here, or one that others run."""
+    """A model that answers requests: a served model or a remote one."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def base_name(self) -> str:
-        """What metrics, prices and the ledger call it."""
+        """Its name in metrics, prices and the ledger."""
 
     @property
     def adapter(self) -> str: ...
@@ -47,33 +44,34 @@ class ServedModel:
     backend: Backend
     aliases: tuple[str, ...] = ()
     input_price: float = 0.0
-    """Money per million prompt tokens."""
+    """Dollars per million prompt tokens."""
     output_price: float = 0.0
     cost_per_hour: float = 0.0
-    """Dollars that the hardware of one engine costs."""
+    """Hardware cost of one engine, in dollars."""
     tool_format: str = "auto"
-    """How it writes function calls; `auto`: as its chat template says."""
+    """How it writes function calls; `auto`: as its chat template does."""
     time_slice: str = ""
-    """The group of models with which it takes turns; none when empty."""
+    """The time-slice group with which it shares memory; empty: none."""
     adapters: tuple[str, ...] = ()
-    """Configured LoRA adapters; once its engine has told of its own, those count."""
+    """Configured LoRA adapters, until the engine reports its own list."""
     fallback: tuple[str, ...] = ()
-    """Models that answer when this one cannot, in this order."""
+    """Models that answer when this one cannot, in order."""
     overflow_at: int | None = None
-    """Requests in flight per replica from which on the fallbacks go first."""
+    """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
-    """Set on a model that is another one with this adapter."""
+    """The adapter, if this is a base model with one."""
     base: str = ""
-    """The name of that other one."""
+    """The name of that base model."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def base_name(self) -> str:
-        """What the engine's metrics call it: adapters count as their base."""
+        """Its name in the engine's metrics: adapters count as their base model."""
         return self.base or self.name
 
     def overflows(self, waiting: int) -> bool:
-        """Whether it has more to do than it should take alone. `waiting`: requests that have not reached it yet."""
+        """Whether it has so many requests that fallbacks should be tried first. `waiting`: those still queued in the
+        gateway."""
         if self.overflow_at is None:
             return False
         up = sum(replica.ready for replica in self.backend.replicas)
@@ -85,7 +83,7 @@ class ServedModel:
         return list(self.adapters if told is None else told)
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same model, tokenizer and engine, with an adapter."""
+        """The same model, tokenizer and engine with an adapter."""
         return dataclasses.replace(self, name=name, adapter=name, base=self.name, aliases=(), adapters=())
 
     @property
@@ -107,7 +105,7 @@ def _fingerprint(*parts: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which model answers, and why that one (`x-penstock-route`)."""
+    """The model that answers, and why it was chosen (`x-penstock-route`)."""
 
     model: ServedModel
     why: str
@@ -137,7 +135,7 @@ class ModelRegistry:
         return iter(list(self._models.values()))
 
     def add(self, model: ServedModel) -> None:
-        """A model more; ConfigError when one of its names is taken."""
+        """Adds a model; ConfigError when one of its names is taken."""
         taken = [name for name in (model.name, *model.aliases) if self.named(name)]
         if taken:
             raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
@@ -146,7 +144,7 @@ class ModelRegistry:
         self._routes[model.name] = Route(model, "direct")
 
     def remove(self, name: str) -> ServedModel:
-        """From now on nobody finds it; who has it already may finish."""
+        """Removes a model for new requests; running ones may finish."""
         model = self._models.pop(name)
         self._routes = {known: route for known, route in self._routes.items() if route.model is not model}
         return model
@@ -160,7 +158,7 @@ class ModelRegistry:
                 return Route(model.with_adapter(name), "adapter")
         if name in self._remote_names:
             raise InvalidRequest(
-                f"Another server runs `{name}`; its tokens are not known here, so it takes conversations only.",
+                f"`{name}` runs on another server and its tokenizer is not available here; use the chat API.",
                 param="model",
                 code="remote_model",
             )
@@ -168,12 +166,12 @@ class ModelRegistry:
         raise ModelNotFound(name[:256], [*self._routes, *self._remote_names, *adapters])
 
     def remote(self, name: str) -> RemoteModel | None:
-        """The model of this name that others run."""
+        """The remote model with this name or alias, if any."""
         return self._remote_names.get(name)
 
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
-        """Who may answer a request for `name`, in order, and why them (`x-penstock-route`; nothing for the model
-        itself). `waiting`: how many requests wait for a model before its engines."""
+        """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the
+        model itself). `waiting`: the number of requests queued for a model in the gateway."""
         if name in self._remote_names:
             return [(name, "")]
         model = self.route(name).model
@@ -183,7 +181,7 @@ class ModelRegistry:
         return [(name, ""), *((other, "fallback") for other in others)]
 
     def named(self, name: str) -> bool:
-        """Whether a model or alias, not an adapter, is called this."""
+        """Whether a model or alias has this name; adapters do not count."""
         return name in self._routes or name in self._remote_names
 
     def _claim(self, name: str, route: Route) -> None:

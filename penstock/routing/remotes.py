@@ -1,8 +1,8 @@
-"""Models that other servers run: which of them answers a request, and whether any is worth asking.
+"""Remote models: chooses the server that answers a request and retries on another one.
 
-Owns the servers of one model, their breakers and the task that looks after them. A request goes to the server with the
-least to do whose breaker lets it; until the first text has come it may be tried on another, within the retry budget.
-After that a break is an error: nobody else can go on in the middle of a text.
+Owns the servers of one model, their breakers and the task that checks them. A request goes to the least busy server
+whose breaker is not open; until the first text arrives it may be retried on another one, within the retry budget. After
+that a broken connection is an error, because no other server can continue in the middle of a text.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger("penstock.routing")
 
 @dataclass(slots=True)
 class RemoteMember:
-    """One server, as the model sees it."""
+    """One server of a remote model."""
 
     server: OpenAIServer
     breaker: Breaker
     reachable: bool = True
-    """What the last look said."""
+    """Result of the last health check."""
 
 
 class RemoteModel:
-    """A model that clients can name and others run."""
+    """A model that clients can name and other servers run."""
 
     adapter = ""
 
@@ -62,7 +62,7 @@ class RemoteModel:
         self.output_price = output_price
         self.context_window = context_window
         self.limit_field = limit_field
-        """What the servers call the most tokens of an answer."""
+        """The request field that limits the answer's tokens on these servers."""
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
@@ -100,7 +100,7 @@ class RemoteModel:
             await member.server.close()
 
     async def answer(self, body: dict[str, Any], request_id: str, first: RemoteMember) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one answer, of the server `first` if it can."""
+        """The chunks of one answer, from the server `first` if it works."""
         self.budget.began()
         tried: list[RemoteMember] = []
         while True:
@@ -122,7 +122,7 @@ class RemoteModel:
                 if said or len(tried) == len(self.members) or not self.budget.take():
                     raise
                 log.info(
-                    "request tried at another server",
+                    "request retried on another remote server",
                     extra={
                         "request_id": request_id,
                         "model": self.name,
@@ -132,22 +132,22 @@ class RemoteModel:
                 )
 
     def choose(self, tried: Sequence[RemoteMember] = ()) -> RemoteMember:
-        """The server to ask, other than those; raises when there is none."""
+        """The server to use next, other than those in `tried`; raises when there is none."""
         able = [member for member in self.members if member not in tried and member.breaker.allows]
         if not able:
             waits = [member.breaker.opens_in_s for member in self.members]
             raise EngineUnavailable(
-                f"No server behind `{self.name}` can be used at the moment; try again.", retry_after=min(waits) or 1.0
+                f"No server of `{self.name}` is available at the moment; try again.", retry_after=min(waits) or 1.0
             )
         member = min(able, key=lambda member: (not member.reachable, member.server.in_flight))
         if member.server.in_flight >= self._max_in_flight:
             raise Overloaded(
-                f"{self.in_flight} requests already run at `{self.name}`; try again shortly.", retry_after=2.0
+                f"`{self.name}` already has {self.in_flight} requests in flight; try again shortly.", retry_after=2.0
             )
         return member
 
     async def _look(self) -> None:
-        """Ask servers that have been silent whether they are there."""
+        """Checks servers that have been silent."""
         while True:
             silent = [member for member in self.members if member.server.idle_s > self._check_s]
             await asyncio.gather(*(self._check(member) for member in silent))
@@ -159,7 +159,8 @@ class RemoteModel:
         except ApiError as error:
             if member.reachable:
                 log.warning(
-                    "server is away", extra={"model": self.name, "server": member.server.name, "why": error.message}
+                    "remote server is unreachable",
+                    extra={"model": self.name, "server": member.server.name, "why": error.message},
                 )
             member.reachable = False
             member.breaker.failed()

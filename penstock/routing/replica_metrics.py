@@ -1,5 +1,4 @@
-"""Figures of replicas, and of models that other servers run: requests that moved, breakers, the retry budget, who is
-up."""
+"""Metrics of replicas and remote servers: failovers, retries, breakers, parked requests, reachability."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from penstock.telemetry.exposition import MetricRegistry
 
 _BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 _COUNTS: tuple[tuple[str, str, Callable[[Dispatcher], int]], ...] = (
-    ("failovers", "Requests that went on elsewhere because their replica was gone.", lambda it: it.counts.failovers),
-    ("retries", "Requests tried again after a replica refused or failed them.", lambda it: it.counts.retries),
-    ("hedges", "Requests tried on a second replica because the first was slow.", lambda it: it.counts.hedges),
-    ("retries_refused", "Retries and hedges for which the budget was spent.", lambda it: it.budget.refused),
+    ("failovers", "Requests moved to another replica because theirs was lost.", lambda it: it.counts.failovers),
+    ("retries", "Requests retried after a replica refused or failed them.", lambda it: it.counts.retries),
+    ("hedges", "Requests also sent to a second replica because the first was slow.", lambda it: it.counts.hedges),
+    ("retries_refused", "Retries and hedges skipped because the retry budget was spent.", lambda it: it.budget.refused),
     ("given_up", "Requests that no replica could finish.", lambda it: it.counts.given_up),
 )
 
 
 def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
-    """Add them to `registry`; a single replica has no breaker."""
+    """Registers the metrics; a single replica has no breaker."""
 
     def sets() -> Iterator[tuple[str, ReplicaSet]]:
         for model in models:
@@ -59,14 +58,14 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
     registry.sampled(
         "gauge",
         "penstock_remote_up",
-        "1 while a remote server answers.",
+        "1 while a remote server is reachable.",
         ("model_name", "engine"),
         lambda: [((r.name, m.server.name), float(m.reachable)) for r in models.remotes.values() for m in r.members],
     )
     registry.sampled(
         "gauge",
         "penstock_remote_requests_in_flight",
-        "Requests that a remote server works on.",
+        "Requests in flight on a remote server.",
         ("model_name", "engine"),
         lambda: [((r.name, m.server.name), m.server.in_flight) for r in models.remotes.values() for m in r.members],
         merge="sum",
@@ -74,7 +73,7 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
     registry.sampled(
         "gauge",
         "penstock_parked_requests",
-        "Requests that wait because no replica can take them.",
+        "Requests waiting because no replica can take them.",
         ("model_name",),
         lambda: [((model,), found.dispatcher.parked) for model, found in sets()],
         merge="sum",

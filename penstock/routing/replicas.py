@@ -1,7 +1,7 @@
-"""Several replicas of one model as one backend.
+"""Several replicas of one model behind the `Backend` interface.
 
-Owns who belongs to the set: replicas join and leave while it runs. `Dispatcher` chooses one for each request and moves
-requests when it fails. What changes a model (sleep, wake, adapters) is done on every replica that is up.
+Owns the membership: replicas join and leave while the set runs. `Dispatcher` chooses a replica for each request and
+moves requests when it fails. Operations on the model (sleep, wake, adapters) run on every replica that is up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.routing.policies import Predicted
 from penstock.routing.policy import ReplicaPolicy
 
 EQUIP_S = 1.0
-"""How often to look for replicas that lack an adapter."""
+"""How often replicas are checked for missing adapters."""
 
 log = logging.getLogger("penstock.routing")
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class ReplicaSet:
         self._started = False
         self._leaving: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, AdapterSpec] = {}
-        """Adapters that were loaded by hand: replicas that come later, or come back, get them too."""
+        """Adapters loaded at run time: replicas that join or restart later get them too."""
         self._equipper: asyncio.Task[None] | None = None
 
     @property
@@ -81,23 +81,23 @@ class ReplicaSet:
             await member.backend.close()
 
     async def join(self, backend: Backend) -> None:
-        """A replica more."""
+        """Adds a replica."""
         self._members.append(self._member(backend))
         if self._started:
             await backend.start()
             self.dispatcher.watch()
 
     def retire(self, name: str) -> None:
-        """A replica less: it gets nothing new, and leaves when what is on it has ended or moved."""
+        """Removes a replica: it gets no new requests and leaves when those on it have ended or moved."""
         for member in self._members:
             if member.name == name and not member.retiring:
                 member.retiring = True
-                task = asyncio.create_task(self._see_off(member), name=f"retire {self.name}/{name}")
+                task = asyncio.create_task(self._remove_when_idle(member), name=f"retire {self.name}/{name}")
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
 
-    async def _see_off(self, member: Member) -> None:
-        while member.backend.in_flight:  # noqa: ASYNC110 (it ends in many ways, none of which is an event)
+    async def _remove_when_idle(self, member: Member) -> None:
+        while member.backend.in_flight:  # noqa: ASYNC110 (requests end in many ways, none of which is an event)
             await asyncio.sleep(TICK_S)
         self._members.remove(member)
         await member.backend.close()
@@ -107,7 +107,7 @@ class ReplicaSet:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Of the replica with the smallest window: what fits there fits everywhere."""
+        """The info of the replica with the smallest context window: what fits there fits everywhere."""
         if len(self._members) == 1:
             return self._members[0].backend.info
         infos = [info for member in self._members if (info := member.backend.info) is not None]
@@ -123,7 +123,7 @@ class ReplicaSet:
 
     @property
     def stalled_s(self) -> float:
-        """Of the replica that is best off: as long as one works, the model does."""
+        """The smallest value of all replicas: as long as one makes progress, the model does."""
         return min((member.backend.stalled_s for member in self._members if member.backend.ready), default=0.0)
 
     @property
@@ -152,7 +152,7 @@ class ReplicaSet:
                 retry_after=min((member.breaker.opens_in_s for member in up), default=1.0),
             )
         info = self.info
-        assert info is not None, "a replica that is up has told of itself"
+        assert info is not None, "a replica that is up has reported its info"
         return info
 
     def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
@@ -165,7 +165,7 @@ class ReplicaSet:
         return self.dispatcher.holds(request_id)
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
-        """From every replica: one that went on behind another counts the other's tokens with its own."""
+        """From every replica; one that continued a request counts the tokens of its predecessor too."""
         found = await asyncio.gather(*(member.backend.produced(charges) for member in self._members))
         return [entry for entries in found for entry in entries]
 
@@ -202,7 +202,7 @@ class ReplicaSet:
         return await self._everywhere(lambda backend: backend.pin_adapter(name, pinned), having=name)
 
     async def _equip(self) -> None:
-        """Load what was loaded by hand on replicas that do not have it; once on each, whether it works or not."""
+        """Loads run-time adapters on replicas that do not have them; one attempt per replica instance."""
         tried: set[tuple[str, str]] = set()
         while True:
             await asyncio.sleep(EQUIP_S)
@@ -220,10 +220,10 @@ class ReplicaSet:
             await backend.load_adapter(spec)
         except ApiError as error:
             about = {"model": self.name, "replica": backend.name, "adapter": spec.name, "why": error.message}
-            log.warning("adapter not loaded on a new replica", extra=about)
+            log.warning("adapter could not be loaded on a replica that joined or restarted", extra=about)
 
     async def _everywhere(self, act: Callable[[Backend], Awaitable[T]], *, having: str | None = None) -> T:
-        """Do something on every replica that is up (and has an adapter); what the first one answers."""
+        """Runs an operation on every replica that is up (and has the adapter `having`); returns the first result."""
         backends = [member.backend for member in self._members if member.backend.ready]
         if having is not None:
             backends = [backend for backend in backends if having in (backend.adapters or ())] or backends[:1]
@@ -239,7 +239,7 @@ class ReplicaSet:
 
 
 async def _first(waits: list[Awaitable[EngineInfo]]) -> None:
-    """Until one of them has come; what the last of them says when none does."""
+    """Waits until one of them succeeds; raises the last error when none does."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         failure: ApiError | None = None

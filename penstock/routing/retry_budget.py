@@ -1,15 +1,15 @@
-"""How much may be tried twice: never more than a share of what was asked for.
+"""Retry budget: limits retries and hedges to a share of the requests.
 
-Every request adds `share` of a retry to the budget, every retry or hedge takes one. The budget starts empty and holds
-at most `most`, so the retries of any period are at most `share` of its requests plus `most`, and over the whole life of
-the process at most `share` of all. When replicas fail because they are overloaded, retries fade out instead of
+Every request adds `share` of a retry to the budget; every retry or hedge takes one. The budget starts empty and holds
+at most `most`, so the retries of any period are at most `share` of its requests plus `most`, and over the life of the
+process at most `share` of all requests. When replicas fail because they are overloaded, retries fade out instead of
 doubling the load.
 """
 
 from __future__ import annotations
 
 _WHOLE = 1_000_000
-"""Counted in millionths: sums stay exact."""
+"""One retry, counted in millionths so that sums stay exact."""
 
 
 class RetryBudget:
@@ -21,11 +21,11 @@ class RetryBudget:
         self.refused = 0
 
     def began(self) -> None:
-        """A request came."""
+        """Counts a request."""
         self._left = min(self._left + self._share, self._most)
 
     def take(self) -> bool:
-        """Whether something may be tried once more."""
+        """Takes one retry from the budget; False when it is spent."""
         if self._left < _WHOLE:
             self.refused += 1
             return False

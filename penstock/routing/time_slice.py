@@ -1,11 +1,11 @@
-"""Which of several models that share one memory is awake.
+"""Time slicing: decides which of several models that share memory is awake.
 
-At most one is. A model that wakes stays for at least `slice_s`, however often others are asked for, so that memory is
-not swapped back and forth for single requests. Once its time is over and somebody waits for another model, it takes
-nothing new, finishes what it runs, and the model with the longest-waiting request is next. So nobody waits for longer
-than one slice, one longest request and one switch per other model.
+At most one is awake, for at least `slice_s`, whatever is requested meanwhile, so that memory is not swapped back and
+forth for single requests. When its slice is over and a request waits for another model, it takes no new requests and
+finishes the running ones; the model with the longest-waiting request is next. So no request waits longer than one
+slice, one longest request and one switch per other model.
 
-A plain object with an injected clock: `Slices` (in `slicing`) does what `next_move` says and reports back.
+A plain object with an injected clock: `TimeSliceGroup` carries out what `next_move` returns and reports back.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["idle", "waking", "awake", "falling"]
-"""`idle`: nobody is awake. `falling`: the one that was is being put to sleep."""
+"""`idle`: no model is awake. `falling`: the model is being put to sleep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What to do next."""
+    """The next step: wake a model or put it to sleep."""
 
     kind: Literal["wake", "sleep"]
     model: str
@@ -35,7 +35,7 @@ class TimeSlicePolicy:
         self._clock = clock
         self.phase: Phase = "idle"
         self.model: str | None = None
-        """The one that is awake, or on its way there or back."""
+        """The model that is awake, waking, or being put to sleep."""
         self._until = 0.0
         self._holders: Counter[str] = Counter()
         self._waiting: dict[int, tuple[str, float]] = {}
@@ -43,21 +43,21 @@ class TimeSlicePolicy:
 
     @property
     def holders(self) -> int:
-        """Requests that run on the model that is awake."""
+        """Number of requests that run on the awake model."""
         return self._holders.total()
 
     def wait(self, model: str) -> int:
-        """A request for `model` arrives; the ticket it waits with."""
+        """Registers a request that waits for `model`; returns its ticket."""
         self._serial += 1
         self._waiting[self._serial] = (model, self._clock())
         return self._serial
 
     def leave(self, ticket: int) -> None:
-        """A waiting request gave up."""
+        """Removes a waiting request."""
         self._waiting.pop(ticket, None)
 
     def admit(self, ticket: int) -> bool:
-        """Whether the request may run now; if so it holds its model awake until `release`."""
+        """Whether the request may run now; if so, it keeps its model awake until `release`."""
         model, _ = self._waiting[ticket]
         if self.phase != "awake" or model != self.model or self._must_go():
             return False
@@ -66,13 +66,13 @@ class TimeSlicePolicy:
         return True
 
     def release(self, model: str) -> None:
-        """A request that was admitted has ended."""
+        """Ends an admitted request."""
         self._holders[model] -= 1
         assert self._holders[model] >= 0
         self._holders = +self._holders
 
     def next_move(self) -> Transition | None:
-        """What to do now, if anything. Report it with `began`, and its end with `woke`, `slept` or `failed`."""
+        """What to do now, if anything. The caller reports the start with `began` and the end with `woke` or `slept`."""
         if self.phase == "idle":
             waiting = self._longest_waiting()
             return None if waiting is None else Transition("wake", waiting)
@@ -81,7 +81,7 @@ class TimeSlicePolicy:
         return None
 
     def due_in(self) -> float | None:
-        """Seconds until time alone will change what `next_move` says; None when only events will."""
+        """Seconds until the passing of time alone changes `next_move`; None when only events can."""
         if self.phase != "awake" or self._rival() is None or self._clock() >= self._until:
             return None
         return self._until - self._clock()
@@ -94,7 +94,7 @@ class TimeSlicePolicy:
         self.phase, self._until = "awake", self._clock() + self.slice_s
 
     def slept(self) -> None:
-        """The model sleeps: as told, or because its engine was lost and came back asleep."""
+        """Reports that the model is asleep, either as told or because its engine was restarted."""
         self.phase, self.model = "idle", None
 
     def _must_go(self) -> bool:

@@ -1,7 +1,7 @@
-"""Carries out what `TimeSlicePolicy` decides: requests wait for their model's turn, engines are put to sleep and woken.
+"""Carries out the decisions of `TimeSlicePolicy`: requests wait until their model is awake, engines sleep and wake.
 
-Owns one task per group of models that share memory. Invariant: whoever was let in by `acquire` is counted until its
-release, and no model is put to sleep in between.
+Owns one task per group of models that share memory. Invariant: a request admitted by `acquire` is counted until its
+release, and its model is not put to sleep before that.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.routing.registry import ServedModel
 from penstock.routing.time_slice import TimeSlicePolicy, Transition
 
 LOOK_S = 1.0
-"""How often to look whether the engine that should be awake was lost meanwhile; it comes back asleep."""
+"""How often to check whether the awake engine was restarted; a restarted engine is asleep."""
 ENGINE_WAIT_S = 10.0
-"""How long to wait for an engine that is not up before whoever wants it is told."""
+"""How long to wait for an engine that is down before its requests fail."""
 
 log = logging.getLogger("penstock.routing")
 Release = Callable[[], None]
 
 
 class TimeSliceGroup:
-    """Models of which one is awake at a time."""
+    """Models of which at most one is awake at a time."""
 
     def __init__(self, backends: Mapping[str, Backend], slice_s: float, clock: Callable[[], float]) -> None:
         self._backends = dict(backends)
@@ -46,7 +46,7 @@ class TimeSliceGroup:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def acquire(self, model: str, within_s: float) -> Release:
-        """Wait until `model` is awake and hold it awake; `ModelAsleep` after `within_s`."""
+        """Waits until `model` is awake and keeps it awake until the release; `ModelAsleep` after `within_s`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ticket = self._policy.wait(model)
         self._tickets[ticket] = (model, turn)
@@ -71,9 +71,9 @@ class TimeSliceGroup:
 
     def _not_in_time(self, model: str, within_s: float) -> ModelAsleep:
         awake = self._policy.model
-        now = f" (now it is `{awake}`'s)" if awake not in (None, model) else ""
+        now = f" (`{awake}` is awake)" if awake not in (None, model) else ""
         return ModelAsleep(
-            f"`{model}` takes turns with other models and its turn did not come within {within_s:g} s{now}; try again.",
+            f"`{model}` shares memory with other models and could not be woken within {within_s:g} s{now}; try again.",
             retry_after=max(1.0, self._policy.due_in() or 0.0),
         )
 
@@ -97,7 +97,7 @@ class TimeSliceGroup:
         if policy.phase == "awake" and policy.model is not None:
             backend = self._backends[policy.model]
             if backend.ready and backend.state != "awake":
-                log.warning("model fell asleep by itself", extra={"model": policy.model})
+                log.warning("model is asleep after its engine restarted", extra={"model": policy.model})
                 policy.slept()
 
     def _admit(self) -> None:
@@ -117,16 +117,16 @@ class TimeSliceGroup:
                 await backend.wake()
                 self._policy.woke()
         except ApiError as error:
-            # An engine that was lost comes back asleep.
-            log.warning("%s failed", move.kind, extra={"model": move.model, "why": error.message})
+            # An engine that was lost is asleep after its restart.
+            failed = "model could not be put to sleep" if move.kind == "sleep" else "model could not be woken"
+            log.warning(failed, extra={"model": move.model, "why": error.message})
             self._policy.slept()
             if move.kind == "wake":
                 self._fail(move.model, error)
         else:
             seconds = round(time.monotonic() - begin, 3)
-            log.info(
-                "model %s", "awake" if move.kind == "wake" else "asleep", extra={"model": move.model, "s": seconds}
-            )
+            done = "model is awake" if move.kind == "wake" else "model is asleep"
+            log.info(done, extra={"model": move.model, "s": seconds})
 
     def _fail(self, model: str, error: ApiError) -> None:
         for ticket, (wanted, turn) in self._tickets.items():
@@ -136,7 +136,7 @@ class TimeSliceGroup:
 
 
 class TimeSlices:
-    """Every group, by the models in it."""
+    """All time-slice groups of a gateway."""
 
     def __init__(
         self,
@@ -162,12 +162,13 @@ class TimeSlices:
             await group.close()
 
     async def acquire(self, model: ServedModel, within_s: float) -> Release | None:
-        """Hold a model awake, if it takes turns; one that was put to sleep by hand is not woken by requests."""
+        """Keeps a model of a group awake until the release; None for a model without a group. Requests do not wake a
+        model that an operator put to sleep."""
         group = self._group_of.get(model.base_name)
         if group is not None:
             return await group.acquire(model.base_name, within_s)
         if model.backend.ready and model.backend.state != "awake":
             raise ModelAsleep(
-                f"`{model.base_name}` was put to sleep; POST /v1/admin/models/{model.base_name}/wake wakes it."
+                f"`{model.base_name}` is asleep; wake it with POST /v1/admin/models/{model.base_name}/wake."
             )
         return None

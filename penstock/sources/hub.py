@@ -1,28 +1,28 @@
-"""Fetching models from a Hugging Face hub over plain HTTP.
+"""Models from a Hugging Face hub, through `huggingface_hub`.
 
-Only the files an engine needs are taken. Each is written to `NAME.part` and continued from where it stopped, in
-this attempt or a later one; it gets its name once its size and the hash the hub gives for it agree. Honours
-`HF_ENDPOINT` and `HF_TOKEN`.
+Only the files that an engine needs are downloaded. Each is written to `NAME.part` and resumed from where it stopped, in
+this attempt or a later one (the library's own `hf_hub_download` starts over in a new process); it gets its name once
+its size and the hash that the hub announces for it agree. `HF_ENDPOINT` and `HF_TOKEN` apply.
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
-import json
 import os
 import re
 import shutil
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SourceError
 from penstock.sources.model_cache import Progress, Slot, require_space
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoSibling
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_S = 15.0
@@ -61,9 +61,9 @@ class RemoteFile:
 
 
 def fetch_repository(source: HubSource, slot: Slot, label: str, progress: Progress | None) -> None:
-    """Fill the slot from a repository. Call with the slot's lock held. Earlier partial files are continued."""
-    client = _Client()
-    commit, listing = client.listing(source)
+    """Fill the slot from a repository. Call with the slot's lock held. Earlier partial files are resumed."""
+    client = _HubClient(source)
+    commit, listing = client.listing()
     files = choose_files(listing, source)
     slot.partial.mkdir(parents=True, exist_ok=True)
     _forget_other_commit(slot.partial, commit)
@@ -71,7 +71,7 @@ def fetch_repository(source: HubSource, slot: Slot, label: str, progress: Progre
     require_space(slot.partial, sum(file.size or 0 for file in files) - present)
     for file in files:
         if not (slot.partial / file.name).exists():
-            client.download(source, commit, file, slot.partial, progress)
+            client.download(commit, file, slot.partial, progress)
     (slot.partial / _COMMIT).unlink()
     wanted = {file.name for file in files}
     for stray in slot.partial.iterdir():
@@ -123,118 +123,133 @@ def _choose_gguf(ggufs: list[RemoteFile], source: HubSource) -> RemoteFile:
     raise SourceError(f"hf:{source.repository}: which GGUF file? Write hf:{source.repository}:NAME; it has {names}")
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to storage hosts, without taking the token there."""
+class _HubClient:
+    """One repository of a hub."""
 
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None and urllib.parse.urlsplit(newurl).netloc != urllib.parse.urlsplit(req.full_url).netloc:
-            request.headers.pop("Authorization", None)
-        return request
-
-
-class _Client:
-    """Requests to one hub."""
-
-    def __init__(self) -> None:
+    def __init__(self, source: HubSource) -> None:
+        self.source = source
         self.endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-        self.token = os.environ.get("HF_TOKEN")
-        self._opener = urllib.request.build_opener(_Redirects())
 
-    def listing(self, source: HubSource) -> tuple[str, list[RemoteFile]]:
-        """The commit a revision stands for, and its files."""
-        revision = urllib.parse.quote(source.revision, safe="")
-        url = f"{self.endpoint}/api/models/{source.repository}/revision/{revision}?blobs=true"
+    def listing(self) -> tuple[str, list[RemoteFile]]:
+        """The commit that the revision stands for, and its files."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+        source = self.source
         try:
-            with self._get(url, {}) as reply:
-                answer = json.load(reply)
-            files = [_remote_file(entry) for entry in answer["siblings"]]
-            return str(answer["sha"]), files
-        except urllib.error.HTTPError as error:
-            raise self._refused(source, error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unreachable(source, error) from error
+            info = HfApi(self.endpoint, library_name="penstock").model_info(
+                source.repository, revision=source.revision, timeout=TIMEOUT_S, files_metadata=True
+            )
+            if info.sha is None or info.siblings is None:
+                raise KeyError("sha and siblings")
+            return info.sha, [_remote_file(sibling) for sibling in info.siblings]
+        except HfHubHTTPError as error:
+            raise self._refused(error) from error
+        except (OSError, httpx.HTTPError) as error:
+            raise self._unreachable(error) from error
         except (ValueError, KeyError, TypeError) as error:
             raise SourceError(f"{self.endpoint} gave no usable file list for hf:{source.repository}") from error
 
-    def download(
-        self, source: HubSource, commit: str, file: RemoteFile, folder: Path, progress: Progress | None
-    ) -> None:
-        """Fetch one file, continuing a part that is there already."""
-        url = f"{self.endpoint}/{source.repository}/resolve/{commit}/{urllib.parse.quote(file.path)}"
+    def download(self, commit: str, file: RemoteFile, folder: Path, progress: Progress | None) -> None:
+        """Fetch one file, resuming a part that is there already."""
         part = folder / f"{file.name}.part"
-        failures, damaged = 0, False
+        for _ in range(2):
+            if part.exists() and file.size is not None and part.stat().st_size > file.size:
+                part.unlink()
+            self._complete(commit, file, part, progress)
+            if _intact(part, file, progress):
+                part.rename(folder / file.name)
+                return
+            part.unlink()
+        raise SourceError(f"{file.name} of hf:{self.source.repository} arrived damaged twice; try again later")
+
+    def _complete(self, commit: str, file: RemoteFile, part: Path, progress: Progress | None) -> None:
+        """Append what `part` lacks. The library resumes most cut connections; resets and server errors are retried
+        here, until `ATTEMPTS` in a row have brought nothing new."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers, httpx  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.source.repository, file.path, revision=commit, endpoint=self.endpoint)
+        headers = build_hf_headers(library_name="penstock")
+        failures = 0
         while True:
             before = part.stat().st_size if part.exists() else 0
             try:
-                if file.size is None or before < file.size:
-                    self._continue(url, file, part, progress)
-            except urllib.error.HTTPError as error:
-                if error.code < 500 and error.code != 429:
-                    raise self._refused(source, error) from error
-                cause: Exception = error
-            except (OSError, http.client.HTTPException) as error:
-                cause = error
-            else:
-                if _intact(part, file, progress):
-                    part.rename(folder / file.name)
-                    return
-                part.unlink()
-                if damaged:
-                    raise SourceError(f"{file.name} of hf:{source.repository} arrived damaged twice; try again later")
-                damaged = True
-                continue
-            grown = part.exists() and part.stat().st_size > before
-            failures = 0 if grown else failures + 1
+                with part.open("ab") as out:
+                    http_get(
+                        url,
+                        out,
+                        resume_size=before,
+                        headers=headers,
+                        expected_size=file.size,
+                        displayed_filename=file.name,
+                        tqdm_class=_progress_bar(file, progress),
+                    )
+                return
+            except HfHubHTTPError as error:
+                problem = self._refused(error)
+                if error.response.status_code < 500:
+                    raise problem from error
+            except httpx.HTTPError as error:
+                problem = self._unreachable(error)
+            except ValueError as error:  # larger than the hub sends over plain HTTP
+                raise SourceError(f"{file.name} of hf:{self.source.repository} cannot be fetched: {error}") from error
+            except OSError as error:
+                if error.errno is not None:  # of the disk
+                    raise
+                return  # of another length than announced: `_intact` finds it damaged
+            failures = 0 if part.stat().st_size > before else failures + 1
             if failures >= ATTEMPTS:
-                raise self._unreachable(source, cause) from cause
+                raise problem
             time.sleep(0.2 * 2**failures if failures else 0.05)
 
-    def _continue(self, url: str, file: RemoteFile, part: Path, progress: Progress | None) -> None:
-        done = part.stat().st_size if part.exists() else 0
-        with self._get(url, {"Range": f"bytes={done}-"} if done else {}) as reply:
-            if done and reply.status != 206:
-                done = 0  # the server sends the whole file again
-            with part.open("ab" if done else "wb") as out:
-                while chunk := reply.read(_CHUNK):
-                    out.write(chunk)
-                    done += len(chunk)
-                    if progress is not None:
-                        progress(f"downloading {file.name}", done, file.size)
-        if file.size is not None and done < file.size:
-            raise http.client.IncompleteRead(b"", file.size - done)
-
-    def _get(self, url: str, headers: dict[str, str]) -> Any:
-        request = urllib.request.Request(url, headers={"User-Agent": "penstock", **headers})
-        if self.token:
-            request.add_header("Authorization", f"Bearer {self.token}")
-        return self._opener.open(request, timeout=TIMEOUT_S)
-
-    def _refused(self, source: HubSource, error: urllib.error.HTTPError) -> SourceError:
-        name = f"hf:{source.repository}"
-        if error.code in (401, 403):
+    def _refused(self, error: HfHubHTTPError) -> SourceError:
+        name, status = f"hf:{self.source.repository}", error.response.status_code
+        if status in (401, 403):
             advice = "its terms may need accepting, and HF_TOKEN must then hold a token of that account"
-            return SourceError(f"{self.endpoint} refuses access to {name} (HTTP {error.code}): {advice}")
-        if error.code == 404:
-            return SourceError(f"{name} at revision {source.revision!r} does not exist on {self.endpoint} (HTTP 404)")
-        return SourceError(f"{self.endpoint} answered HTTP {error.code} for {name}; try again later")
+            return SourceError(f"{self.endpoint} refuses access to {name} (HTTP {status}): {advice}")
+        if status == 404:
+            revision = self.source.revision
+            return SourceError(f"{name} at revision {revision!r} does not exist on {self.endpoint} (HTTP 404)")
+        return SourceError(f"{self.endpoint} answered HTTP {status} for {name}; try again later")
 
-    def _unreachable(self, source: HubSource, error: Exception) -> SourceError:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    def _unreachable(self, error: Exception) -> SourceError:
         return SourceError(
-            f"hf:{source.repository} cannot be fetched: no answer from {self.endpoint} ({reason}). Check the network "
-            f"or proxy, set HF_ENDPOINT to a mirror, or give a local path or an alias from a package index"
+            f"hf:{self.source.repository} cannot be fetched: no answer from {self.endpoint} ({error}). Check the "
+            f"network or proxy, set HF_ENDPOINT to a mirror, or give a local path or an alias from a package index"
         )
 
 
-def _remote_file(entry: dict[str, Any]) -> RemoteFile:
-    large = entry.get("lfs")
-    if large:
-        return RemoteFile(entry["rfilename"], large.get("size"), f"sha256:{large['sha256']}")
-    blob = entry.get("blobId")
-    return RemoteFile(entry["rfilename"], entry.get("size"), f"git:{blob}" if blob else None)
+def _progress_bar(file: RemoteFile, progress: Progress | None) -> Any:
+    """A class that the library uses as a tqdm bar, and that reports to `progress` instead of drawing."""
+
+    class Bar:
+        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+            self.done = initial
+
+        def update(self, count: int) -> None:
+            self.done += count
+            if progress is not None:
+                progress(f"downloading {file.name}", self.done, file.size)
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            pass
+
+    return Bar
+
+
+def _remote_file(sibling: RepoSibling) -> RemoteFile:
+    if sibling.lfs is not None:
+        return RemoteFile(sibling.rfilename, sibling.lfs.size, f"sha256:{sibling.lfs.sha256}")
+    return RemoteFile(sibling.rfilename, sibling.size, f"git:{sibling.blob_id}" if sibling.blob_id else None)
 
 
 def _intact(part: Path, file: RemoteFile, progress: Progress | None) -> bool:

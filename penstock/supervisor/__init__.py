@@ -1,1 +1,1 @@
-"""The process tree of one machine: a gateway, an engine per model, and the one who starts and restarts them."""
+"""The process tree of one machine: gateways, engines, and the supervisor that starts, restarts and drains them."""

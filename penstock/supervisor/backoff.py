@@ -1,7 +1,8 @@
-"""How long to wait before a dead process is started again.
+"""Restart backoff: how long to wait before a dead process is started again.
 
-Doubles from `first_s` to `most_s` while it keeps dying; one that stayed up for `healthy_s` starts over. A process that
-dies at once must not burn the machine with restarts, and one accident a day must not cost half a minute.
+The delay doubles from `first_s` to `most_s` while the process keeps dying, and resets after it was ready for
+`healthy_s`. A process that dies at once must not burn the CPU with restarts, and one crash a day must not cost half a
+minute.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Backoff:
         self._next_s = first_s
 
     def delay(self, ready_s: float) -> float:
-        """Seconds to wait, for a process that had been ready for `ready_s` when it died."""
+        """Seconds to wait before restarting a process that died after being ready for `ready_s`."""
         if ready_s >= self._healthy_s:
             self._next_s = self._first_s
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._most_s)

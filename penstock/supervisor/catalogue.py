@@ -1,7 +1,7 @@
-"""The models of a running server: those of its configuration, and those that were loaded since.
+"""The models of a running server: those of its configuration, and those loaded at run time.
 
-Each that came later has a configuration of its own for its engines: what the server was started with stays as it is, so
-that a process which is started again finds what it knew.
+Each model loaded at run time has a configuration file of its own. The file that the server was started with never
+changes, so a restarted process finds the same settings as before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
 
 OnProgress = Callable[[str, str, float], None]
-"""Told of a model, a phase of its loading, and how much of that is done."""
+"""Called with a model, a phase of its loading, and the fraction of the phase that is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Later:
+class _AddedModel:
     place: int
     config: Config
-    """Of its engines: the server's, with this model alone."""
+    """The configuration of its engines: the server's, with this model only."""
 
     @property
     def model(self) -> ModelConfig:
@@ -37,47 +37,47 @@ class _Later:
 
 
 class ModelCatalogue:
-    """Knows how to start an engine of every model."""
+    """Builds the engine processes of every model."""
 
     def __init__(self, config: Config, folder: RuntimeFolder, on_progress: OnProgress | None = None) -> None:
-        """`config` is resolved."""
+        """`config` must be resolved."""
         self._config = config
         self._folder = folder
-        self._later: dict[str, _Later] = {}
+        self._added: dict[str, _AddedModel] = {}
         self._places = itertools.count(len(config.models) + len(config.encoders))
         self.on_progress: OnProgress = on_progress or (lambda model, phase, fraction: None)
 
     @property
     def loaded(self) -> dict[str, dict[str, Any]]:
-        """The configurations of models that came later, as JSON has them."""
-        return {name: dataclasses.asdict(later.model) for name, later in self._later.items()}
+        """The configurations of models loaded at run time, as plain JSON values."""
+        return {name: dataclasses.asdict(added.model) for name, added in self._added.items()}
 
     def unit(self, name: str, index: int) -> Unit:
-        """The engine process of a model's replica with this number."""
-        later = self._later.get(name)
-        if later is None:
+        """The engine process of a model's replica number `index`."""
+        added = self._added.get(name)
+        if added is None:
             return replica(self._config, self._folder, name, index)
-        unit = replica(later.config, self._folder, name, index, later.place)
+        unit = replica(added.config, self._folder, name, index, added.place)
         unit.on_progress = lambda phase, fraction: self.on_progress(name, phase, fraction)
         return unit
 
-    async def add(self, described: Mapping[str, Any]) -> ModelConfig:
-        """Check a model, described as in the configuration, and fetch it if it is not here."""
-        model = check_model(described)
+    async def add(self, description: Mapping[str, Any]) -> ModelConfig:
+        """Checks a model, described as in the configuration, and fetches its files if needed."""
+        model = check_model(description)
         if model.time_slice:
-            raise PenstockError("models that take turns (time_slice) are there from the start; use memory_share")
-        others = [*self._config.models, *(later.model for later in self._later.values())]
+            raise PenstockError("a model with time_slice cannot be loaded at run time; use memory_share instead")
+        others = [*self._config.models, *(added.model for added in self._added.values())]
         problems = conflicts(dataclasses.replace(self._config, models=(*others, model)))
         if problems:
             raise PenstockError("; ".join(problems).replace(f"models[{len(others)}]: ", ""))
         model = dataclasses.replace(model, source=await self._fetch(model.name, model.source))
         if model.draft_model is not None:
             model = dataclasses.replace(model, draft_model=await self._fetch(model.name, model.draft_model))
-        self._later[model.name] = _Later(next(self._places), dataclasses.replace(self._config, models=(model,)))
+        self._added[model.name] = _AddedModel(next(self._places), dataclasses.replace(self._config, models=(model,)))
         return model
 
     def remove(self, name: str) -> None:
-        self._later.pop(name, None)
+        self._added.pop(name, None)
         models = tuple(model for model in self._config.models if model.name != name)
         self._config = dataclasses.replace(self._config, models=models)
 

@@ -1,7 +1,7 @@
-"""One child process: its output line by line, its status reports, its end.
+"""One child process: its output by lines, its status messages, its exit.
 
-Invariant: output is read as long as the child lives, so it never blocks on a full pipe; a line is bounded. Children run
-in a session of their own, so that Ctrl-C reaches the supervisor alone and it can drain them in order.
+Invariant: output is read as long as the child lives, so it never blocks on a full pipe; the length of a line is
+bounded. Children run in their own sessions, so that Ctrl-C reaches only the supervisor, which drains them in order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.supervisor.status import Status, decode_status
 
 LINE_LIMIT = 16384
 STATUS_FD = "{status}"
-"""Stands for the number of the status descriptor in a command."""
+"""Placeholder for the number of the status file descriptor in a command."""
 
 log = logging.getLogger("penstock.supervisor")
 
 
 class Child:
-    """A running process. `spawn` it, `wait` for its end."""
+    """A running process: `spawn` starts it, `wait` waits for its exit."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, readers: list[asyncio.Task[None]]) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class Child:
             try:
                 on_status(decode_status(line.encode()))
             except msgspec.MsgspecError as error:
-                log.warning("%s reports something unreadable: %s", name, error)
+                log.warning("unreadable status message from a child", extra={"child": name, "why": str(error)})
 
         readers = [
             asyncio.create_task(_read_lines(process.stdout, on_line), name=f"{name} output"),
@@ -76,17 +76,17 @@ class Child:
         return cls(name, process, readers)
 
     async def wait(self) -> int:
-        """The exit status (negative: a signal), once all output has been passed on."""
+        """Waits for the exit; returns the exit status (negative: a signal) after all output was passed on."""
         waiting = asyncio.create_task(self._process.wait(), name=f"{self.name} wait")
         try:
-            # Some Python versions wait for the pipes to close too, which a grandchild may hold open.
+            # Some Python versions also wait for the pipes to close, which a grandchild may hold open.
             while self._process.returncode is None:
                 await asyncio.wait([waiting], timeout=1.0)
         finally:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         code = self._process.returncode
-        # What it started must not outlive it, nor keep its port.
+        # Its own children must not outlive it or keep its port.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
@@ -103,7 +103,7 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """The child and whatever it started itself: it leads its own session."""
+        """Kills the child and its descendants: it leads its own session."""
         if self.alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The supervisor's ear: operations that gateways pass on, and the topology they follow.
+"""The supervisor's control socket: gateways forward admin operations and receive the topology.
 
-Invariant: operations run one at a time, in the order they came, and each is answered once; a gateway that goes away in
-between does not stop what it asked for.
+Invariant: operations run one at a time, in order of arrival, and each is answered once. An operation continues when the
+gateway that sent it disconnects.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from penstock.protocol.control import (
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
-"""Operations that may wait; a gateway that sends more is not read until there is room."""
+"""Maximum of queued operations; gateways that send more are not read until one is done."""
 
 log = logging.getLogger("penstock.supervisor")
 
 
 class ControlServer:
-    """Serves the gateways of one supervisor; an async context manager."""
+    """The control socket of one supervisor; an async context manager."""
 
     def __init__(self, path: Path, replicas: Replicas) -> None:
         self._path = path
@@ -48,10 +48,10 @@ class ControlServer:
         self._worker: asyncio.Task[None] | None = None
         replicas.on_change = self._publish
         if replicas.catalogue is not None:
-            replicas.catalogue.on_progress = self._tell_progress
+            replicas.catalogue.on_progress = self._broadcast_progress
 
     async def __aenter__(self) -> ControlServer:
-        self._server = await asyncio.start_unix_server(self._converse, self._path)
+        self._server = await asyncio.start_unix_server(self._serve_gateway, self._path)
         self._path.chmod(0o600)
         self._worker = asyncio.create_task(self._work(), name="control operations")
         return self
@@ -67,46 +67,46 @@ class ControlServer:
             writer.close()
         self._path.unlink(missing_ok=True)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._gateways.add(writer)
         writer.write(line(self._replicas.topology()))
         try:
             while sent := await reader.readline():
                 await self._waiting.put((decode_operation(sent), writer))
         except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
-            log.error("a gateway's control connection broke: %s", error)
+            log.error("control connection of a gateway failed", extra={"why": str(error)})
         finally:
             self._gateways.discard(writer)
             writer.close()
 
     def _publish(self, topology: Topology) -> None:
-        self._tell(topology)
+        self._broadcast(topology)
 
-    def _tell_progress(self, model: str, phase: str, fraction: float) -> None:
-        self._tell(Loading(model, phase, fraction))
+    def _broadcast_progress(self, model: str, phase: str, fraction: float) -> None:
+        self._broadcast(Loading(model, phase, fraction))
 
-    def _tell(self, message: Topology | Loading) -> None:
+    def _broadcast(self, message: Topology | Loading) -> None:
         for writer in self._gateways:
             writer.write(line(message))
 
     async def _work(self) -> None:
-        for described in await self._replicas.remembered():
+        for description in await self._replicas.saved_descriptions():
             try:
-                await self._carry_out(Load(0, described))
-            except PenstockError as problem:  # it stays remembered: the next start may find what is missing now
-                log.error("a model that was loaded before is not served: %s", problem)
+                await self._carry_out(Load(0, description))
+            except PenstockError as problem:  # it stays in the file: the next start may succeed
+                log.error("a saved model could not be loaded; the next start tries again", extra={"why": str(problem)})
         while True:
-            operation, asker = await self._waiting.get()
+            operation, sender = await self._waiting.get()
             error = ""
             try:
                 await self._carry_out(operation)
             except PenstockError as problem:
                 error = str(problem)
             except Exception as problem:
-                log.exception("an operation failed")
-                error = f"the supervisor failed on it: {problem}"
-            if asker in self._gateways:
-                asker.write(line(Done(operation.operation, error)))
+                log.exception("control operation failed")
+                error = f"the supervisor failed: {problem}"
+            if sender in self._gateways:
+                sender.write(line(Done(operation.operation, error)))
 
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
@@ -116,11 +116,11 @@ class ControlServer:
                 await self._replicas.restart(model, replica)
             case Drain(_, model, replica):
                 await self._replicas.drain(model, replica)
-            case Load(_, described):
+            case Load(_, description):
                 try:
-                    await self._replicas.load(described)
+                    await self._replicas.load(description)
                 finally:
-                    self._tell(Loading(str(described.get("name", ""))))
+                    self._broadcast(Loading(str(description.get("name", ""))))
             case Unload(_, model):
                 await self._replicas.unload(model)
             case Stop():

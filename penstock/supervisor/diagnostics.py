@@ -1,4 +1,4 @@
-"""Examining a machine before serving on it: each finding is ok, a warning or a failure, with what to do about it."""
+"""The checks of `penstock doctor`: each finding is ok, a warning or a failure, with a remedy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """All findings. An examination that itself fails is a finding, not a crash."""
-    examinations: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    """Runs all checks. A check that itself fails is a finding, not a crash."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("packages", _packages),
         ("torch", _torch),
@@ -54,11 +54,11 @@ def examine(config: Config) -> list[Finding]:
         ("file limit", _file_limit),
     ]
     findings: list[Finding] = []
-    for name, examination in examinations:
+    for name, check in checks:
         try:
-            findings += examination()
+            findings += check()
         except Exception as error:
-            findings.append(Finding(name, CheckState.FAIL, f"could not be examined: {type(error).__name__}: {error}"))
+            findings.append(Finding(name, CheckState.FAIL, f"could not be checked: {type(error).__name__}: {error}"))
     return findings
 
 
@@ -75,7 +75,7 @@ def _packages() -> Iterator[Finding]:
     if missing:
         yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", "run `pip install penstock` again")
     else:
-        yield Finding("packages", CheckState.OK, "all there")
+        yield Finding("packages", CheckState.OK, "all installed")
 
 
 def _torch() -> Iterator[Finding]:
@@ -93,7 +93,9 @@ def _torch() -> Iterator[Finding]:
             yield Finding("device", CheckState.OK, detail)
     elif shutil.which("nvidia-smi"):
         remedy = "install a torch built for CUDA; until then engines run on the CPU"
-        yield Finding("device", CheckState.WARN, "an NVIDIA GPU is here, but this torch cannot use it", remedy)
+        yield Finding(
+            "device", CheckState.WARN, "there is an NVIDIA GPU, but this build of torch cannot use it", remedy
+        )
     else:
         yield Finding("device", CheckState.OK, "cpu (no CUDA device)")
 
@@ -112,13 +114,13 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    from penstock.engine.backends.cpu import status
+    from penstock.engine.backends.select import native_status
 
-    found = status()
+    found = native_status()
     if found.available:
         yield Finding("kernels", CheckState.OK, found.detail)
     else:
-        remedy = "install a C++ compiler (on Debian or Ubuntu: apt install g++) for several times the speed"
+        remedy = "install a C++ compiler (Debian, Ubuntu: apt install g++); the native kernels are several times faster"
         yield Finding("kernels", CheckState.WARN, f"PyTorch fallback: {found.detail}", remedy)
 
 
@@ -149,7 +151,7 @@ def _cache(config: Config) -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free
         detail = f"{root}, {free / GiB:.1f} GiB free"
         low = free < LEAST_DISK
-        remedy = "make room, or set PENSTOCK_CACHE to another disk" if low else ""
+        remedy = "free some disk space, or set PENSTOCK_CACHE to a folder on another disk" if low else ""
         yield Finding("model cache", CheckState.WARN if low else CheckState.OK, detail, remedy)
     for model in config.models:
         try:
@@ -158,7 +160,9 @@ def _cache(config: Config) -> Iterator[Finding]:
             yield Finding("model", CheckState.FAIL, f"{model.name}: {error}")
             continue
         if path is None:
-            yield Finding("model", CheckState.WARN, f"{model.name} is not here yet", f"`penstock pull {model.source}`")
+            yield Finding(
+                "model", CheckState.WARN, f"{model.name} is not downloaded yet", f"run `penstock pull {model.source}`"
+            )
         else:
             yield Finding("model", CheckState.OK, f"{model.name} in {path}")
 
@@ -177,7 +181,7 @@ def _file_limit() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     detail = f"{soft} open files (hard limit {hard})"
     if soft < GOOD_FILE_LIMIT:
-        remedy = f"every connection takes one: `ulimit -n {min(65536, hard)}` before serving many clients"
+        remedy = f"every connection needs one: run `ulimit -n {min(65536, hard)}` before serving many clients"
         yield Finding("file limit", CheckState.WARN, detail, remedy)
     else:
         yield Finding("file limit", CheckState.OK, detail)

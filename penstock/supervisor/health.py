@@ -1,4 +1,4 @@
-"""Whether a gateway answers on a port, and how to reach it."""
+"""The local URL of a gateway, and its readiness."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import suppress
 
 
 def local_url(host: str, port: int) -> str:
-    """How to reach the server from this machine."""
+    """The URL of the server on this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
     return f"http://{f'[{reachable}]' if ':' in reachable and not reachable.startswith('[') else reachable}:{port}"
 
 
 async def is_ready(host: str, port: int, timeout_s: float = 5.0) -> bool:
-    """Whether the gateway says that it can serve (`/health/ready`)."""
+    """Whether the gateway reports that it is ready (`/health/ready`)."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     writer = None
     try:

@@ -1,8 +1,8 @@
-"""Whether a process that should give a sign of life every second still does.
+"""Detects a frozen process by its missing heartbeats.
 
-An engine that is stuck in a step ends itself (`protocol.watchdog`); one that is frozen as a whole (stopped, or held in
-the kernel) cannot. Only one that has begun to beat is judged, so a start may take as long as it takes. Time in which
-the watcher did not run either (its machine was suspended, itself stopped) is nobody's silence.
+An engine that is stuck in a step ends itself (`engine_host.watchdog`); a process that is frozen as a whole (stopped, or
+blocked in the kernel) cannot. A process counts as frozen only after its first heartbeat, so startup may take any time.
+Time in which the supervisor itself did not run (machine suspended, process stopped) does not count as silence.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 
 HEARTBEAT_S = 1.0
-"""How often a process beats, and its watcher looks."""
+"""How often a process sends a heartbeat, and how often the supervisor checks."""
 
 
 class Heartbeat:
-    """Of one process. `look` every `HEARTBEAT_S`."""
+    """The heartbeats of one process. Call `look` every `HEARTBEAT_S`."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit_s`: silent for longer is frozen; 0: never."""
+        """`limit_s`: silence after which the process counts as frozen; 0: never."""
         self._limit_s = limit_s
         self._clock = clock
         self._begun = False
@@ -30,7 +30,7 @@ class Heartbeat:
         self.silent_s = 0.0
 
     def look(self) -> bool:
-        """Whether it is frozen."""
+        """Whether the process is frozen."""
         now = self._clock()
         self.silent_s += min(now - self._looked_at, 2 * HEARTBEAT_S)
         self._looked_at = now

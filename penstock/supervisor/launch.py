@@ -1,7 +1,7 @@
-"""From a configuration to the commands of the process tree.
+"""Builds the commands of the process tree from a configuration.
 
-Children get a resolved configuration (sources are local paths, overrides are applied), so that whatever the supervisor
-was told in flags or environment means the same to all of them, and after a restart too.
+Children get a resolved configuration: sources are local paths, flags and environment are applied. So the supervisor's
+settings mean the same to all of them, also after a restart.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.supervisor.unit import Unit
 
 
 def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
-    """`config` with every source replaced by the path it was resolved to (`paths`: by model name)."""
+    """`config` with every source replaced by its local path (`paths`: by model name)."""
     models = tuple(dataclasses.replace(model, source=str(paths[model.name])) for model in config.models)
     return dataclasses.replace(config, models=models)
 
 
 def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]]:
-    """The engines, one per replica of each model and per encoder, and the gateways. `config` is resolved."""
+    """The engines (one per replica of each model and one per encoder) and the gateways. `config` must be resolved."""
     engines = []
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
@@ -37,13 +37,13 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
         endpoint = folder.endpoint(position, 0)
         endpoints[encoder.name] = [endpoint]
         command = [*_run("engine", config, folder), encoder.name, "--endpoint", endpoint]
-        engines.append(Unit(f"encoder {encoder.name}", command, optional=True, early=encoder.start == "now"))
+        engines.append(Unit(f"encoder {encoder.name}", command, optional=True, autostart=encoder.start == "now"))
     return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
 
 
 def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None) -> Unit:
-    """The engine process of a model's replica with this number. `place`: of a model that came later, whose `config` is
-    its own; it tells endpoints and files apart."""
+    """The engine process of replica `index` of a model. `place`: for a model loaded at run time, which has a `config`
+    of its own, the number that keeps its endpoints and files apart."""
     position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
     endpoint = folder.endpoint(position if place is None else place, index)
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
@@ -55,14 +55,14 @@ def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place:
 
 
 def engine_name(model: ModelConfig, index: int) -> str:
-    """What logs call a replica's process."""
+    """The name of a replica's process in logs."""
     return f"engine {model.name}/{index}" if index or model.replicas > 1 else f"engine {model.name}"
 
 
 def gateways(
     config: Config, folder: RuntimeFolder, endpoints: Mapping[str, Sequence[str]], options: Sequence[str] = ()
 ) -> list[Unit]:
-    """One gateway, or as many as share the port; `options`: what else to tell each of them."""
+    """The gateway, or the workers that share the port; `options`: further arguments for each."""
     command = [*_run("gateway", config, folder), *options]
     for name, found in endpoints.items():
         for endpoint in found:

@@ -1,7 +1,7 @@
-"""Which models there are and how many engines serve each: more, fewer, or all of them anew, while the server runs.
+"""Changes models and replicas while the server runs: load and unload, scale, restart, drain.
 
-A replica that has to go drains by itself: it finishes what it runs, gateways send it nothing new, and what it cannot
-finish in time goes on elsewhere. Operations come one at a time (`Control` sees to that).
+A replica that is removed drains: it finishes its requests, gateways send it no new ones, and requests that do not
+finish in time move to other replicas. Operations run one at a time (`ControlServer` ensures it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
 FOUND_S = 1.0
-"""How long gateways take to find an engine that listens again."""
+"""How long gateways take to reconnect to a restarted engine."""
 MOST = 256
 
 
@@ -31,14 +31,14 @@ class Replicas:
         units: Iterable[Unit],
         make: Callable[[str, int], Unit],
         catalogue: ModelCatalogue | None = None,
-        kept: SavedModels | None = None,
+        saved: SavedModels | None = None,
     ) -> None:
-        """`make`: a further replica of a model, with this number. `catalogue`: knows models that come later. `kept`:
-        remembers them for the next start."""
+        """`make`: builds replica number N of a model. `catalogue`: models loaded at run time. `saved`: the file that
+        keeps them for the next start."""
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
-        self._kept = kept or SavedModels(None)
+        self._saved = saved or SavedModels(None)
         self._units: dict[str, list[Unit]] = {}
         for unit in units:
             if unit.replica:
@@ -51,11 +51,11 @@ class Replicas:
             {} if self.catalogue is None else self.catalogue.loaded,
         )
 
-    async def load(self, described: Mapping[str, Any]) -> None:
-        """Serve one more model; gateways hear of it when its engines are ready."""
+    async def load(self, description: Mapping[str, Any]) -> None:
+        """Loads a model; gateways learn of it when its engines are ready."""
         if self.catalogue is None:
-            raise PenstockError("this server cannot load models")
-        model = await self.catalogue.add(described)
+            raise PenstockError("this server cannot load models at run time")
+        model = await self.catalogue.add(description)
         units = [self._make(model.name, number) for number in range(model.replicas)]
         results = await asyncio.gather(*(self._supervisor.add(unit) for unit in units), return_exceptions=True)
         problem = next((result for result in results if isinstance(result, BaseException)), None)
@@ -64,23 +64,23 @@ class Replicas:
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units if not unit.dismissed))
             raise problem
         self._units[model.name] = units
-        await asyncio.to_thread(self._kept.add, described, model.name)
+        await asyncio.to_thread(self._saved.add, description, model.name)
         self._changed()
 
-    async def remembered(self) -> list[dict[str, Any]]:
-        """The models that an earlier run had loaded, described, once everything else is up."""
-        if self._kept.models:
+    async def saved_descriptions(self) -> list[dict[str, Any]]:
+        """Descriptions of the models that an earlier run had loaded; waits until everything else is up."""
+        if self._saved.models:
             await self._supervisor.announced.wait()
-        return self._kept.models
+        return self._saved.models
 
     async def unload(self, model: str) -> None:
         units = self._of(model)
         if len(self._units) == 1:
-            raise PenstockError(f"`{model}` is the only model here; stop the server instead")
+            raise PenstockError(f"`{model}` is the only model of this server; stop the server instead")
         del self._units[model]
         if self.catalogue is not None:
             self.catalogue.remove(model)
-        await asyncio.to_thread(self._kept.remove, model)
+        await asyncio.to_thread(self._saved.remove, model)
         self._changed()
         await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units))
 
@@ -97,7 +97,7 @@ class Replicas:
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in leaving))
 
     async def restart(self, model: str, replica: str = "") -> None:
-        """One after the other; stops at the first that does not come back."""
+        """Restarts one replica or all, one after the other; stops at the first that fails to start."""
         for unit in [self._one(model, replica)] if replica else list(self._of(model)):
             await self._supervisor.renew(unit)
             await asyncio.sleep(FOUND_S)
@@ -105,7 +105,7 @@ class Replicas:
     async def drain(self, model: str, replica: str) -> None:
         unit = self._one(model, replica)
         if all(other.paused for other in self._of(model) if other is not unit):
-            raise PenstockError(f"`{replica}` is the only replica of `{model}` that runs; stop the server instead")
+            raise PenstockError(f"`{replica}` is the only running replica of `{model}`; stop the server instead")
         await self._supervisor.pause(unit)
 
     def stop(self) -> None:

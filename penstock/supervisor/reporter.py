@@ -1,4 +1,4 @@
-"""What the supervisor tells whoever watches it. This one is silent; the command line has one with colours."""
+"""The events that the supervisor reports. This reporter ignores them; the CLI has one that prints them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ class Reporter:
     """Events of a process tree, in the order they happen."""
 
     def line(self, child: str, text: str) -> None:
-        """A child wrote a line."""
+        """A child wrote a line of output."""
 
     def progress(self, child: str, phase: str, fraction: float) -> None:
         """A child is starting."""
 
     def engine_started(self, child: str, info: EngineInfo) -> None:
-        """An engine listens, for the first time or again."""
+        """An engine is listening, after its first start or a restart."""
 
     def ready(self, engines: list[EngineInfo], seconds: float) -> None:
-        """Everything answers, `seconds` after the start."""
+        """All engines and gateways are ready, `seconds` after the start."""
 
     def exited(self, child: str, how: str, restart_in_s: float) -> None:
         """A child died and will be started again."""
 
     def draining(self, limit_s: float) -> None:
-        """Told to stop: running requests may finish."""
+        """The server is stopping and running requests may finish."""
 
     def stopped(self) -> None:
-        """Nothing runs any more."""
+        """All processes have ended."""

@@ -1,7 +1,8 @@
-"""The runtime folder: sockets and the resolved configuration of one running server, private to its user.
+"""The runtime folder: sockets and resolved configuration of one running server, private to its user.
 
-Each server has a folder of its own, under a lock that the kernel drops when the supervisor dies, however it dies. So
-a folder whose lock is free is stale, and the next server sweeps it; a process id would say less.
+Each server has its own folder with a lock file. The kernel releases the lock when the supervisor dies, however it dies,
+so a folder whose lock is free is stale and the next server removes it. A process id would be less reliable, because ids
+are reused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.errors import ConfigError
 
 _LOCK = "lock"
 _LONGEST = 60
-"""Longest base path; socket paths are limited to about 100 bytes by the system."""
+"""Maximum length of the base path; the system limits socket paths to about 100 bytes."""
 
 
 class RuntimeFolder:
@@ -43,7 +44,7 @@ class RuntimeFolder:
 
     @property
     def control(self) -> Path:
-        """Where gateways reach the supervisor."""
+        """The supervisor's control socket."""
         return self.path / "control"
 
     def close(self) -> None:
@@ -60,11 +61,11 @@ class RuntimeFolder:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Remove folders of servers that are gone; returns them."""
+    """Removes the folders of servers that are gone and returns them."""
     swept = []
     for folder in base.glob("server-*"):
         with contextlib.suppress(OSError):
-            # A folder without a lock file is being made this moment, or was emptied by hand: leave it.
+            # A folder without a lock file is being created right now, or was emptied by hand: leave it.
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,8 +89,8 @@ def _make_private(base: Path) -> None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = base.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{base} is not a folder of this user; remove it or set XDG_RUNTIME_DIR")
+            raise ConfigError(f"{base} is not a folder owned by this user; remove it or set XDG_RUNTIME_DIR")
         if stat.S_IMODE(found.st_mode) != 0o700:
             base.chmod(0o700)
     except OSError as error:
-        raise ConfigError(f"cannot make the runtime folder {base}: {error.strerror}; set XDG_RUNTIME_DIR") from error
+        raise ConfigError(f"cannot create the runtime folder {base}: {error.strerror}; set XDG_RUNTIME_DIR") from error

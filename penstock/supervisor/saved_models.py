@@ -1,7 +1,7 @@
-"""A file of the models that were loaded while the server ran, for the next start.
+"""The file of models loaded at run time (`server.loaded_models`), for the next start.
 
-It belongs to one server, like its configuration, and holds models as they were described. It is replaced as a whole, so
-that it is complete whenever it is read.
+It belongs to one server, like its configuration, and holds each model's description as it was sent. It is replaced
+atomically, so a reader always finds a complete file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _decoder = msgspec.json.Decoder(dict[str, dict[str, Any]])
 
 
 class SavedModels:
-    """By name. Without a path nothing is kept."""
+    """Model descriptions by name. Without a path nothing is saved."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -29,14 +29,16 @@ class SavedModels:
             try:
                 self._models = _decoder.decode(path.read_bytes())
             except (OSError, msgspec.MsgspecError) as error:
-                log.error("%s: models that were loaded before cannot be read: %s", path, error)
+                log.error(
+                    "saved models cannot be read; they are not served", extra={"path": str(path), "why": str(error)}
+                )
 
     @property
     def models(self) -> list[dict[str, Any]]:
         return list(self._models.values())
 
-    def add(self, described: Mapping[str, Any], name: str) -> None:
-        self._models[name] = dict(described)
+    def add(self, description: Mapping[str, Any], name: str) -> None:
+        self._models[name] = dict(description)
         self._write()
 
     def remove(self, name: str) -> None:
@@ -51,4 +53,7 @@ class SavedModels:
             beside.write_bytes(msgspec.json.format(msgspec.json.encode(self._models)))
             os.replace(beside, self._path)
         except OSError as error:
-            log.error("%s: the next start will not know of all models: %s", self._path, error)
+            log.error(
+                "saved models cannot be written; the next start will miss some",
+                extra={"path": str(self._path), "why": str(error)},
+            )

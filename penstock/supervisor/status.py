@@ -1,5 +1,5 @@
-"""A child's side of supervision: tell the supervisor how starting goes, and afterwards that the child lives. (Dying
-with it is `engine.process`.)"""
+"""The status messages of child processes and the pipe that carries them to the supervisor: startup progress first,
+heartbeats afterwards. (`engine.process` ends a child whose supervisor died.)"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.supervisor.heartbeat import HEARTBEAT_S
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Starting: which phase, and how much of it is done (0..1)."""
+    """Startup progress: the phase, and the fraction of it that is done (0..1)."""
 
     phase: str
     fraction: float
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The engine listens."""
+    """The engine is listening."""
 
     info: EngineInfo
 
@@ -33,19 +33,19 @@ class Listening(msgspec.Struct, frozen=True, tag="listening"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Starting failed for a reason that a person can act on."""
+    """Startup failed; the message is written for an operator."""
 
     message: str
 
 
 class EncoderNeeded(msgspec.Struct, frozen=True, tag="asked"):
-    """Somebody needs the encoder of this name, which runs only when it is needed."""
+    """A gateway needs an encoder that is started on demand."""
 
     encoder: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The process runs, whatever its engine does."""
+    """Heartbeat: the process is running, whatever its engine does."""
 
 
 Status: TypeAlias = Progress | Started | Listening | Failed | EncoderNeeded | Alive
@@ -58,7 +58,7 @@ def decode_status(line: bytes) -> Status:
 
 
 class StatusPipe:
-    """Writes status lines to the supervisor; without a descriptor it is silent."""
+    """Writes status messages to the supervisor; without a descriptor it does nothing."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -68,15 +68,15 @@ class StatusPipe:
             os.write(self._descriptor, msgspec.json.encode(status) + b"\n")
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Say every second that this process lives: from a thread, because a step may take long."""
+    def heartbeats(self) -> Iterator[None]:
+        """Sends a heartbeat every second, from a thread, because a step may take long."""
         over = threading.Event()
 
         def beat() -> None:
             try:
                 while not over.wait(HEARTBEAT_S):
                     self.send(Alive())
-            except BrokenPipeError:  # nobody supervises any more; this process is about to end too
+            except BrokenPipeError:  # the supervisor is gone; this process is about to end too
                 return
 
         if self._descriptor is not None:

@@ -1,10 +1,10 @@
-"""`penstock serve`: starts gateways and an engine per model at the same time, keeps them running, stops them in order.
+"""`penstock serve`: starts gateways and engines in parallel, keeps them running, and stops them in order.
 
-Invariants: whatever dies after it was once ready is started again, with backoff, and nothing else is touched; what dies
-before that ends the whole start with its reason, unless it is optional: such a unit is started when it is asked for,
-and when it cannot be, it waits to be asked again. An engine that was ready and gives no sign of life any more is
-killed, so that it is started again. Stopping goes from the outside in: the gateways drain first, while their engines
-still work for them, then the engines leave. A second request to stop kills everything.
+Invariants: a process that dies after it was ready once is restarted, with backoff, and nothing else is touched. A
+process that dies before that ends the whole startup with its reason, unless it is optional: an optional unit is started
+on demand, and after a failed start it waits for the next demand. An engine whose heartbeats stop is killed and
+restarted. Shutdown goes from the outside in: the gateways drain first, while the engines still serve them, then the
+engines stop. A second request to stop kills everything.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.supervisor.status import Alive, EncoderNeeded, Failed, Listening, 
 from penstock.supervisor.unit import Unit
 
 ENGINE_GRACE_S = 5.0
-"""How long an engine without gateways may take to leave."""
+"""How long an engine may take to exit after the gateways are gone."""
 TICK_S = 0.05
 GATEWAY_EXTRA_S = 5.0
-"""What a gateway may take beyond its own limit for draining."""
+"""How much longer than its drain limit a gateway may take to exit."""
 
 
 class StartFailed(PenstockError):
-    """Something could not be started."""
+    """A process could not be started."""
 
 
 class Supervisor:
@@ -51,8 +51,8 @@ class Supervisor:
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`frozen_s`: an engine that gives no sign of life for so long is killed; 0: never. `gateways_up`: whether all
-        gateways listen, for several on one port, where an answer proves one of them."""
+        """`frozen_s`: an engine without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
+        gateways are listening; with several on one port, a successful request proves only one."""
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
@@ -63,17 +63,17 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
         self.announced = asyncio.Event()
-        """Set when everything has been up for the first time."""
+        """Set when everything is ready for the first time."""
         self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._keepers: dict[Unit, asyncio.Task[None]] = {}
+        self._kill_now = asyncio.Event()
+        self._tasks: dict[Unit, asyncio.Task[None]] = {}
 
     def stop(self) -> None:
-        """Drain and stop; called again, stop at once."""
-        (self._hurry if self._stopping.is_set() else self._stopping).set()
+        """Drains and stops; a second call kills everything at once."""
+        (self._kill_now if self._stopping.is_set() else self._stopping).set()
 
     async def run(self, *, handle_signals: bool = True) -> None:
-        """Until stopped. Raises `StartFailed` when something never became ready."""
+        """Runs until stopped. Raises `StartFailed` when a process never became ready."""
         if handle_signals:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -90,59 +90,59 @@ class Supervisor:
             await asyncio.gather(announcer, return_exceptions=True)
             await self._shut_down()
             self._reporter.stopped()
-        for keeper in self._keepers.values():
-            if not keeper.cancelled() and (error := keeper.exception()) is not None:
+        for task in self._tasks.values():
+            if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
 
     async def add(self, unit: Unit) -> None:
-        """Keep one more engine running; returns when it is ready. `StartFailed` when it does not become so."""
-        unit.late = True
+        """Starts another engine and keeps it running; returns when it is ready, `StartFailed` if it cannot start."""
+        unit.added_later = True
         self._engines.append(unit)
         self._start(unit)
-        await self._until_up(unit)
+        await self._wait_ready(unit)
 
     async def dismiss(self, unit: Unit) -> None:
-        """Let an engine finish what it runs and end, for good."""
+        """Drains an engine and stops it for good."""
         unit.dismissed = True
-        unit.asked.set()
-        await self._send_off(unit)
-        await asyncio.wait([self._keepers[unit]])
+        unit.start_requested.set()
+        await self._stop_unit(unit)
+        await asyncio.wait([self._tasks[unit]])
         self._forget(unit)
 
     async def pause(self, unit: Unit) -> None:
-        """Let an engine finish what it runs and end; `renew` brings it back."""
+        """Drains an engine and stops it; `renew` starts it again."""
         unit.paused = True
-        unit.asked.clear()
-        await self._send_off(unit)
+        unit.start_requested.clear()
+        await self._stop_unit(unit)
 
     async def renew(self, unit: Unit) -> None:
-        """Let an engine finish what it runs, and start it again; returns when it is ready."""
+        """Drains an engine and restarts it; returns when it is ready."""
         unit.paused = False
         unit.problem = None
-        await self._send_off(unit)
-        unit.fell.clear()
-        unit.asked.set()
-        await self._until_up(unit)
+        await self._stop_unit(unit)
+        unit.crashed.clear()
+        unit.start_requested.set()
+        await self._wait_ready(unit)
 
     def _start(self, unit: Unit) -> None:
-        self._keepers[unit] = task = asyncio.create_task(self._keep(unit), name=f"keep {unit.name}")
+        self._tasks[unit] = task = asyncio.create_task(self._supervise(unit), name=f"keep {unit.name}")
         task.add_done_callback(lambda ended: self._stopping.set() if _failed(ended) else None)
 
-    async def _send_off(self, unit: Unit) -> None:
-        """End the present process of an engine: it drains by itself, and is killed when that takes too long."""
+    async def _stop_unit(self, unit: Unit) -> None:
+        """Stops the current process of an engine: it drains, and is killed if that takes too long."""
         child = unit.child
         if child is not None and child.alive:
-            unit.told = True
+            unit.stop_requested = True
             unit.up.clear()
             await self._end([unit], self._drain_s + ENGINE_GRACE_S)
-            while child.alive:  # noqa: ASYNC110 (the keeper alone waits for it)
+            while child.alive:  # noqa: ASYNC110 (only `_supervise` waits for the exit)
                 await asyncio.sleep(TICK_S)
 
-    async def _until_up(self, unit: Unit) -> None:
-        """Until the process of an engine is ready; `StartFailed` when it ends instead."""
-        ends = [asyncio.create_task(event.wait(), name=unit.name) for event in (unit.up, unit.fell)]
+    async def _wait_ready(self, unit: Unit) -> None:
+        """Waits until an engine is ready; `StartFailed` when its process ends instead."""
+        ends = [asyncio.create_task(event.wait(), name=unit.name) for event in (unit.up, unit.crashed)]
         try:
-            await asyncio.wait((*ends, self._keepers[unit]), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*ends, self._tasks[unit]), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for end in ends:
                 end.cancel()
@@ -153,19 +153,19 @@ class Supervisor:
             raise StartFailed(f"{unit.name}: {unit.problem or 'stopped while starting; see its log'}")
 
     def _forget(self, unit: Unit) -> None:
-        self._keepers.pop(unit, None)
+        self._tasks.pop(unit, None)
         self._engines.remove(unit)
 
-    async def _keep(self, unit: Unit) -> None:
+    async def _supervise(self, unit: Unit) -> None:
         backoff = Backoff(self._backoff_s)
         while not self._stopping.is_set() and not unit.dismissed:
             if unit.paused or (unit.optional and not unit.ready.is_set()):
-                await self._until_asked(unit)
+                await self._wait_start_requested(unit)
                 if self._stopping.is_set() or unit.dismissed:
                     return
             unit.ready_at = None
-            unit.told = False
-            unit.pulse = pulse = Heartbeat(self._frozen_s)
+            unit.stop_requested = False
+            unit.heartbeat = heartbeat = Heartbeat(self._frozen_s)
             unit.child = await Child.spawn(
                 unit.name,
                 unit.command,
@@ -174,17 +174,17 @@ class Supervisor:
             )
             if self._stopping.is_set():
                 unit.child.kill()  # stopped while it was being started
-            frozen, code = await self._end_of(unit.child, pulse)
+            frozen, code = await self._wait_exit(unit.child, heartbeat)
             unit.up.clear()
             if self._stopping.is_set():
                 return
-            if unit.told:
+            if unit.stop_requested:
                 continue
-            unit.fell.set()
-            how = f"frozen: no sign of life for {pulse.silent_s:.0f} s" if frozen else describe_exit(code)
+            unit.crashed.set()
+            how = f"frozen: no heartbeat for {heartbeat.silent_s:.0f} s" if frozen else describe_exit(code)
             if not unit.ready.is_set():
                 problem = unit.problem or f"stopped while starting ({how}); see its log above"
-                if unit.late:
+                if unit.added_later:
                     unit.problem, unit.dismissed = problem, True
                     return
                 if not unit.optional:
@@ -196,15 +196,15 @@ class Supervisor:
                 self._reporter.exited(unit.name, how, delay)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
-            unit.asked.clear()
+            unit.start_requested.clear()
 
-    async def _end_of(self, child: Child, pulse: Heartbeat) -> tuple[bool, int]:
-        """Waits for a process to end, and kills it when it is frozen: whether it was, and its exit status."""
+    async def _wait_exit(self, child: Child, heartbeat: Heartbeat) -> tuple[bool, int]:
+        """Waits for the exit of a process and kills it if it is frozen. Returns whether it was, and its exit status."""
         waiting = asyncio.create_task(child.wait(), name=f"end of {child.name}")
         frozen = False
         try:
             while not (await asyncio.wait([waiting], timeout=HEARTBEAT_S))[0]:
-                if not frozen and pulse.look():
+                if not frozen and heartbeat.look():
                     frozen = True
                     child.kill()
             return frozen, await waiting
@@ -212,8 +212,8 @@ class Supervisor:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _until_asked(self, unit: Unit) -> None:
-        waits = [asyncio.create_task(event.wait()) for event in (unit.asked, self._stopping)]
+    async def _wait_start_requested(self, unit: Unit) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (unit.start_requested, self._stopping)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -226,11 +226,11 @@ class Supervisor:
                 if unit.on_progress is not None:
                     unit.on_progress(phase, fraction)
             case Alive():
-                if unit.pulse is not None:
-                    unit.pulse.beat()
+                if unit.heartbeat is not None:
+                    unit.heartbeat.beat()
             case Started(info):
-                if unit.pulse is not None:
-                    unit.pulse.beat()
+                if unit.heartbeat is not None:
+                    unit.heartbeat.beat()
                 unit.info = info
                 unit.ready_at = time.monotonic()
                 unit.ready.set()
@@ -243,10 +243,10 @@ class Supervisor:
             case EncoderNeeded(name):
                 for encoder in self._engines:
                     if encoder.optional and encoder.name == f"encoder {name}":
-                        encoder.asked.set()
+                        encoder.start_requested.set()
 
     async def _announce(self, started: float) -> None:
-        """Wait until every engine and the gateways answer, and say so."""
+        """Waits until all engines and gateways are ready, and reports it."""
         needed = [unit for unit in self._engines if not unit.optional]
         for unit in needed:
             await unit.ready.wait()
@@ -261,31 +261,31 @@ class Supervisor:
         self._reporter.ready(infos, time.monotonic() - started)
         self.announced.set()
         for unit in self._engines:
-            if unit.early:
-                unit.asked.set()
+            if unit.autostart:
+                unit.start_requested.set()
 
     async def _shut_down(self) -> None:
         ready = all(unit.ready.is_set() for unit in self._gateways)
         if ready:
             self._reporter.draining(self._drain_s)
-        # Before it was ready a gateway has nobody to drain.
+        # A gateway that was never ready has no requests to drain.
         grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, ENGINE_GRACE_S if ready else 0.5)
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _end(self, units: list[Unit], grace_s: float) -> None:
-        """SIGTERM, wait up to `grace_s` or until hurried, SIGKILL."""
+        """SIGTERM, then SIGKILL after `grace_s` or a second request to stop."""
         children = [unit.child for unit in units if unit.child is not None and unit.child.alive]
         for child in children:
             child.terminate()
         deadline = time.monotonic() + grace_s
         while any(child.alive for child in children):
             left = deadline - time.monotonic()
-            if left <= 0 or self._hurry.is_set():
+            if left <= 0 or self._kill_now.is_set():
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), min(left, TICK_S))
+                await asyncio.wait_for(self._kill_now.wait(), min(left, TICK_S))
         for child in children:
             child.kill()
 

@@ -1,4 +1,4 @@
-"""A process that should be running, and what became of it so far."""
+"""A supervised process: how to start it, and its state."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from penstock.supervisor.heartbeat import Heartbeat
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A process that should always be running."""
+    """A process that the supervisor keeps running."""
 
     name: str
     command: Sequence[str]
     model: str = ""
-    """Of an engine: what it serves, as which replica, and where it listens."""
+    """For an engine: its model, replica number and endpoint."""
     replica: str = ""
     endpoint: str = ""
     on_progress: Callable[[str, float], None] | None = None
-    """Told how far its start is."""
+    """Called with the progress of its startup."""
     optional: bool = False
-    """Started when somebody asks for it; the rest can do without."""
-    early: bool = False
-    """An optional one that is started without being asked, once the others are ready."""
-    late: bool = False
-    """Came when the server was running already: when it cannot be started, only it is given up."""
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Started on demand; the server is ready without it."""
+    autostart: bool = False
+    """An optional unit that is started without demand, once the others are ready."""
+    added_later: bool = False
+    """Added while the server was running: if it cannot start, only this unit fails."""
+    start_requested: asyncio.Event = field(default_factory=asyncio.Event)
     child: Child | None = None
-    pulse: Heartbeat | None = None
-    """Of the present process."""
+    heartbeat: Heartbeat | None = None
+    """Heartbeats of the current process."""
     info: EngineInfo | None = None
     problem: str | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it has been ready for the first time."""
+    """Set when it was ready for the first time."""
     ready_at: float | None = None
-    """When the present process became ready."""
+    """When the current process became ready."""
     up: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the present process is ready."""
-    fell: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a process ended by accident."""
-    told: bool = False
-    """The present process was told to leave; that it does is no accident."""
+    """Set while the current process is ready."""
+    crashed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a process exited unexpectedly."""
+    stop_requested: bool = False
+    """The current process was told to stop, so its exit is expected."""
     paused: bool = False
-    """Not started again until it is asked for."""
+    """Not restarted until `renew`."""
     dismissed: bool = False
-    """Not started again."""
+    """Never restarted."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.bench import adapter_cost
 from penstock.bench.adapters import compare_adapters
-from penstock.bench.offline import Settings
+from penstock.bench.offline import OfflineBenchSettings
 from penstock.bench.workloads import Workload
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
@@ -21,7 +21,7 @@ def test_both_sides_and_their_ratio(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     workload = Workload("tiny", 6, (4, 8), (3, 5))
     file = tmp_path / "figures.json"
-    compare_adapters(engine, [workload], Settings(adapters=3, adapter_rank=4), file, console)
+    compare_adapters(engine, [workload], OfflineBenchSettings(adapters=3, adapter_rank=4), file, console)
     assert "ratio" in console.export_text()
     (result,) = json.loads(file.read_text())["results"]
     assert result["with"]["latency_ms"] > 0 and result["latency_ratio"] > 0
@@ -33,7 +33,7 @@ def test_the_cost_of_every_mixture_beside_its_bound(tmp_path: Path) -> None:
     base = write_checkpoint("llama-gqa", tmp_path / "base")
     console = Console(record=True, width=160)
     file = tmp_path / "figures.json"
-    settings = Settings(model=str(base), device="cpu", adapter_rank=4)
+    settings = OfflineBenchSettings(model=str(base), device="cpu", adapter_rank=4)
     adapter_cost.main(settings, [1, 2], [1, 2], 8, file, console)
     rows = json.loads(file.read_text())["results"]
     asked = [(row["targets"], row["batch"], row["adapters"]) for row in rows]

@@ -20,7 +20,7 @@ def test_lengths_are_those_of_a_search_index_and_always_the_same() -> None:
 
 def test_both_sides_run_and_the_ratio_is_printed(encoder_model: Path, tmp_path: Path) -> None:
     out = io.StringIO()
-    settings = embed.Settings(model=str(encoder_model), texts=6, batch=3, rounds=1, threads=1)
+    settings = embed.EmbedBenchSettings(model=str(encoder_model), texts=6, batch=3, rounds=1, threads=1)
     embed.main(settings, tmp_path / "figures.json", Console(file=out, width=120))
     assert "Penstock" in out.getvalue() and "transformers, batches of 3" in out.getvalue()
     figures = json.loads((tmp_path / "figures.json").read_text())

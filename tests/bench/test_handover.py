@@ -22,7 +22,7 @@ def test_blocks_cross_between_processes_and_the_way_alone_is_timed(tmp_path: Pat
 
 @pytest.mark.slow
 def test_both_servers_are_measured_and_only_one_hands_prompts_over(default_model: Path, tmp_path: Path) -> None:
-    settings = handover.Settings(
+    settings = handover.HandoverBenchSettings(
         model=str(default_model), streams=2, output_len=24, tokens=128, every_s=0.5, prompts=2, rounds=1, threads=1
     )
     console = Console(file=io.StringIO(), width=120)

@@ -31,7 +31,7 @@ from penstock.text import TextModel
 from tests.scripted import make_text
 
 QUIET = Console(file=io.StringIO())
-SMALL = bench.Settings(concurrency=4, requests=10, input_len=24, output_len=6, timeout_s=60)
+SMALL = bench.ServeBenchSettings(concurrency=4, requests=10, input_len=24, output_len=6, timeout_s=60)
 
 
 @pytest.fixture(scope="module")

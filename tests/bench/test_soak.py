@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock.bench.commands.soak import forms
 from penstock.bench.engine import BenchError
-from penstock.bench.soak.run import Report, Settings, Soak
+from penstock.bench.soak.forms import forms
+from penstock.bench.soak.run import Report, Soak, SoakSettings
 from penstock.bench.soak.traffic import VOCABULARY
 from penstock.cli.app import app
 from penstock.engine.adapters import pool as adapters
@@ -25,7 +25,7 @@ from penstock.engine.sequence import Sequence
 def soak(**settings: Any) -> Report:
     heard: list[str] = []
     run = Soak(
-        Settings(**settings),
+        SoakSettings(**settings),
         forms(),
         lambda size: GuidanceCompiler(VOCABULARY, size),
         lambda report, what: heard.append(what),

@@ -23,7 +23,7 @@ def test_it_takes_turns_and_prints_the_ratio(tmp_path: Path) -> None:
     def digits(tokens: int) -> str:
         return LLMatcher.grammar_from_regex(f"[0-9]{{{2 * tokens}}}")
 
-    settings = structure.Settings(batch=2, input_len=9, output_len=6, rounds=2)
+    settings = structure.StructureBenchSettings(batch=2, input_len=9, output_len=6, rounds=2)
     structure.main(config, compiler, digits, settings, file, Console(file=output, width=120))
     assert "of free" in output.getvalue() and "its mask alone takes" in output.getvalue()
     results = json.loads(file.read_text())["results"]

@@ -21,14 +21,14 @@ def test_the_ratio_is_taken_turn_by_turn() -> None:
              through_http.Turn(100.0, 95.0, {"engine": 3.0})]  # fmt: skip
     screen = io.StringIO()
     console = Console(file=screen, width=160)
-    through_http._show({"c16": turns}, through_http.Settings(repeat=3), console)
+    through_http._show({"c16": turns}, through_http.ThroughHttpBenchSettings(repeat=3), console)
     (row,) = [line for line in screen.getvalue().splitlines() if "c16" in line]
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["c16", "100.0", "90.0", "95%", "3.000", "–", "–"]
 
 
 def test_a_workload_that_is_not_a_closed_loop_is_refused() -> None:
     with pytest.raises(BenchError, match="not a closed loop"):
-        through_http.main(through_http.Settings(), ["b64"], None, Console(file=io.StringIO()))
+        through_http.main(through_http.ThroughHttpBenchSettings(), ["b64"], None, Console(file=io.StringIO()))
 
 
 @pytest.mark.slow

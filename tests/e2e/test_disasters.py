@@ -74,11 +74,11 @@ def test_redis_goes_and_comes_back_and_no_request_notices(server: Server, redis:
     with Traffic(server) as traffic:
         assert eventually(lambda: traffic.answered > 5, 30)
         redis.stop()
-        server.wait_for("each gateway keeps a queue of its own", timeout_s=30)
+        server.wait_for("admission queue is local", timeout_s=30)
         alone = traffic.answered
         assert eventually(lambda: traffic.answered > alone + 10, 30), "each gateway by itself"
         redis.start()
-        server.wait_for("the queue is shared again", timeout_s=30)
+        server.wait_for("admission queue is shared again", timeout_s=30)
         server.wait_for("limits are shared again", timeout_s=30)
         together = traffic.answered
         assert eventually(lambda: traffic.answered > together + 5, 30)

@@ -261,7 +261,7 @@ def test_streams_of_a_single_engine_go_on_when_it_has_been_restarted(single: Ser
 @pytest.mark.slow
 def test_streams_of_a_single_engine_that_freezes_go_on_when_it_has_been_killed_and_restarted(single: Server) -> None:
     same_after(lambda engine: os.kill(engine, signal.SIGSTOP), single, streams=4, tokens=200)
-    single.wait_for("died (frozen: no sign of life for")
+    single.wait_for("died (frozen: no heartbeat for")
 
 
 @pytest.mark.slow

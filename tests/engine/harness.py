@@ -60,7 +60,7 @@ def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[int]:
     blocks: list[int] = []
     for name, slot in zip(names, here.copy_out(names), strict=True):
         target = there.slots.pop()
-        while not (here.settled(slot) and there.settled(target)):
+        while not (here.is_idle(slot) and there.is_idle(target)):
             pass
         for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
             memory[:] = source

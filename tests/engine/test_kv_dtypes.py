@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.config import EngineConfig
-from penstock.engine.kv.cache import KVShape
-from penstock.engine.models.config import ModelConfig
-from penstock.engine.startup.device import pick_kv_dtype
+from penstock.engine.kv.cache import CacheShape
+from penstock.engine.models.model_config import ModelConfig
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -50,9 +50,9 @@ def test_one_byte_per_number_doubles_the_blocks(folder: Path) -> None:
     assert blocks["fp8"] == pytest.approx(4 * blocks["auto"], abs=4)  # a quarter of float32
     # Heads of 16 numbers: a scale of two bytes costs an eighth.
     assert blocks["int8"] == pytest.approx(4 * 16 / 18 * blocks["auto"], abs=4)
-    wide = KVShape(32, 8, 128, 16, torch.bfloat16).block_bytes
-    assert wide / KVShape(32, 8, 128, 16, torch.float8_e4m3fn).block_bytes == 2
-    assert wide / KVShape(32, 8, 128, 16, torch.int8).block_bytes > 1.96
+    wide = CacheShape.of_paged_kv(32, 8, 128, 16, torch.bfloat16).block_bytes
+    assert wide / CacheShape.of_paged_kv(32, 8, 128, 16, torch.float8_e4m3fn).block_bytes == 2
+    assert wide / CacheShape.of_paged_kv(32, 8, 128, 16, torch.int8).block_bytes > 1.96
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -80,7 +80,7 @@ def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytes
     config = EngineConfig("none")
 
     def picked(config: EngineConfig = config, dtype: torch.dtype = torch.bfloat16, **other: int) -> torch.dtype:
-        return pick_kv_dtype(config, dtype, ops, replace(model, **other))
+        return CpuBackend(ops).kv_dtype(config, replace(model, **other), dtype)
 
     monkeypatch.setattr(ops.handle, "has_byte_attention", False)
     assert picked() == torch.bfloat16

@@ -132,7 +132,7 @@ def test_after_a_failed_step_nothing_on_the_host_is_trusted(folder: Path) -> Non
     _, once = run(engine, "first", conversation(1, 140))
     run(engine, "other", conversation(2, 150))
     assert engine.load_snapshot().host_blocks > 0
-    launch, broken = engine.runner._launch, True
+    launch, broken = engine.runner.executor.run, True
 
     def failing(*args: object) -> object:
         nonlocal broken
@@ -141,7 +141,7 @@ def test_after_a_failed_step_nothing_on_the_host_is_trusted(folder: Path) -> Non
             raise RuntimeError("broken")
         return launch(*args)  # type: ignore[arg-type]
 
-    engine.runner._launch = failing  # type: ignore[method-assign, assignment]
+    engine.runner.executor.run = failing  # type: ignore[method-assign, assignment]
     engine.submit(greedy("x", conversation(4, 150), 3))
     engine.submit(greedy("y", conversation(4, 3), 3))
     drain(engine)

@@ -299,9 +299,9 @@ class KeepingSleeper:
     def collect(self) -> None:
         self.calls.append("collect")
 
-    def wake(self, dormant: ScriptedEngine) -> ScriptedEngine:
+    def wake(self, sleeping: ScriptedEngine) -> ScriptedEngine:
         self.calls.append("wake")
-        return dormant
+        return sleeping
 
 
 def states(client: Client, until: str) -> list[str]:

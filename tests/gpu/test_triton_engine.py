@@ -190,6 +190,6 @@ def test_fp8_checkpoints_run_as_stored() -> None:
             first = drain(engine)[0]
             assert first.prompt_logprobs is not None
             scores.append(torch.tensor([p.logprob for p in first.prompt_logprobs[1:] if p is not None]))
-            stored = engine.runner.decoder.layers[0].qkv.weight_bytes
+            stored = engine.runner.decoder.layers[0].mixer.qkv.weight_bytes
             assert stored == (1 if settings["dtype"] == "bfloat16" else 4) * 64 * 128
         assert float((scores[0] - scores[1]).abs().mean()) < 0.15

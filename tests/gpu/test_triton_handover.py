@@ -18,10 +18,11 @@ sys.path.insert(0, str(ROOT))
 from gpu_harness import Row  # noqa: E402
 
 from penstock.bench import shapes  # noqa: E402
+from penstock.engine.backends.cuda.backend import CudaBackend  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.kv.allocator import BlockAllocator  # noqa: E402
-from penstock.engine.kv.cache import KVCache, KVShape  # noqa: E402
+from penstock.engine.kv.cache import CacheShape, KVCache  # noqa: E402
 from penstock.engine.kv.exchange import BlockExchange  # noqa: E402
 from penstock.engine.kv.pool import BlockPool  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
@@ -87,10 +88,13 @@ def bench_blocks_cross() -> Iterator[Row]:
     if not ON_DEVICE:
         return
     ends = []
+    backend = CudaBackend(torch.device("cuda", 0))
     for _ in range(2):
-        kv = KVCache(KVShape(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
+        kv = KVCache(CacheShape.of_paged_kv(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
         allocator = BlockAllocator(BlockPool(300), 16)
-        ends.append((BlockExchange(allocator, kv, step_tokens=2048, version=lambda name: name), allocator.pool))
+        ends.append(
+            (BlockExchange(allocator, kv, backend, step_tokens=2048, version=lambda name: name), allocator.pool)
+        )
     (giver, source), (taker, target) = ends
     names = [index.to_bytes(16, "little") for index in range(128)]
     for name in names:
@@ -101,7 +105,7 @@ def bench_blocks_cross() -> Iterator[Row]:
         torch.cuda.synchronize()
         marks = [time.perf_counter()]
         slots = giver.copy_out(names)
-        _settle(giver, slots)
+        _wait_for(giver, slots)
         marks.append(time.perf_counter())
         arrived = []
         for name, slot in zip(names, slots, strict=True):
@@ -110,7 +114,7 @@ def bench_blocks_cross() -> Iterator[Row]:
                 memory[:] = part
         marks.append(time.perf_counter())
         held = taker.take_in(arrived)
-        _settle(taker, [slot for _, slot in arrived])
+        _wait_for(taker, [slot for _, slot in arrived])
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
         taker.release(held)
@@ -150,7 +154,7 @@ def _steps(shape: str, device: str, num_blocks: int) -> Iterator[Row]:
         for _ in range(120):
             begin = time.perf_counter()
             if come:
-                exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+                exchange.slots.extend(slot for slot in emptying if exchange.is_idle(slot))
                 emptying = [slot for slot in emptying if slot not in exchange.slots]
                 arrived = []
                 for _ in range(min(count, len(exchange.slots))):
@@ -165,12 +169,12 @@ def _steps(shape: str, device: str, num_blocks: int) -> Iterator[Row]:
         usual = usual or statistics.median(times)
         rate = f", {moved / sum(times) / 1e9:.1f} GB/s come in" if come else ""
         while emptying:
-            exchange.slots.extend(slot for slot in emptying if exchange.settled(slot))
+            exchange.slots.extend(slot for slot in emptying if exchange.is_idle(slot))
             emptying = [slot for slot in emptying if slot not in exchange.slots]
         note = f"p99 {1e3 * ordered[-2]:.2f} ms, {statistics.median(times) / usual:.2f}x{rate}"
         yield f"decode step of 32, {label}", 1e6 * statistics.median(times), note
 
 
-def _settle(exchange: BlockExchange, slots: list[int]) -> None:
-    while not all(exchange.settled(slot) for slot in slots):
+def _wait_for(exchange: BlockExchange, slots: list[int]) -> None:
+    while not all(exchange.is_idle(slot) for slot in slots):
         pass

@@ -34,7 +34,7 @@ from test_triton_gemv import linear64, make_weight
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear, ReferenceLora  # noqa: E402
+from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
 from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
@@ -44,6 +44,7 @@ from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink  #
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.lora import TritonLora  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
+from penstock.engine.backends.reference.lora import ReferenceLora  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 2e-2

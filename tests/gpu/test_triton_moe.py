@@ -30,8 +30,8 @@ from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
-from penstock.engine.models.layers.mlp import GatedMlp
-from penstock.engine.models.layers.moe import ExpertMlp, Router
+from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.feed_forward import GatedMlp
 
 BF16 = torch.bfloat16
 ops = TritonOps(DEVICE)

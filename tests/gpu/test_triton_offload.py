@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_harness import Row  # noqa: E402
 
-from penstock.engine.kv.cache import KVCache, KVShape  # noqa: E402
+from penstock.engine.backends.cuda.block_mover import CudaBlockMover  # noqa: E402
+from penstock.engine.kv.cache import CacheShape, KVCache  # noqa: E402
 from penstock.engine.kv.host import Transfers  # noqa: E402
-from penstock.engine.kv.mover import BlockMover  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
@@ -36,8 +36,8 @@ def test_blocks_survive_the_round_trip_while_the_device_writes_on() -> None:
         return
     rng = random.Random(1)
     for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
-        kv = KVCache(KVShape(8, 4, 64, 16, dtype), 64, torch.device("cuda"))
-        mover = BlockMover(kv, 96)
+        kv = KVCache(CacheShape.of_paged_kv(8, 4, 64, 16, dtype), 64, torch.device("cuda"))
+        mover = CudaBlockMover(kv, 96)
         mover._at_once = 10  # several buffers to a transfer
         slots: dict[int, list[torch.Tensor]] = {}
         for _ in range(40):
@@ -119,8 +119,8 @@ def bench_block_copies() -> Iterator[Row]:
     """Blocks of an 8B model: 2 MiB each, 128 of them are a conversation of 2048 tokens."""
     if not ON_DEVICE:
         return
-    kv = KVCache(KVShape(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
-    mover = BlockMover(kv, 256)
+    kv = KVCache(CacheShape.of_paged_kv(32, 8, 128, 16, torch.bfloat16), 300, torch.device("cuda"))
+    mover = CudaBlockMover(kv, 256)
     size = 128 * kv.shape.block_bytes
     out = Transfers(out=[(block, block) for block in range(1, 129)])
     back = Transfers(back={block: block for block in range(1, 129)})

@@ -25,14 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
-from penstock.engine.backends import copy_streams as lanes  # noqa: E402
-from penstock.engine.backends.cpu.large_pages import Slabs  # noqa: E402
+from penstock.engine.backends import copy_streams  # noqa: E402
+from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
+from penstock.engine.backends.host_memory import Slabs  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
 from penstock.engine.parallel import groups, launch  # noqa: E402
 from penstock.engine.parallel.member import Member  # noqa: E402
-from penstock.engine.sleep.offload import park  # noqa: E402
+from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
 from tests.engine.parallel.threads import _spawn  # noqa: E402
 from tests.gpu.gpu_harness import Row  # noqa: E402
@@ -71,16 +72,16 @@ def test_a_sleeping_engine_frees_the_device_and_wakes_with_the_same_answers() ->
     expected = generate(engine, *requests())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated() - others
-    parked = park(engine)
+    offloaded = offload(engine)
     asleep = torch.cuda.memory_allocated() - others
     assert asleep < before / 20, (before, asleep)
-    woken = parked.restore()
+    woken = offloaded.restore()
     assert woken is engine
     assert generate(engine, *requests()) == expected
     assert_idle(engine)
-    parked = park(engine)
+    offloaded = offload(engine)
     assert torch.cuda.memory_allocated() - others <= 2 * asleep + (1 << 20), "sleeping again leaves no more behind"
-    assert generate(parked.restore(), *requests()) == expected
+    assert generate(offloaded.restore(), *requests()) == expected
 
 
 def test_nccl_groups_of_one_sum_gather_and_can_be_captured() -> None:
@@ -96,7 +97,7 @@ def nccl() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with tempfile.TemporaryDirectory() as folder:
         store = dist.PrefixStore("t", dist.FileStore(f"{folder}/store", 1))  # type: ignore[attr-defined]
-        group = groups.Group(groups._backend(store, 0, 1, device, timedelta(seconds=30)), 0, 1)
+        group = groups.Group(TorchCudaBackend(device).process_group(store, 0, 1, timedelta(seconds=30)), 0, 1)
         x = torch.randn(4, 64, device=device)
         expected = x.clone()
         for _ in range(2):  # the first call makes the communicator
@@ -139,7 +140,7 @@ def test_two_shards_on_one_gpu_answer_like_one() -> None:
 
 
 def bench_sleep() -> Iterator[Row]:
-    """An 8B model in bfloat16 from awake to asleep and back, graphs recorded again."""
+    """An 8B model in bfloat16 from awake to asleep and back, graphs captured again."""
     if not ON_DEVICE:
         return
     checkpoint = RandomCheckpoint(shapes.named("llama-8b"), device="cuda", dtype=torch.bfloat16)
@@ -148,15 +149,14 @@ def bench_sleep() -> Iterator[Row]:
     size = engine.runner.decoder.weight_bytes
     for turn in ("first", "second"):
         begin = time.perf_counter()
-        parked = park(engine)
+        offloaded = offload(engine)
         slept = time.perf_counter()
-        graphs = [(item, list(sizes)) for item, sizes in parked.graphs]
-        engine = parked.restore()
+        executors = offloaded.executors
+        engine = offloaded.restore()
         woke = time.perf_counter()
-        for item, sizes in graphs:
-            item.forget()
-            for count in sizes:
-                item.capture(count)
+        for executor, capture in executors:
+            executor.release()
+            capture()
         torch.cuda.synchronize()
         recorded = time.perf_counter() - woke
         yield f"8B falls asleep, {turn} time", (slept - begin) * 1e6, f"{size / (slept - begin) / 1e9:.1f} GB/s"
@@ -167,8 +167,8 @@ def bench_sleep() -> Iterator[Row]:
         )
 
 
-def tune_lanes() -> Iterator[Row]:
-    """Between the device and ordinary host memory: how many lanes, how large their buffers."""
+def tune_copy_streams() -> Iterator[Row]:
+    """Between the device and ordinary host memory: how many copy streams, how large their buffers."""
     if not ON_DEVICE:
         return
     device = torch.device("cuda")
@@ -177,13 +177,13 @@ def tune_lanes() -> Iterator[Row]:
     large = kind.read_text().strip() if kind.exists() else "unknown"
     for count, buffer in itertools.product((4, 8, 12, 16, 24), (4 << 20, 16 << 20)):
         with (
-            patch.object(lanes, "LANES", count),
-            patch.object(lanes, "BUFFER", buffer),
-            patch.object(lanes, "_PIECE", 4 * buffer),
+            patch.object(copy_streams, "COPY_STREAMS", count),
+            patch.object(copy_streams, "BUFFER", buffer),
+            patch.object(copy_streams, "_PIECE", 4 * buffer),
         ):
             here = Slabs().take(there.numel())
             times = []
-            for carry in (lanes.to_host, lanes.to_host, lanes.to_device):
+            for carry in (copy_streams.to_host, copy_streams.to_host, copy_streams.to_device):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 carry([(there, here)], device)
@@ -191,7 +191,7 @@ def tune_lanes() -> Iterator[Row]:
             del here
         fresh, again, back = (there.numel() / took / 1e9 for took in times)
         words = f"{fresh:.1f} GB/s to fresh memory, {again:.1f} again, {back:.1f} back; large pages {large}"
-        yield f"{count} lanes, {buffer >> 20} MiB", sum(times) * 1e6, words
+        yield f"{count} copy streams, {buffer >> 20} MiB", sum(times) * 1e6, words
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["nccl"]:

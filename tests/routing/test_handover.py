@@ -133,7 +133,7 @@ async def test_replicas_whose_blocks_differ_are_not_paired_and_the_log_says_so_o
         await it.run("a", LONG)
         await it.run("b", LONG)
         assert it.engines[1].seen == {"a": None, "b": None}
-    (told,) = [record for record in caplog.records if "cannot hand prompts over" in record.getMessage()]
+    (told,) = [record for record in caplog.records if "different KV block formats" in record.getMessage()]
     assert (vars(told)["prefill_has"], vars(told)["decode_has"]) == ("int8", "bf16")
 
 

@@ -11,14 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import load
+from penstock.config.describe import keys
 from penstock.engine.kv.block_hash import block_names
 from penstock.engine.request import Delta, Load, Request, SamplingParams
+from penstock.errors import ConfigError
 from penstock.routing.meter import ReplicaMeter
-from penstock.routing.policies import PowerOfTwo, Predicted, Random, RoundRobin, make_policy
-from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
+from penstock.routing.policies import (
+    POLICIES,
+    PowerOfTwo,
+    Predicted,
+    Random,
+    RoundRobin,
+    make_policy,
+    replica_policy,
+)
+from penstock.routing.policy import ReplicaRequest, ReplicaView
 from penstock.routing.prefix_index import PrefixIndex
 
-NAMES = ("predicted", "power_of_two", "round_robin", "random")
 views = st.lists(
     st.builds(
         ReplicaView,
@@ -50,15 +60,32 @@ def fleet(count: int = 4, **same: float) -> list[ReplicaView]:
     return [replace(base, name=str(index), **same) for index in range(count)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=25)
 @given(candidates=views)
 def test_every_policy_chooses_one_that_is_trusted(name: str, candidates: list[ReplicaView]) -> None:
-    policy: ReplicaPolicy = make_policy(name)  # type: ignore[arg-type]
+    policy = make_policy(name)
     for _ in range(3):
         chosen = policy.choose(ask(), candidates)
         assert 0 <= chosen < len(candidates)
         assert candidates[chosen].weight > 0 or all(view.weight == 0 for view in candidates)
+
+
+def test_a_new_policy_is_one_class_and_the_configuration_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.routing.policies.POLICIES", {**POLICIES})
+    monkeypatch.chdir("/")
+
+    @replica_policy("first")
+    class First(RoundRobin):
+        def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
+            return 0
+
+    config = load(environ={"PENSTOCK_ROUTING__POLICY": "first"})
+    assert config.routing.policy == "first" and isinstance(make_policy("first"), First)
+    accepted = next(key.accepts for key in keys() if key.path == "routing.policy")
+    assert accepted.startswith("one of ") and accepted.endswith(", first")
+    with pytest.raises(ConfigError, match=r"routing\.policy: expected one of .*, first, found 'last'"):
+        load(environ={"PENSTOCK_ROUTING__POLICY": "last"})
 
 
 def test_round_robin_is_even_and_random_follows_weights() -> None:

@@ -308,7 +308,7 @@ async def test_a_single_replica_that_does_not_come_back_in_time_is_an_error() ->
         with pytest.raises(EngineUnavailable, match="No replica"):
             await read(it.replicas, request("new"))
         assert not begun.done(), "what has begun waits longer"
-        with pytest.raises(EngineLost, match=r"did not come back within 0\.6 s"):
+        with pytest.raises(EngineLost, match=r"did not restart within 0\.6 s"):
             await begun
         assert it.replicas.in_flight == 0
 

@@ -41,13 +41,13 @@ class CountingSleeper:
     def collect(self) -> None:
         self.log.append("collect")
 
-    def wake(self, dormant: Any) -> Any:
+    def wake(self, sleeping: Any) -> Any:
         if self.broken:
             raise MemoryError("no room on the device")
         self.awake.add(self.name)
         assert len(self.awake) == 1, "two models in one memory"
         self.log.append("wake")
-        return dormant
+        return sleeping
 
 
 @dataclass
@@ -111,7 +111,7 @@ async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
     async with world("a", "b", step_s=0.02) as w:
         long = asyncio.create_task(w.ask("a", tokens=60))
         await eventually(lambda: w.models["a"].backend.in_flight == 1)
-        with pytest.raises(ModelAsleep, match="its turn did not come within") as raised:
+        with pytest.raises(ModelAsleep, match="could not be woken within") as raised:
             await w.ask("b", within_s=0.2)
         assert raised.value.status == 503 and "retry-after" in {key.lower() for key in raised.value.headers()}
         await long

@@ -38,11 +38,13 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = dict(FILES)
-        self.commit = "c0ffee"
+        self.commit = "c0ffee" + "0" * 34
         self.cut_after: int | None = None
         """Drop the connection after this many bytes of a body."""
         self.cuts_left = 10**9
         self.ranges = True
+        self.server_errors = 0
+        """Bodies still to be refused with HTTP 503."""
         self.served: dict[str, bytes] = {}
         """Bodies that differ from what the listing announces."""
         self.redirect: str | None = None
@@ -64,9 +66,13 @@ class Handler(BaseHTTPRequestHandler):
         if hub.token is not None and authorization != f"Bearer {hub.token}":
             self.send_error(401)
         elif self.path.startswith("/api/models/org/name/revision/main"):
-            self.reply(json.dumps({"sha": hub.commit, "siblings": [sibling(*item) for item in hub.files.items()]}))
+            siblings = [sibling(*item) for item in hub.files.items()]
+            self.reply(json.dumps({"id": "org/name", "sha": hub.commit, "siblings": siblings}))
         elif match := re.fullmatch(r"/org/name/resolve/\w+/(.+)", self.path):
-            if hub.redirect is not None:
+            if hub.server_errors > 0:
+                hub.server_errors -= 1
+                self.send_error(503)
+            elif hub.redirect is not None:
                 self.send_response(302)
                 self.send_header("Location", f"{hub.redirect}{self.path}")
                 self.end_headers()
@@ -102,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
 def sibling(name: str, data: bytes) -> dict[str, object]:
     if len(data) > 1000:
         digest = hashlib.sha256(data).hexdigest()
-        return {"rfilename": name, "size": len(data), "lfs": {"sha256": digest, "size": len(data)}}
+        return {"rfilename": name, "size": len(data), "lfs": {"sha256": digest, "size": len(data), "pointerSize": 130}}
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     return {"rfilename": name, "size": len(data), "blobId": blob}
 
@@ -115,6 +121,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    # The library writes, and so resumes, whole chunks, and pauses for a second before it resumes.
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     yield server
     server.shutdown()
     thread.join()
@@ -153,22 +162,16 @@ def test_a_cut_connection_is_continued_where_it_stopped(hub: Hub) -> None:
     assert starts[0] > 0
 
 
-def test_a_later_attempt_continues_what_an_earlier_one_left(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sources.hub.ATTEMPTS", 1)
-    hub.cut_after = 0
-    hub.files["model.safetensors"] = WEIGHTS
-
+def test_a_later_attempt_continues_what_an_earlier_one_left(hub: Hub) -> None:
     class Stop(Exception):
         pass
 
     def interrupt(label: str, done: int, total: int | None) -> None:
-        if label == "downloading model.safetensors":
+        if label == "downloading model.safetensors" and done > 100_000:
             raise Stop
 
-    hub.cut_after = 200_000
     with pytest.raises(Stop):
         resolve("hf:org/name", interrupt)
-    hub.cut_after = None
     hub.requests.clear()
     path = resolve("hf:org/name")
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
@@ -182,12 +185,12 @@ def test_parts_of_another_commit_are_not_continued(hub: Hub) -> None:
         pass
 
     def interrupt(label: str, done: int, total: int | None) -> None:
-        if label == "downloading model.safetensors":
+        if label == "downloading model.safetensors" and done > 100_000:
             raise Stop
 
     with pytest.raises(Stop):
         resolve("hf:org/name", interrupt)
-    hub.commit = "decade"
+    hub.commit = "decade" + "0" * 34
     hub.files["model.safetensors"] = os.urandom(500_000)
     path = resolve("hf:org/name")
     assert (path / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
@@ -208,6 +211,21 @@ def test_bytes_that_do_not_match_the_announced_hash_are_not_kept(hub: Hub, tmp_p
     assert not [path for path in (tmp_path / "cache/models").iterdir() if not path.name.endswith(".partial")]
     hub.served.clear()
     assert (resolve("hf:org/name") / name).read_bytes() == FILES[name]
+
+
+def test_a_file_of_another_length_than_announced_is_not_kept(hub: Hub) -> None:
+    hub.served["config.json"] = b"{}"
+    with pytest.raises(SourceError, match=r"config\.json of hf:org/name arrived damaged"):
+        resolve("hf:org/name")
+
+
+def test_server_errors_are_retried_a_few_times(hub: Hub) -> None:
+    hub.server_errors = 3
+    assert (resolve("hf:org/name") / "model.safetensors").read_bytes() == WEIGHTS
+    hub.server_errors = 10**9
+    with pytest.raises(SourceError, match="HTTP 503 for hf:org/name; try again later"):
+        resolve("hf:org/name", refresh=True)
+    assert len(bodies(hub, "config.json")) < 20
 
 
 def test_a_hub_that_keeps_failing_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

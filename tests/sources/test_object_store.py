@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import http.server
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from penstock.errors import SourceError
 from penstock.sources.model_cache import Slot
-from penstock.sources.object_store import fetch_files, signed_headers
+from penstock.sources.object_store import fetch_files
 
 NAMES = ("adapter_config.json", "adapter_model.safetensors")
 KEYS = {
@@ -25,6 +27,10 @@ KEYS = {
 class Store(http.server.ThreadingHTTPServer):
     files: dict[str, tuple[bytes, str]]
     served: list[tuple[str, int, str | None]]
+    status: int | None = None
+    """What every request is answered with."""
+    cut = False
+    """Whether bodies end early."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,14 +38,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         store = self.server
         assert isinstance(store, Store)
         body, tag = store.files.get(self.path, (b"", ""))
-        status = 404 if not tag else 304 if self.headers.get("If-None-Match") == tag else 200
+        status = store.status or (404 if not tag else 304 if self.headers.get("If-None-Match") == tag else 200)
         store.served.append((self.path, status, self.headers.get("Authorization")))
         self.send_response(status)
         self.send_header("ETag", tag)
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
         self.send_header("Content-Length", str(len(body) if status == 200 else 0))
         self.end_headers()
         if status == 200:
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if store.cut else body)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -90,12 +97,37 @@ def test_requests_are_signed_where_there_are_keys(
     assert authorization.startswith("AWS4-HMAC-SHA256 Credential=AKIAIOSFODNN7EXAMPLE/")
 
 
-def test_the_signature_is_that_of_the_published_example() -> None:
-    """`GET /test.txt` of the signature's public documentation."""
-    at = datetime.datetime(2013, 5, 24, tzinfo=datetime.UTC)
-    headers = signed_headers("https://examplebucket.s3.amazonaws.com/test.txt", KEYS, at, {"Range": "bytes=0-9"})
-    assert headers["Authorization"] == (
-        "AWS4-HMAC-SHA256 Credential=AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request,"
-        "SignedHeaders=host;range;x-amz-content-sha256;x-amz-date,"
-        "Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41"
-    )
+def test_an_object_that_is_cut_short_is_not_kept(store: Store, tmp_path: Path) -> None:
+    store.cut = True
+    with pytest.raises(SourceError, match="cannot be fetched"):
+        fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))
+    assert not Slot(tmp_path, "x").complete()
+
+
+def test_refused_access_says_which_variables_to_check(store: Store, tmp_path: Path) -> None:
+    store.status = 403
+    with pytest.raises(SourceError, match="access is refused; check the AWS_ variables"):
+        fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))
+
+
+def test_a_store_that_fails_is_asked_a_few_times_and_then_given_up(store: Store, tmp_path: Path) -> None:
+    store.status = 500
+    with pytest.raises(SourceError, match=r"500 Internal Server Error; try again later$"):
+        fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))
+    assert 1 < len(store.served) < 10
+
+
+def test_no_network_is_clear_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(SourceError, match=r"s3://bucket/a/b cannot be fetched: .*error sending request"):
+            fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))
+        assert time.monotonic() - started < 60
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(SourceError, match=r"pip install 'penstock\[s3\]'"):
+        fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))

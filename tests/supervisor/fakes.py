@@ -38,7 +38,7 @@ def engine(endpoint: str, status_fd: str, mode: str) -> int:
     server = EngineServer(scripted, listener, heartbeat_s=0.05)
     signal.signal(signal.SIGTERM, lambda *_: server.drain(1.0))
     status.send(Started(scripted.info))
-    with listener, status.beating():
+    with listener, status.heartbeats():
         return server.run()
 
 

@@ -29,23 +29,23 @@ def test_backoff_doubles_up_to_its_limit_and_forgives_after_good_service() -> No
 
 def test_silence_is_judged_once_a_process_has_begun_to_beat() -> None:
     now = [0.0]
-    pulse = Heartbeat(3.0, clock=lambda: now[0])
+    heartbeat = Heartbeat(3.0, clock=lambda: now[0])
 
     def looks(times: int, every: float = 1.0) -> list[bool]:
         seen = []
         for _ in range(times):
             now[0] += every
-            seen.append(pulse.look())
+            seen.append(heartbeat.look())
         return seen
 
     assert not any(looks(100)), "it is still loading"
-    pulse.beat()
+    heartbeat.beat()
     assert looks(4) == [False, False, False, True]
-    pulse.beat()
+    heartbeat.beat()
     assert looks(3) == [False] * 3
-    pulse.beat()
+    heartbeat.beat()
     assert looks(1, every=3600.0) == [False], "whoever looks was away too"
-    pulse.beat()
+    heartbeat.beat()
     assert looks(3) == [False] * 3
     never = Heartbeat(0.0, clock=lambda: now[0])
     never.beat()
@@ -86,7 +86,7 @@ def test_a_base_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     target.mkdir()
     link = tmp_path / "run"
     link.symlink_to(target)
-    with pytest.raises(ConfigError, match="not a folder of this user"):
+    with pytest.raises(ConfigError, match="not a folder owned by this user"):
         RuntimeFolder(link)
 
 

@@ -61,7 +61,9 @@ class Known(ModelCatalogue):
 
 
 @asynccontextmanager
-async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: SavedModels | None = None) -> AsyncIterator[World]:
+async def world(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, saved: SavedModels | None = None
+) -> AsyncIterator[World]:
     monkeypatch.setattr(module, "FOUND_S", 0.0)
     async with supervised(folder) as (supervisor, _, engine, _gateway):
         engine.model, engine.replica, engine.endpoint = "m", "0", f"ipc://{folder}/engine"
@@ -78,7 +80,7 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, kept: SavedModels
         async def follow(topology: Topology) -> None:
             it.seen.append(topology)
 
-        async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), kept)):
+        async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), saved)):
             line = ControlLine(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
@@ -167,7 +169,7 @@ async def test_a_drained_replica_stays_away_until_it_is_restarted(
         await it.line.ask(lambda number: Drain(number, "m", "1"))
         await asyncio.sleep(0.3)
         assert second.child is not None and not second.child.alive
-        with pytest.raises(InvalidRequest, match="only replica"):
+        with pytest.raises(InvalidRequest, match="only running replica"):
             await it.line.ask(lambda number: Drain(number, "m", "0"))
         await it.line.ask(lambda number: Restart(number, "m", "1"))
         assert second.up.is_set()

@@ -213,7 +213,7 @@ async def test_a_frozen_engine_is_killed_and_started_again(folder: Path) -> None
         os.kill(frozen, signal.SIGSTOP)
         await until(lambda: recorder.count("started") >= 2)
         assert not alive(frozen) and engine.child.pid != frozen and gateway.child.pid == untouched
-        assert any("no sign of life" in event[2] for event in recorder.events if event[0] == "exited")
+        assert any("no heartbeat" in event[2] for event in recorder.events if event[0] == "exited")
 
 
 async def test_an_engine_that_loads_for_long_is_not_frozen(folder: Path) -> None:

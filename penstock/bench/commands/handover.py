@@ -1,23 +1,16 @@
-"""`penstock bench handover`: here and not in `penstock.bench`, because it starts whole servers."""
+"""`penstock bench handover`."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-class _KVDType(StrEnum):
-    auto = "auto"
-    full = "full"
-    int8 = "int8"
-    fp8 = "fp8"
+from penstock.bench.options import Json, KVDType, KVDTypeOption, Model, stderr
 
 
 def handover(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     streams: Annotated[int, typer.Option(min=1, help="Streams that run meanwhile.")] = 8,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 256,
     tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts that arrive.")] = 1024,
@@ -27,14 +20,14 @@ def handover(
     device: Annotated[
         list[str] | None, typer.Option(help="Device of the first engine of a server; again for the second.")
     ] = None,
-    kv_dtype: Annotated[_KVDType, typer.Option(help="Type of the KV cache.")] = _KVDType.auto,
+    kv_dtype: KVDTypeOption = KVDType.auto,
     memory_share: Annotated[
         float | None, typer.Option(min=0.01, max=1, help="Part of a GPU's memory for each engine; there are four.")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of each engine; half the cores by default.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures.")] = None,
+    json_file: Json = None,
 ) -> None:
     """
     Streams while long prompts arrive: two plain replicas against one for prefill and one for decode, turn by turn.
@@ -52,9 +45,8 @@ def handover(
     import os
 
     from penstock.bench import handover as measured
-    from penstock.bench.options import stderr
 
-    settings = measured.Settings(
+    settings = measured.HandoverBenchSettings(
         model=model,
         streams=streams,
         output_len=output_len,

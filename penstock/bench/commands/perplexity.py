@@ -1,4 +1,4 @@
-"""`penstock bench perplexity`: here and not in `penstock.bench`, because it needs the model's tokenizer."""
+"""`penstock bench perplexity`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from penstock.bench.options import Device, Json, Model, Threads, console
+
 
 def perplexity(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     form: Annotated[
         list[str] | None,
         typer.Option("--form", "-f", help="WEIGHTS, WEIGHTS/ACTIVATIONS, or either with :KV behind it; repeatable."),
@@ -17,11 +19,9 @@ def perplexity(
     text_file: Annotated[
         Path | None, typer.Option("--text", exists=True, dir_okay=False, help="Score this file instead.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")
-    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    json_file: Json = None,
 ) -> None:
     """
     Perplexity of a model in several weight forms on a fixed text, against its dense form.
@@ -36,8 +36,6 @@ def perplexity(
 
         penstock bench perplexity -m hf:org/name --text notes.txt --json results.json
     """
-    from rich.console import Console
-
     from penstock.bench import perplexity as measured
     from penstock.engine.config import EngineConfig
     from penstock.sources.resolve import resolve
@@ -50,5 +48,5 @@ def perplexity(
         [measured.Form.parse(name) for name in form or ["auto"]],
         None if text_file is None else text_file.read_text(encoding="utf-8"),
         json_file,
-        Console(),
+        console(),
     )

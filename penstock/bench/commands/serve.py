@@ -9,24 +9,6 @@ import typer
 
 from penstock.bench.options import Arrivals, Json, console
 
-SERVE_HELP = """
-Load on a running OpenAI-compatible server, closed or open loop: TTFT, ITL, end-to-end percentiles, goodput, errors.
-
-Examples:
-
-    penstock bench serve --url http://127.0.0.1:8000 --concurrency 16
-
-    penstock bench serve -c 64 --requests 256 --input-len 512 --output-len 64 --json results.json
-
-    penstock bench serve --rate 5 --slo-ttft 500 --slo-tpot 50 --html report.html
-
-    penstock bench serve --rate 20 --arrivals burst --burst 40 --requests 400
-
-    penstock bench serve --trace requests.jsonl --speed 2
-
-    penstock bench serve --url https://api.example.com --model my-model --api-key $KEY --vocab-size 100000
-"""
-
 
 def serve(
     url: Annotated[str, typer.Option(help="Server's address.")] = "http://127.0.0.1:8000",
@@ -71,6 +53,23 @@ def serve(
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts to FILE.")
     ] = None,
 ) -> None:
+    """
+    Load on a running OpenAI-compatible server, closed or open loop: TTFT, ITL, end-to-end percentiles, goodput, errors.
+
+    Examples:
+
+        penstock bench serve --url http://127.0.0.1:8000 --concurrency 16
+
+        penstock bench serve -c 64 --requests 256 --input-len 512 --output-len 64 --json results.json
+
+        penstock bench serve --rate 5 --slo-ttft 500 --slo-tpot 50 --html report.html
+
+        penstock bench serve --rate 20 --arrivals burst --burst 40 --requests 400
+
+        penstock bench serve --trace requests.jsonl --speed 2
+
+        penstock bench serve --url https://api.example.com --model my-model --api-key $KEY --vocab-size 100000
+    """
     from penstock.bench import serve as load
     from penstock.bench.goodput import Objectives
 
@@ -87,7 +86,7 @@ def serve(
     for reason in (reason for reason, applies in refused.items() if applies):
         raise typer.BadParameter(reason)
     seconds = [None if limit is None else limit / 1e3 for limit in (slo_ttft, slo_tpot, slo_e2e)]
-    settings = load.Settings(
+    settings = load.ServeBenchSettings(
         url=url,
         model=model,
         concurrency=concurrency or 16,

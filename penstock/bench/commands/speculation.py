@@ -1,4 +1,4 @@
-"""`penstock bench speculation`: here and not in `penstock.bench`, because it needs the model's tokenizer."""
+"""`penstock bench speculation`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from penstock.bench.options import Device, Json, Model, Rounds, Threads, console
+
 
 def speculation(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="Guess with this model instead of from the text itself.")
     ] = None,
@@ -25,12 +27,10 @@ def speculation(
     depth: Annotated[int, typer.Option(min=1, max=32, help="Most guesses per sequence and step.")] = 6,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")
-    ] = None,
+    rounds: Rounds = 3,
+    device: Device = "auto",
+    threads: Threads = None,
+    json_file: Json = None,
 ) -> None:
     """
     Tokens per second with and without speculation, turn by turn, on texts that repeat and on random ones.
@@ -45,11 +45,9 @@ def speculation(
 
         penstock bench speculation --shape llama-8b --device cuda --acceptance 0.7
     """
-    from rich.console import Console
-
     from penstock.bench import speculation as measured
+    from penstock.engine.backends.select import pick_device, pick_dtype
     from penstock.engine.config import EngineConfig
-    from penstock.engine.startup.device import pick_device, pick_dtype
     from penstock.errors import ConfigError
     from penstock.sources.resolve import resolve
     from penstock.text import load_text
@@ -82,5 +80,5 @@ def speculation(
         acceptance=acceptance,
         only=workload or (),
         json_file=json_file,
-        console=Console(),
+        console=console(),
     )

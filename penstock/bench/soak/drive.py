@@ -18,7 +18,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Request, TokenLogprob
-from penstock.engine.runner.runner import PendingStep
+from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
 STEP_S = 0.004

@@ -70,7 +70,7 @@ class Variant:
 
 
 _INT8 = {"weights": "int8", "activations": "int16"}
-"""Few-bit weights run from a tape. One form of activations for any number of rows; the fastest would vary with it."""
+"""Few-bit weights run from a recorded step. One form of activations for any number of rows; `auto` varies with it."""
 VARIANTS = (
     Variant("ngram", "base", {"speculation": "ngram"}, {}, 1e-3, ahead=True),
     # A last bit that differs may round a key to another int8; what comes of that is small, but not the last bit.

@@ -20,9 +20,9 @@ from penstock.bench.soak.check import check_objects, verify
 from penstock.bench.soak.drive import INJECTED, Clock, Faults, Round
 from penstock.bench.soak.engines import VARIANTS, Pair, Variant, load_pair, prepare
 from penstock.bench.soak.traffic import Form, Traffic
+from penstock.engine.backends.select import pick_device
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.grammar.interface import GrammarCompiler, TokenMatcher
-from penstock.engine.startup.device import pick_device
 
 MUST_HAPPEN = (
     "finished",
@@ -42,7 +42,7 @@ MUST_HAPPEN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SoakSettings:
     seed: int = 0
     minutes: float = 10.0
     rounds: int | None = None
@@ -118,7 +118,7 @@ class Soak:
     """Owns the engines and the totals. `tell(report, what)` hears how far it is."""
 
     def __init__(
-        self, settings: Settings, forms: Sequence[Form], make: MakeCompiler, tell: Callable[[Report, str], None]
+        self, settings: SoakSettings, forms: Sequence[Form], make: MakeCompiler, tell: Callable[[Report, str], None]
     ) -> None:
         self.settings = replace(settings, device=str(pick_device(settings.device)))
         self.report = Report()

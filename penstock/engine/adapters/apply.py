@@ -12,17 +12,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import InlineLinear, Linear
-from penstock.engine.models.layers.mlp import GatedMlp
-
-_REFERENCE_BLOCK = 1 << 30
 
 
 class LoraKernel(Protocol):
@@ -111,61 +108,25 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites:
     residuals stay outside the linears, unless all of these take adapters into their launch."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
-    if isinstance(kernel, FusedLora) and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
+    if isinstance(kernel, FusedLora) and all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers):
         made = FusedAdaptedLinear
         linears = [linear for layer in decoder.layers for linear in layer.linears]
         if kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        own: dict[str, Any] = {}
-        inner: dict[str, Any] = {}
+        assert isinstance(layer.mixer, Attention)
+        mixer: dict[str, Any] = {"ops": decoder.ops}
+        feed_forward: dict[str, Any] = {}
         for index, site in enumerate(layout.sites[:sites]):
-            holder, found = (layer, own) if hasattr(layer, site.attribute) else (layer.mlp, inner)
+            in_mixer = hasattr(layer.mixer, site.attribute)
+            holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             found[site.attribute] = made(getattr(holder, site.attribute), kernel, placed)
-        if inner:
-            assert isinstance(layer.mlp, GatedMlp)
-            own["mlp"] = dataclasses.replace(layer.mlp, ops=decoder.ops, **inner)
-        layers.append(dataclasses.replace(layer, **own))
-    return dataclasses.replace(decoder, layers=layers, inner=decoder.ops, fused_up_to=fused_up_to)
-
-
-class ReferenceLora:
-    """See `LoraKernel`: plain PyTorch, any device; the definition the others are tested against."""
-
-    def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
-        self._layout = layout
-        self._adapters: list[LoadedAdapter | None] = [None] * slots
-        self._data: list[Tensor | None] = [None] * slots
-        self._device = device
-        self._groups: list[tuple[int, Tensor]] = []
-
-    def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._adapters[slot] = adapter
-        self._data[slot] = adapter.data.to(self._device, non_blocking=True)
-
-    def begin(self, slots: np.ndarray) -> None:
-        tiles: Tiles = make_tiles(slots, _REFERENCE_BLOCK)
-        self._groups = [
-            (int(slot), torch.from_numpy(tiles.order[start : start + count].astype(np.int64)).to(self._device))
-            for slot, start, count in zip(tiles.slots, tiles.starts, tiles.counts, strict=True)
-        ]
-
-    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        for slot, tokens in self._groups:
-            adapter, data = self._adapters[slot], self._data[slot]
-            assert adapter is not None and data is not None
-            width = int(adapter.ranks[placed.index])
-            if width:
-                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed))
-
-    def _delta(self, x: Tensor, data: Tensor, width: int, placed: PlacedSite) -> Tensor:
-        site = placed.site
-        parts = len(site.sizes)
-        begin, middle = width * placed.start, width * (placed.start + parts * site.inputs)
-        down = data[begin:middle].view(parts, width, site.inputs)
-        up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
-        columns = torch.split(up, list(site.sizes), dim=1)
-        sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
-        return torch.cat(sums, dim=1).to(x.dtype)
+        changed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **mixer))
+        if feed_forward:
+            assert isinstance(layer.feed_forward, GatedMlp)
+            adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
+            changed = dataclasses.replace(changed, feed_forward=adapted)
+        layers.append(changed)
+    return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 
 _WIDE = 8
 """Elements of two bytes in the widest load of a thread."""
@@ -28,7 +28,7 @@ class Site:
     """A linear of every decoder layer that adapters may add to."""
 
     attribute: str
-    """Its name in `DecoderLayer`, or in the layer's `GatedMlp`."""
+    """Its name in the layer's `Attention` or `GatedMlp`."""
     modules: tuple[str, ...]
     """Checkpoint modules stacked in it, below the layer."""
     sizes: tuple[int, ...]

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.engine.adapters.apply import FusedLora, LoraKernel, ReferenceLora, adapt
+from penstock.engine.adapters.apply import FusedLora, LoraKernel, adapt
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
-from penstock.engine.backends.cpu.ops import CpuOps
+from penstock.engine.backends.interface import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.scheduler import Batch
@@ -41,7 +41,7 @@ class AdapterRuntime:
         self.narrow = narrow
         self.layout = layout
 
-    def settle(self) -> None:
+    def fill_slots(self) -> None:
         """Make the copies that the scheduled step relies on. They are queued before it on the same stream."""
         moves = self.pool.slots.moves
         while moves:
@@ -77,7 +77,7 @@ def slot_count(config: EngineConfig) -> int:
 
 
 def make_adapters(
-    config: EngineConfig, decoder: Decoder, find: Callable[[str], Path], *, dtype: torch.dtype
+    config: EngineConfig, backend: Backend, decoder: Decoder, find: Callable[[str], Path], *, dtype: torch.dtype
 ) -> AdapterRuntime | None:
     """The adapters of an engine, or None when it has none. Device memory for the slots is taken here.
     `find` gives the local folder of an adapter's source."""
@@ -87,39 +87,16 @@ def make_adapters(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
-    device = decoder.embedding.device
-    layout = layout_of(decoder.config, by_output=decoder.ops.name == "triton")
-    dtype = _adapter_dtype(decoder, layout, dtype)
+    layout = layout_of(decoder.config, by_output=backend.adapters_by_output)
+    dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
 
     def read(name: str, source: str) -> LoadedAdapter:
-        return read_adapter(
-            name, find(source), layout, max_rank=config.adapter_rank, dtype=dtype, pin=device.type == "cuda"
-        )
+        return read_adapter(name, find(source), layout, max_rank=config.adapter_rank, dtype=dtype, pin=pin)
 
     pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
-    kernel = _kernel(decoder, layout, slots, config.adapter_rank, dtype)
+    kernel = backend.lora_kernel(layout, slots, config.adapter_rank, dtype)
     narrow = adapt(decoder, kernel, layout, sites=1) if isinstance(kernel, FusedLora) else None
     return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout, dtype, narrow)
-
-
-def _kernel(decoder: Decoder, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
-    device = decoder.embedding.device
-    if decoder.ops.name == "triton":
-        from penstock.engine.backends.cuda.lora import TritonLora
-
-        return TritonLora(layout, slots, rank, dtype, device)
-    if isinstance(decoder.ops, CpuOps):
-        from penstock.engine.backends.cpu.lora import CpuLora
-
-        return CpuLora(decoder.ops.handle, layout, slots, dtype)
-    return ReferenceLora(layout, slots, device)
-
-
-def _adapter_dtype(decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
-    """float16 on CPU beside weights of few bits: far finer than those, and half the bytes of float32 to read."""
-    site = layout.sites[0]
-    few_bits = decoder.layers[0].qkv.weight_bytes < 2 * site.inputs * site.outputs
-    return torch.float16 if few_bits and dtype == torch.float32 and isinstance(decoder.ops, CpuOps) else dtype
 
 
 def _check(config: EngineConfig, slots: int) -> None:

@@ -1,8 +1,8 @@
 """Bytes between a device and ordinary host memory, at the speed of the bus.
 
-A device copies fast only from and to pinned memory, and pinning as much as a model takes seconds. So bytes pass through
-small pinned buffers: each lane fills or empties one of its two while the device copies the other. Copying on
-the host is the slower half, hence several lanes, each with a thread of its own. What is pinned is bounded by the lanes.
+A device copies fast only from and to pinned memory, and pinning as much memory as a model needs takes seconds. So bytes
+pass through small pinned buffers: each copy stream fills or empties one of its two while the device copies the other.
+Copying on the host is the slower half, hence several copy streams, each with a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANES = min(16, os.cpu_count() or 1)
+COPY_STREAMS = min(16, os.cpu_count() or 1)
 BUFFER = 8 << 20
 _PIECE = 4 * BUFFER
-"""What one lane takes on at a time."""
+"""What one copy stream takes on at a time."""
 
 Span = tuple[Tensor, Tensor]
 """Bytes on the device, and as many on the host."""
 
 
-class Lane:
+class CopyStream:
     """Two pinned buffers, a stream, and the end of each buffer's last copy. One thread uses it."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
+        self._device = device
         self.stream: Any = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         with self.current():
             self._buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
 
     def current(self) -> Any:
-        """What is done inside is done on the lane's stream."""
+        """Inside, work is queued on this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def to_device(self, out: Tensor, fill: Callable[[Tensor, int], None]) -> None:
@@ -61,6 +62,12 @@ class Lane:
             last = len(starts) - 1
             drain(self._buffer(last % 2)[: source.numel() - starts[last]], starts[last])
 
+    def allocate(self, size: int) -> Tensor:
+        """Device memory [bytes] to fill. Of this stream's own pool: memory of another stream may still be read by that
+        stream's unfinished kernels."""
+        with self.current():
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
     def _buffer(self, which: int) -> Tensor:
         """A buffer whose last copy is over."""
         if (event := self._copied[which]) is not None:
@@ -79,20 +86,22 @@ class Lane:
 
 def to_host(spans: Iterable[Span], device: torch.device) -> None:
     """Copy from the device. The device must be done with what it computes."""
-    _carry(spans, device, lambda lane, there, here: lane.to_host(there, lambda buffer, at: _move(here[at:], buffer)))
+    _carry(
+        spans, device, lambda stream, there, here: stream.to_host(there, lambda buffer, at: _move(here[at:], buffer))
+    )
 
 
 def to_device(spans: Iterable[Span], device: torch.device) -> None:
     """Copy to the device. The device must be done with what it computes."""
 
-    def send(lane: Lane, there: Tensor, here: Tensor) -> None:
-        lane.to_device(there, lambda buffer, at: _move(buffer, here[at : at + buffer.numel()]))
+    def send(stream: CopyStream, there: Tensor, here: Tensor) -> None:
+        stream.to_device(there, lambda buffer, at: _move(buffer, here[at : at + buffer.numel()]))
 
     _carry(spans, device, send)
 
 
-def _carry(spans: Iterable[Span], device: torch.device, carry: Callable[[Lane, Tensor, Tensor], None]) -> None:
-    """In pieces, by all lanes at once; when this returns or raises, nothing is under way any more."""
+def _carry(spans: Iterable[Span], device: torch.device, carry: Callable[[CopyStream, Tensor, Tensor], None]) -> None:
+    """In pieces, by all copy streams at once; when this returns or raises, no copy is under way."""
     pieces = iter(
         [
             (there[at : at + _PIECE], here[at : at + _PIECE])
@@ -103,14 +112,20 @@ def _carry(spans: Iterable[Span], device: torch.device, carry: Callable[[Lane, T
 
     @torch.inference_mode()  # a thread does not inherit it
     def run() -> None:
-        lane = Lane(device)
+        stream = CopyStream(device)
         for there, here in pieces:  # a list's iterator gives each piece to one thread
-            carry(lane, there, here)
+            carry(stream, there, here)
 
-    with ThreadPoolExecutor(LANES, thread_name_prefix="lane") as pool:
-        runs = [pool.submit(run) for _ in range(LANES)]
+    with ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy-stream") as pool:
+        runs = [pool.submit(run) for _ in range(COPY_STREAMS)]
     for ended in runs:
         ended.result()
+
+
+def hand_over(tensor: Tensor) -> None:
+    """Let the current stream use memory that a copy stream allocated."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _move(target: Tensor, source: Tensor) -> None:

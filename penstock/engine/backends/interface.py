@@ -1,7 +1,8 @@
-"""The operations a backend must supply to run the decoder.
+"""What a backend supplies: `Ops`, the operations of a decoder, and `Backend`, everything else that depends on a device.
 
-Three backends implement `Ops`: `reference` (plain PyTorch, any device, the definition the others are tested
-against), `cpu` (a small native library) and `triton` (CUDA). Everything else in the engine is backend-free.
+There are three backends: `reference` (plain PyTorch, the definition the others are tested against), `cpu` (a native
+library) and `cuda` (Triton kernels, CUDA graphs). `select` picks one. The rest of the engine never imports a backend
+and never asks which one it runs on; it uses this interface, `select`, and the few things that all devices share.
 
 Layout, the same everywhere:
 
@@ -14,13 +15,34 @@ Layout, the same everywhere:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.engine.adapters.apply import LoraKernel
+    from penstock.engine.adapters.layout import AdapterLayout
+    from penstock.engine.adapters.runtime import AdapterRuntime
+    from penstock.engine.config import EngineConfig
+    from penstock.engine.kv.cache import KVCache
+    from penstock.engine.kv.mover import BlockMover
+    from penstock.engine.models.build import Quantizer, Weights
+    from penstock.engine.models.decoder import Decoder
+    from penstock.engine.models.layers.experts import ExpertMlp
+    from penstock.engine.models.layers.feed_forward import FeedForward
+    from penstock.engine.models.layers.linear import Linear
+    from penstock.engine.models.model_config import ModelConfig
+    from penstock.engine.runner.resources import RunnerResources
+    from penstock.engine.runner.step import PendingStep
+    from penstock.engine.scheduler import Batch
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -52,8 +74,8 @@ class KeySmoothing(NamedTuple):
 
 @dataclass(slots=True)
 class HostBatch:
-    """A step's inputs before they went to the device: int64 arrays, for a tape, and for ranks that run the same step
-    elsewhere."""
+    """A step's inputs before they went to the device: int64 arrays, for a recorded step, and for ranks that run the
+    same step elsewhere."""
 
     token_ids: Ints
     positions: Ints
@@ -152,10 +174,13 @@ class ActivationOps(Protocol):
 class Ops(ActivationOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
-    name: str
     wide_stream: bool
     """Whether the residual stream is kept in float32 whatever the activations are: it is added to twice a layer, and
     every addition in 16 bits would round away a part of what the layers before it said."""
+    samples_any_dtype: bool
+    """Whether `argmax`, `filter_thresholds` and `gumbel_argmax` also read 16-bit logits, not only float32."""
+    batch_invariant: bool
+    """Whether a sequence's results may not depend on what else is in the step; set for deterministic mode."""
 
     def widen(self, x: Tensor) -> Tensor:
         """`x` [T, hidden] in float32; a new tensor."""
@@ -243,3 +268,254 @@ class Ops(ActivationOps, Protocol):
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype called `name` in configurations."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+
+
+class Staging(Protocol):
+    """Brings small host arrays to the device without waiting."""
+
+    def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Device tensors with the content and dtype of `arrays` (1-D, C-contiguous)."""
+        ...
+
+
+class CopyEvent(Protocol):
+    """The end of a copy."""
+
+    def synchronize(self) -> object:
+        """Block until the copy is done."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device."""
+
+    share_of_free: float
+    """Of what is free: how much a KV cache takes when no size is configured."""
+    share_of_rest: float
+    """The same of what this model's configured share of the device has left."""
+    shared_by_ranks: bool
+    """Whether all ranks of an engine take their memory from this device."""
+
+    def available(self) -> int:
+        """Bytes that can still be taken."""
+        ...
+
+    def total(self) -> int:
+        """Bytes of the whole device."""
+        ...
+
+    def used(self) -> int:
+        """Bytes that this process has taken."""
+        ...
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` needs on top of what is there; 0 where the device is not measured."""
+        ...
+
+    def trim(self, *, workspaces: bool = False) -> None:
+        """Give memory that is cached but unused back to the device; with `workspaces` also what libraries keep, to
+        which nothing captured may refer any more."""
+        ...
+
+
+class InputObserver(Protocol):
+    """Sees the inputs of one linear during calibration."""
+
+    @property
+    def linear(self) -> Linear: ...
+
+    def see(self, x: Tensor) -> None:
+        """Note the inputs [T, in] of a call."""
+        ...
+
+    def finish(self) -> None:
+        """Adapt the linear to what was seen, and stop observing."""
+        ...
+
+
+class TimedStep(Protocol):
+    """A recorded step that can time its kernels."""
+
+    timed: bool
+
+    def seconds(self) -> dict[str, tuple[int, float]]:
+        """Calls in one pass, and seconds spent since this was last asked, by kernel."""
+        ...
+
+
+class NativeLibrary(Protocol):
+    """A native library whose calls can be intercepted, for profiling."""
+
+    lib: Any
+
+    def replaced_by(self, other: Any) -> AbstractContextManager[None]:
+        """Inside, calls go to `other`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """How the decoder's linears are made and fed."""
+
+    quantize: Quantizer | None = None
+    inner: ActivationOps | None = None
+    fused_up_to: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDefaults:
+    """Sizes of an engine whose configuration does not say."""
+
+    max_running: int
+    token_budget: int
+    encoder_token_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest steps an engine takes."""
+
+    max_rows: int
+    budget: int
+    max_context: int
+    block_size: int
+
+
+class Executor(ABC):
+    """Runs the steps of one model. `run` returns without waiting where the device works by itself."""
+
+    phase = ""
+    """What `prepare` is called in reports of starting; empty where it is not worth reporting."""
+    prefers_single_tokens = False
+    """Whether a few tokens of one sequence run faster as that many decodes than as one chunk."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> PendingStep:
+        """Launch one step."""
+
+    def prepare(self, token_budget: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
+
+    def release(self) -> Callable[[], None]:
+        """Drop what remembers addresses, because memory is about to move; the result makes it again."""
+        return lambda: None
+
+    @property
+    def recorded(self) -> TimedStep | None:
+        """The recording that plain steps run from, if there is one."""
+        return None
+
+
+class Backend(ABC):
+    """One device as one engine uses it."""
+
+    device: torch.device
+    ops: Ops
+    memory: DeviceMemory
+    defaults: StepDefaults
+    in_host_memory: bool
+    """Whether the device computes in host memory: arrays and tensors may be the same memory."""
+    overlaps: bool
+    """Whether the next step is scheduled while one runs."""
+    bounds_are_compiled: bool
+    """Whether kernels are compiled for a bound of the context length, so that all steps must use the same one."""
+    calibrates: bool
+    """Whether a prompt is run through a decoder after loading to adapt what is kept in int8."""
+    compiles: bool
+    """Whether kernels are compiled at start (`compile`)."""
+    offloads: bool
+    """Whether a sleeping engine's weights move to host memory; otherwise they are loaded again."""
+    exchange_step_bytes: int
+    """KV blocks from other engines taken in between two steps, at most, in bytes."""
+    adapters_by_output: bool
+    """See `AdapterLayout`."""
+    attends_varlen: bool
+    """Whether PyTorch has attention over packed texts of different lengths on the device."""
+    native: NativeLibrary | None = None
+
+    # Numbers and weights
+
+    def kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+        """Type of the KV cache."""
+        if config.kv_dtype == "auto":
+            return self._auto_kv_dtype(config, model, dtype)
+        return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
+
+    def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    @abstractmethod
+    def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
+        """Choose the form of the weights; one that is not available here is refused. Few-bit checkpoints stay as they
+        are. In deterministic mode all linears are batch-invariant."""
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A dense linear in the form that is fastest here."""
+
+    def as_head(self, linear: Linear) -> Linear:
+        """`linear` as a head: logits are compared, so they keep all their bits where the kernel can give them."""
+        return linear
+
+    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
+        """A layer's experts, of weights as the plan made them (`stored`) or as dense ones (`widened`)."""
+        return stored()
+
+    def observable(self) -> Backend:
+        """A backend of the same device under which every linear is called by itself, so that its inputs can be
+        observed: this one, or a plainer one."""
+        return self
+
+    def input_observers(self, linears: Iterable[Linear]) -> list[InputObserver]:
+        """Observers of those linears that calibration can improve."""
+        return []
+
+    def int8_linear(self, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """A linear with weights and activations in int8; None where its shape does not allow that.
+
+        Raises `ConfigError` where there are no such kernels."""
+        from penstock.errors import ConfigError
+
+        raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
+
+    # Adapters
+
+    @abstractmethod
+    def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
+        """Holds up to `slots` adapters of up to `rank`, in `dtype`."""
+
+    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
+        """What adapters are kept in, beside activations of `dtype`."""
+        return dtype
+
+    # Running
+
+    @abstractmethod
+    def executor(self, resources: RunnerResources) -> Executor:
+        """The fastest executor of a model on this device alone."""
+
+    @abstractmethod
+    def staging(self) -> Staging:
+        """Upload buffers for one place that uploads a few times per step."""
+
+    @abstractmethod
+    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], CopyEvent | None]:
+        """Queue copies to the host behind what was launched, and the event that ends them; None: they are there."""
+
+    def compile(  # noqa: B027 - most have nothing to compile
+        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
+    ) -> None:
+        """Compile every kernel that steps may launch."""
+
+    def synchronize(self) -> None:  # noqa: B027 - on most devices nothing runs by itself
+        """Block until the device has done everything launched so far."""
+
+    # Memory and other devices
+
+    @abstractmethod
+    def block_mover(self, kv: KVCache, num_slots: int) -> BlockMover:
+        """Copies KV blocks to and from `num_slots` slots of host memory."""
+
+    @abstractmethod
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A `torch.distributed` group for collectives between ranks on such devices."""

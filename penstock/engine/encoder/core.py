@@ -16,15 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.backends import cpu
-from penstock.engine.backends.interface import torch_dtype
+from penstock.engine.backends.interface import Backend, torch_dtype
+from penstock.engine.backends.select import pick_backend, pick_device, plain_backend
 from penstock.engine.encoder.config import EncoderEngineConfig, read_shape
 from penstock.engine.encoder.model import Encoder, MakeProduct, Packed, Product, build_encoder, dense
 from penstock.engine.encoder.queue import Item, Job, TextQueue
 from penstock.engine.encoder.request import EncodeOutput, EncodeRequest, Encoding
 from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request
-from penstock.engine.startup.device import pick_device
 from penstock.engine.startup.part import Phases, Progress
 from penstock.errors import ConfigError
 
@@ -209,17 +208,18 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
     phases = Phases(progress)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    device = _device(config.device)
+    device = pick_device(config.device, room=_CUDA_ROOM)
+    int8 = config.weights == "int8"
+    backend = pick_backend(device, threads) if int8 else plain_backend(device)
     dtype = torch.float32 if config.dtype == "auto" else torch_dtype(config.dtype)
     with phases("weights"):
         checkpoint = open_checkpoint(config.model)
         shape = read_shape(Path(config.model), checkpoint.config)
-        product = int8_product(device, dtype, threads) if config.weights == "int8" else dense
+        product = int8_product(backend) if int8 else dense
         encoder = build_encoder(checkpoint, shape, device, dtype, product)
     longest = config.max_model_len or shape.max_model_len
     if longest > shape.positions:
         raise ConfigError(f"max_model_len {longest} is more than the {shape.positions} positions of this encoder")
-    on_cpu = device.type == "cpu"
     engine = EncoderEngine(
         encoder,
         EngineInfo(
@@ -236,34 +236,19 @@ def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> Enco
             dimensions=shape.hidden,
             scores=shape.scores,
         ),
-        token_budget=config.token_budget or (1024 if on_cpu else 16384),
+        token_budget=config.token_budget or backend.defaults.encoder_token_budget,
         max_waiting=config.max_waiting,
-        threads=threads if on_cpu else 1,
+        threads=threads if backend.in_host_memory else 1,
     )
     with phases("warm up"):
-        encoder.warm_up()
+        encoder.warm_up(attends_varlen=backend.attends_varlen)
     return engine
 
 
-def int8_product(device: torch.device, dtype: torch.dtype, threads: int) -> MakeProduct:
-    """Linears in 8 bits, weights by blocks of 32 inputs and activations by token and block."""
-    kernels = cpu.load(threads) if device.type == "cpu" and dtype is torch.float32 else None
-    if kernels is None:
-        raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
-    handle = kernels.handle
+def int8_product(backend: Backend) -> MakeProduct:
+    """Linears with weights and activations in int8, where their shape allows it."""
 
     def make(weight: Tensor, bias: Tensor) -> Product:
-        if not cpu.QuantLinear.supports(tuple(weight.shape)):
-            return dense(weight, bias)
-        linear = cpu.QuantLinear.from_float(handle, weight, bias, bits=8)
-        linear.digits = 1
-        return linear
+        return backend.int8_linear(weight, bias) or dense(weight, bias)
 
     return make
-
-
-def _device(name: str) -> torch.device:
-    device = pick_device(name)
-    if name == "auto" and device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _CUDA_ROOM:
-        return torch.device("cpu")
-    return device

@@ -1,90 +1,72 @@
-"""The KV cache as tensors: what a layer reads and writes, in how many bytes.
-
-Keys and values lie in blocks. An int8 cache has a second tensor beside them: one scale per token and KV head, computed
-from the numbers themselves when they are written, so that no calibration is needed and one large token does not cost
-the others their precision. Invariant: block `b` of the scales belongs to block `b` of the values, they move together.
-"""
+"""The cache of a decoder: the memory of all its layers, whatever their kinds (`kinds`)."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cpu.large_pages import in_large_pages
-from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
+from penstock.engine.kv.kinds import CacheKind, PagedKV
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's share."""
+class CacheShape:
+    """The cache kind of every layer, which decides all sizes."""
 
-    k: Tensor
-    """[num_blocks, kv_heads, block_size, head_dim]; so is `v`."""
-    v: Tensor
-    scales: KVScales | None
-    """Of an int8 cache: [num_blocks, kv_heads, block_size] each."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What decides the bytes of a block."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+    kinds: tuple[CacheKind, ...]
     block_size: int
-    dtype: torch.dtype
 
-    @property
-    def bytes_per_number(self) -> float:
-        """Of one key or value element, its share of the scale included."""
-        return self.dtype.itemsize + (SCALE_DTYPE.itemsize / self.head_dim if self.dtype == INT8 else 0)
+    @classmethod
+    def of_paged_kv(cls, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> CacheShape:
+        """Of layers that all have the same paged keys and values."""
+        return cls((PagedKV(kv_heads, head_dim, block_size, dtype),) * layers, block_size)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, scales included."""
-        return round(2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.bytes_per_number)
+        """Bytes of one block of tokens in all layers."""
+        return sum(kind.block_bytes for kind in self.kinds)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one running sequence in all layers, beside its blocks."""
+        return sum(kind.state_bytes for kind in self.kinds)
+
+    @property
+    def blocks_suffice(self) -> bool:
+        """Whether a sequence's blocks are all that is kept of it, so that another sequence can continue from them: what
+        the prefix cache, the host tier and handover rely on."""
+        return self.state_bytes == 0
+
+    def __str__(self) -> str:
+        layers = ", ".join(f"{count} layers of {kind}" for kind, count in Counter(self.kinds).items())
+        return f"{layers}, {self.block_size} tokens in a block"
 
 
 class KVCache:
-    """The cache of all layers of one decoder."""
+    """Allocates the cache. Block 0 belongs to nobody and absorbs padding."""
 
-    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device, num_rows: int = 0) -> None:
+        """`num_rows`: rows of running sequences, for layers that keep a state per sequence."""
         self.shape = shape
         self.num_blocks = num_blocks
-        per_block = (shape.kv_heads, shape.block_size)
-        self.values = _zeros((shape.layers, 2, num_blocks, *per_block, shape.head_dim), shape.dtype, device)
-        """[layers, 2, num_blocks, kv_heads, block_size, head_dim]: keys, then values."""
-        self.scales: Tensor | None = None
-        if shape.dtype == INT8:
-            self.scales = _zeros((shape.layers, 2, num_blocks, *per_block), SCALE_DTYPE, device)
-        self.layers = [self._layer(index) for index in range(shape.layers)]
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+        self.device = device
+        self.tensors: list[Tensor] = []
+        """Everything a block consists of; the third axis of each is the block."""
+        self.states: list[Tensor] = []
+        """Everything kept per sequence; the second axis of each is its row."""
+        layers: dict[CacheKind, Iterator[Any]] = {}
+        for kind, count in Counter(shape.kinds).items():
+            allocated = kind.allocate(count, num_blocks, num_rows, device)
+            self.tensors += allocated.blocks
+            self.states += allocated.states
+            layers[kind] = iter(allocated.layers)
+        self.layers: list[Any] = [next(layers[kind]) for kind in shape.kinds]
+        """By layer of the decoder: what its mixer is called with."""
 
     @property
     def block_size(self) -> int:
         return self.shape.block_size
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything a block consists of; the third axis of each is the block."""
-        return [self.values] if self.scales is None else [self.values, self.scales]
-
-    def _layer(self, index: int) -> LayerCache:
-        scales = None if self.scales is None else (self.scales[index, 0], self.scales[index, 1])
-        return LayerCache(self.values[index, 0], self.values[index, 1], scales)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Pages come from the system on first touch, so that a large cache costs nothing to make.
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return in_large_pages(memory).view(dtype).view(shape)

@@ -1,12 +1,12 @@
 """Blocks out of one engine's cache and into another's, by name.
 
-Names are digests of everything up to a block's end (`hashing`), salt and adapter included, so a block that has the name
-one is looking for holds what one would compute oneself. Between cache and network lie slots of host memory, each one
-block in one piece, filled and emptied by a `BlockMover`: on CUDA copies run beside the steps and a slot is touched
-again only when its copy is over (`settled`). Nothing here knows where blocks go or come from.
+Names are digests of everything up to a block's end (`block_hash`), salt and adapter included, so blocks of equal names
+are interchangeable. Between cache and network lie slots of host memory, each one block in one piece, filled and
+emptied by a `BlockMover`: its copies may run beside the steps, so a slot is touched again only when its copy is over
+(`is_idle`). Nothing here knows where blocks go or come from.
 
-Invariant: blocks taken in are held by whoever takes them (`take_in`) until given up (`release`); only then can they be
-evicted. Slots come from `slots` and go back there.
+Invariant: blocks taken in (`take_in`) are held until given up (`release`); only then can they be evicted. Slots come
+from `slots` and go back there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from penstock.engine.backends.interface import Backend
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_hash import block_names
 from penstock.engine.kv.cache import KVCache
@@ -23,10 +24,6 @@ from penstock.engine.request import HandoverLoad, Load, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
-STEP_BYTES = 8 << 20
-"""Taken in between two steps: on CPU a few milliseconds, which the step waits for."""
-CUDA_STEP_BYTES = 64 << 20
-"""The same on CUDA: about a millisecond on a stream of its own."""
 
 
 class BlockExchange:
@@ -36,6 +33,7 @@ class BlockExchange:
         self,
         allocator: BlockAllocator,
         kv: KVCache,
+        backend: Backend,
         *,
         step_tokens: int,
         version: Callable[[str], str | None],
@@ -47,11 +45,12 @@ class BlockExchange:
         self.block_bytes = kv.shape.block_bytes
         fitting = MOST_BYTES // self.block_bytes
         self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), fitting))
-        self.at_once = max(1, (STEP_BYTES if kv.device.type == "cpu" else CUDA_STEP_BYTES) // self.block_bytes)
+        self.at_once = max(1, backend.exchange_step_bytes // self.block_bytes)
         """Blocks to take in between two steps, at most."""
         self._allocator = allocator
         self._pool = allocator.pool
         self._kv = kv
+        self._backend = backend
         self._version = version
         self._flush = flush
         self._mover: BlockMover | None = None
@@ -61,7 +60,7 @@ class BlockExchange:
     def slots(self) -> list[int]:
         """Free slots. Their memory is taken when they are first asked for."""
         if self._mover is None:
-            self._mover = BlockMover(self._kv, self.num_slots)
+            self._mover = self._backend.block_mover(self._kv, self.num_slots)
             self._slots = list(range(self.num_slots))
         return self._slots
 
@@ -70,9 +69,9 @@ class BlockExchange:
         assert self._mover is not None
         return self._mover.memory(slot)
 
-    def settled(self, slot: int) -> bool:
+    def is_idle(self, slot: int) -> bool:
         """Whether no copy from or to the slot is under way."""
-        return self._mover is None or self._mover.settled(slot)
+        return self._mover is None or self._mover.is_idle(slot)
 
     def names(self, request: Request) -> list[bytes]:
         """Of the full blocks that a request begins with, but for its last token's; none when they cannot be known."""

@@ -12,19 +12,16 @@ from pathlib import Path
 
 from penstock.engine.backends.interface import KeySmoothing
 from penstock.engine.config import EngineConfig
-from penstock.engine.kv.cache import KVShape
+from penstock.engine.kv.cache import CacheShape
 
 _PIECES = 256
 _PIECE_BYTES = 512
 
 
-def kv_format(config: EngineConfig, shape: KVShape, dtype: str, smoothings: Sequence[KeySmoothing] = ()) -> str:
+def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothings: Sequence[KeySmoothing] = ()) -> str:
     """`dtype`: of the activations, from which keys and values are computed. `smoothings`: of the keys, by layer."""
-    kind = str(shape.dtype).removeprefix("torch.")
-    return (
-        f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape.layers} layers of "
-        f"{shape.kv_heads} heads of {shape.head_dim} in {kind}, {shape.block_size} tokens in a block"
-        + (f", keys in frames {_digest_of(smoothings)}" if smoothings else "")
+    return f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}" + (
+        f", keys in frames {_digest_of(smoothings)}" if smoothings else ""
     )
 
 

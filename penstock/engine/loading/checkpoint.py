@@ -1,6 +1,6 @@
-"""Opening a model's weights, whatever they are stored in.
+"""Checkpoints: a model's configuration and weights, whatever file format they are stored in.
 
-A `Checkpoint` speaks Hugging Face: `config` has the keys of `config.json`, tensors have the names the reference
+A `Checkpoint` uses Hugging Face's names: `config` has the keys of `config.json`, tensors have the names the reference
 implementation gives them. Tensors are read one at a time, when asked for, so a loader's peak memory is its own.
 """
 
@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
-from penstock.engine.loading.gguf_config import architecture, config_from_gguf
+from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
@@ -61,7 +62,7 @@ class GGUFCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.file = GGUFFile(path)
         self.config = config_from_gguf(self.file)
-        self._origins = origins(self.file, architecture(self.file), self.config)
+        self._origins = origins(self.file, gguf_family(self.file), self.config)
 
     def names(self) -> Collection[str]:
         return self._origins.keys()
@@ -75,13 +76,13 @@ class GGUFCheckpoint:
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         """The integers of a matrix that is stored as such, None for any other tensor."""
-        return None if self._origins[name].shift else from_gguf(self.raw(name), device)
+        return None if self._origins[name].offset else from_gguf(self.raw(name), device)
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         raw = self.raw(name)
         dense = dequantize(torch.from_numpy(raw.data).to(device), raw.type, raw.shape)
-        shift = self._origins[name].shift
-        return dense + shift if shift else dense
+        offset = self._origins[name].offset
+        return dense + offset if offset else dense
 
 
 class SafetensorsCheckpoint:
@@ -149,7 +150,7 @@ class SafetensorsCheckpoint:
         file = self._where.get(name)
         if file is None:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
-        if torch.device(device).type == "cuda":
+        if not is_host(torch.device(device)):
             return self._read_ahead(torch.device(device)).tensor(name)
         try:
             tensor: Tensor = self._open(file).get_tensor(name)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.gguf import BLOCK, GGMLType
 
 SLICE_WEIGHTS = 1 << 18
@@ -28,7 +29,7 @@ def dequantize(data: Tensor, kind: GGMLType, shape: tuple[int, ...]) -> Tensor:
     weights, size = BLOCK[kind]
     decode = _DECODERS[kind]
     blocks = data.reshape(-1, size)
-    if data.device.type != "cpu":
+    if not is_host(data.device):
         return decode(blocks).reshape(shape)
     out = torch.empty(blocks.shape[0], weights, dtype=torch.float32)
     step = SLICE_WEIGHTS // weights

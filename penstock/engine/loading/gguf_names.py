@@ -1,53 +1,23 @@
-"""Which GGUF tensor stands behind each Hugging Face tensor name, and what the conversion did to it.
+"""The GGUF tensor behind each Hugging Face tensor name, and what the conversion to GGUF did to it.
 
-Three conversions are undone: GGUF stores the query and key rows of Llama-family models in interleaved rotary
-order, stacks the experts of a layer into one tensor, and adds one to Gemma's norm weights.
+Names follow from the family's descriptor (`models.families`). Three conversions are undone: GGUF files store the query
+and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, and add the
+family's offset to norm weights.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
+from penstock.engine.models.families import Family, TensorNames
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-
-_SANDWICH_NORMS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_MIXTRAL_EXPERTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-
-_INTERLEAVED = ("llama", "mistral3")
-"""Architectures whose query and key rows are stored in interleaved rotary order."""
-
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
@@ -60,52 +30,71 @@ class Origin:
     """Not 0: rows are interleaved within this many heads."""
     expert: int = -1
     """Not -1: the tensor is this slice of a stack of experts."""
-    shift: float = 0.0
+    offset: float = 0.0
     """Added to the weights."""
 
 
-def origins(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Origin]:
+def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, Origin]:
     """Hugging Face name to origin, for every tensor the model uses."""
-    layer_names = dict(_LAYER)
-    if arch in ("gemma2", "gemma3"):
-        layer_names |= _SANDWICH_NORMS
-    if arch == "phi3":
-        layer_names["ffn_up"] = "mlp.gate_up_proj"
-    mixtral = config["model_type"] == "mixtral"
-    if mixtral:
-        layer_names["ffn_gate_inp"] = "block_sparse_moe.gate"
+    layer_names, experts = _layer_names(family), _expert_names(family.names)
+    interleaved: dict[str, int] = {}
+    if family.gguf.interleaved_rope:
+        interleaved = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: dict[str, Origin] = {}
     for name, info in file.tensors.items():
         if _IGNORED.fullmatch(name):
             continue
+        offset = -family.norm_offset if name.endswith("norm.weight") else 0.0
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP:
-            found[f"{_TOP[stem]}.{suffix}"] = Origin(name, shift=_shift(arch, name))
+            found[f"{_TOP[stem]}.{suffix}"] = Origin(name, offset=offset)
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
         prefix = f"model.layers.{layer}"
-        if part in _EXPERTS:
+        if part in experts:
             for expert in range(info.shape[0]):
-                projection = _EXPERTS[part]
-                if mixtral:
-                    target = f"block_sparse_moe.experts.{expert}.{_MIXTRAL_EXPERTS[projection]}"
-                else:
-                    target = f"mlp.experts.{expert}.{projection}"
+                target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
         elif part in layer_names:
-            heads = 0
-            if arch in _INTERLEAVED and part in ("attn_q", "attn_k"):
-                heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-            found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(name, heads=heads, shift=_shift(arch, name))
+            heads = interleaved.get(part, 0)
+            found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(name, heads=heads, offset=offset)
         else:
-            # An unknown tensor changes what the model computes; keep its name so that the engine can object.
+            # An unknown tensor changes what the model computes; keep its name so that the engine can refuse it.
             found[name] = Origin(name)
     return found
 
 
-def _shift(arch: str, name: str) -> float:
-    return -1.0 if arch.startswith("gemma") and name.endswith("norm.weight") else 0.0
+def _layer_names(family: Family) -> dict[str, str]:
+    """GGUF names below `blk.N.` to Hugging Face names below `layers.N.`."""
+    names = family.names
+    found = {
+        "attn_norm": names.mixer_norm,
+        "ffn_norm": names.feed_forward_norm,
+        "attn_qkv": names.attention + names.fused_qkv,
+        "attn_output": names.attention + names.output,
+        "attn_q_norm": names.attention + "q_norm",
+        "attn_k_norm": names.attention + "k_norm",
+        "ffn_down": names.mlp + names.down,
+        "ffn_gate_inp": names.moe + "gate",
+    }
+    for theirs, ours in zip(("attn_q", "attn_k", "attn_v"), names.qkv, strict=True):
+        found[theirs] = names.attention + ours
+    for theirs, ours in zip(("ffn_gate", "ffn_up"), names.gate_up, strict=True):
+        found[theirs] = names.mlp + ours
+    if names.fused:
+        found["ffn_up"] = names.mlp + names.fused_gate_up
+    if names.mixer_out_norm:
+        found["post_attention_norm"] = names.mixer_out_norm
+    if names.feed_forward_out_norm:
+        found["post_ffw_norm"] = names.feed_forward_out_norm
+    return found | dict(family.gguf.tensors)
+
+
+def _expert_names(names: TensorNames) -> dict[str, str]:
+    """GGUF names of stacked experts to the matrix of one expert."""
+    gate, up = names.expert_gate_up
+    return {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": names.expert_down}
 
 
 def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:

@@ -1,8 +1,8 @@
-"""Reading safetensors ahead of whoever builds the model, several tensors at a time, straight to a CUDA device.
+"""Reading safetensors ahead of the builder of a model, several tensors at a time, straight to a device.
 
-A tensor's bytes go from the page cache (or the disk) through a lane's pinned buffers to their place in device memory,
-one lane per thread. Tensors are read in the order of layers,
-a bounded number of bytes ahead of the last one asked for, so that peak memory is the model and that little more.
+A tensor's bytes go from the page cache (or the disk) through a copy stream's pinned buffers to their place in device
+memory, one copy stream per thread. Tensors are read in the order of layers, a bounded number of bytes ahead of the last
+one asked for, so that peak memory is the model and that little more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.copy_streams import LANES, Lane
+from penstock.engine.backends.copy_streams import COPY_STREAMS, CopyStream, hand_over
 from penstock.errors import CheckpointError
 
 _AHEAD = 2 << 30
@@ -63,17 +63,15 @@ def layer_order(name: str) -> tuple[int, str]:
     return (-1 if match is None else int(match.group(1)), name)
 
 
-def _read(lane: Lane, stored: Stored, device: torch.device) -> Tensor:
-    # Allocated on the lane's own stream: memory of another stream may still be read by its unfinished kernels.
-    with lane.current():
-        out = torch.empty(stored.size, dtype=torch.uint8, device=device)
+def _read(stream: CopyStream, stored: Stored) -> Tensor:
+    out = stream.allocate(stored.size)
     with open(stored.file, "rb", buffering=0) as file:
 
         def fill(buffer: Tensor, at: int) -> None:
             if _fill(file.fileno(), buffer, stored.offset + at) < buffer.numel():
                 raise CheckpointError(f"{stored.file} is cut short: fetch it again")
 
-        lane.to_device(out, fill)
+        stream.to_device(out, fill)
     return out.view(stored.dtype).view(stored.shape)
 
 
@@ -98,15 +96,15 @@ class ParallelReader:
         self._place = {name: index for index, name in enumerate(self._order)}
         self._pending: dict[str, Future[Tensor]] = {}
         self._next = 0
-        self._lanes = threading.local()
-        self._pool = ThreadPoolExecutor(LANES, thread_name_prefix="weights")
+        self._streams = threading.local()
+        self._pool = ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="weights")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def tensor(self, name: str) -> Tensor:
         self._read_ahead(self._place[name])
         future = self._pending.pop(name, None) or self._pool.submit(self._read, name)
         tensor = future.result()
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        hand_over(tensor)
         return tensor
 
     def _read_ahead(self, place: int) -> None:
@@ -118,7 +116,7 @@ class ParallelReader:
             self._next += 1
 
     def _read(self, name: str) -> Tensor:
-        lane: Lane | None = getattr(self._lanes, "lane", None)
-        if lane is None:
-            lane = self._lanes.lane = Lane(self.device)
-        return _read(lane, self._stored[name], self.device)
+        stream: CopyStream | None = getattr(self._streams, "stream", None)
+        if stream is None:
+            stream = self._streams.stream = CopyStream(self.device)
+        return _read(stream, self._stored[name])

@@ -8,14 +8,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import ActivationOps, HeadLayout, KVScales, Ops
+from penstock.engine.backends.interface import ActivationOps, Backend, HeadLayout, KVScales, Ops
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.linear import Linear, SoftCapped, make_linear
-from penstock.engine.models.layers.mlp import GatedMlp, Mlp
-from penstock.engine.models.layers.moe import ExpertMlp, Router
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.linear import Linear, SoftCapped
 from penstock.engine.models.layers.rotary import cos_sin_table
+from penstock.engine.models.llama import LlamaDecoder
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import CheckpointError
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
@@ -44,16 +46,17 @@ class Quantizer(Protocol):
 class _Reader:
     """Fetches tensors by name, checks their shape, and puts them where the decoder runs."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype, quantize: Quantizer | None) -> None:
+    def __init__(self, weights: Weights, backend: Backend, dtype: torch.dtype, quantize: Quantizer | None) -> None:
         self.weights = weights
         self.names = set(weights.names())
-        self.device = device
+        self.backend = backend
+        self.device = backend.device
         self.dtype = dtype
         self.quantize = quantize
 
     def widened(self) -> _Reader:
         """The same, making dense layers only."""
-        return _Reader(self.weights, self.device, self.dtype, None)
+        return _Reader(self.weights, self.backend, self.dtype, None)
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
@@ -83,15 +86,15 @@ class _Reader:
             quantized = self.quantize(self.weights, names, inputs, stacked_bias)
             if quantized is not None:
                 return quantized
-        return make_linear(torch.cat([self.get(name, size, inputs) for name, size in names.items()]), stacked_bias)
+        dense = torch.cat([self.get(name, size, inputs) for name, size in names.items()])
+        return self.backend.linear(dense, stacked_bias)
 
 
 def build_decoder(
     weights: Weights,
     config: ModelConfig,
-    ops: Ops,
+    backend: Backend,
     *,
-    device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None = None,
@@ -106,9 +109,10 @@ def build_decoder(
     `head_rows`: how many of the head's rows this process has, when it is one of several; with none it has no embedding
     either.
     """
-    read = _Reader(weights, device, dtype, quantize)
+    ops, device = backend.ops, backend.device
+    read = _Reader(weights, backend, dtype, quantize)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), "model.")
-    hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_shift
+    hidden, vocab, shift = config.hidden_size, config.vocab_size, config.norm_offset
     ends = head_rows != 0
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if ends else read.zeros(1, hidden)
     if config.embedding_scale != 1.0:
@@ -118,24 +122,23 @@ def build_decoder(
     for index in range(config.num_layers):
         at = f"{prefix}layers.{index}."
         scales = _kv_scales(weights, f"{at}self_attn.", config.num_kv_heads, device) if fp8_cache else None
-        mlp = _mlp(read, config, at, index, ops, inner or ops)
-        layers.append(_layer(read, config, at, index, ropes[config.ropes[index]], mlp, scales))
+        mlp = _mlp(read, config, at, index, inner or ops)
+        layers.append(_layer(read, config, at, index, ropes[config.ropes[index]], mlp, scales, ops, inner or ops))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
     heads = [name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in read.names]
     tied = config.tied_embeddings or not heads
     rows = {f"{prefix}embed_tokens" if tied else heads[0]: head_rows or vocab}
-    head = read.linear("", rows, hidden) if ends else make_linear(read.zeros(16, hidden))
-    if hasattr(head, "out_dtype"):
-        head.out_dtype = torch.float32  # logits are compared, so they keep all their bits
-    decoder = Decoder(
+    head = read.linear("", rows, hidden) if ends else backend.linear(read.zeros(16, hidden))
+    head = backend.as_head(head)
+    decoder = LlamaDecoder(
         config=config,
         ops=ops,
         embedding=embedding,
         layers=layers,
         final_norm=read.norm(f"{prefix}norm.weight", hidden, shift),
         head=head if config.logit_softcap is None else SoftCapped(head, config.logit_softcap),
-        inner=inner or ops,
+        max_positions=max_positions,
         fused_up_to=fused_up_to if config.plain_layers else 0,
     )
     if progress is not None:
@@ -144,9 +147,17 @@ def build_decoder(
 
 
 def _layer(
-    read: _Reader, config: ModelConfig, at: str, index: int, cos_sin: Tensor, mlp: Mlp, kv_scales: KVScales | None
+    read: _Reader,
+    config: ModelConfig,
+    at: str,
+    index: int,
+    cos_sin: Tensor,
+    feed_forward: FeedForward,
+    kv_scales: KVScales | None,
+    ops: Ops,
+    inner: ActivationOps,
 ) -> DecoderLayer:
-    hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_shift
+    hidden, dim, shift = config.hidden_size, config.head_dim, config.norm_offset
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     attention = f"{at}self_attn."
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -159,11 +170,11 @@ def _layer(
     def norm(name: str, size: int) -> Tensor:
         return read.norm(f"{name}.weight", size, shift)
 
-    return DecoderLayer(
-        input_norm=norm(f"{at}input_layernorm", hidden),
+    mixer = Attention(
+        ops=inner,
+        attention_ops=ops,
         qkv=read.linear(attention, qkv, hidden, config.qkv_bias, fused="qkv_proj"),
-        q_norm=norm(f"{attention}q_norm", dim) if config.qk_norm else None,
-        k_norm=norm(f"{attention}k_norm", dim) if config.qk_norm else None,
+        output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
         heads=HeadLayout(
             config.num_heads,
             config.num_kv_heads,
@@ -173,32 +184,34 @@ def _layer(
             config.attention_softcap,
         ),
         cos_sin=cos_sin,
-        output=read.linear(attention, {"o_proj": hidden}, q_size, config.output_bias),
-        attention_out_norm=norm(f"{at}{after_attention}", hidden) if after_attention else None,
-        mlp_norm=norm(f"{at}{before_mlp}", hidden),
-        mlp=mlp,
-        mlp_out_norm=norm(f"{at}{after_mlp}", hidden) if after_mlp else None,
+        q_norm=norm(f"{attention}q_norm", dim) if config.qk_norm else None,
+        k_norm=norm(f"{attention}k_norm", dim) if config.qk_norm else None,
+        eps=config.rms_eps,
         kv_scales=kv_scales,
+    )
+    return DecoderLayer(
+        mixer_norm=norm(f"{at}input_layernorm", hidden),
+        mixer=mixer,
+        feed_forward_norm=norm(f"{at}{before_mlp}", hidden),
+        feed_forward=feed_forward,
+        mixer_out_norm=norm(f"{at}{after_attention}", hidden) if after_attention else None,
+        feed_forward_out_norm=norm(f"{at}{after_mlp}", hidden) if after_mlp else None,
     )
 
 
-def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, ops: Ops, inner: ActivationOps) -> Mlp:
-    hidden, moe = config.hidden_size, config.moe
+def _mlp(read: _Reader, config: ModelConfig, at: str, index: int, inner: ActivationOps) -> FeedForward:
+    hidden, moe, backend = config.hidden_size, config.moe, read.backend
     if moe is None or not moe.layers[index]:
         return _gated(read, config, f"{at}mlp.", _DENSE, config.ffn_size, inner)
     block, names = (f"{at}block_sparse_moe.", _MIXTRAL) if config.family == "mixtral" else (f"{at}mlp.", _DENSE)
-    router = Router(make_linear(read.get(f"{block}gate.weight", moe.experts, hidden)), moe.top_k, moe.normalize)
+    router = Router(backend.linear(read.get(f"{block}gate.weight", moe.experts, hidden)), moe.top_k, moe.normalize)
 
     def experts(reader: _Reader) -> ExpertMlp:
-        found = (_gated(reader, config, f"{block}experts.{e}.", names, moe.ffn_size, ops) for e in range(moe.experts))
-        return ExpertMlp(ops, router, tuple(found))
+        parts = (f"{block}experts.{expert}." for expert in range(moe.experts))
+        found = (_gated(reader, config, part, names, moe.ffn_size, backend.ops) for part in parts)
+        return ExpertMlp(backend.ops, router, tuple(found))
 
-    if ops.name != "triton":
-        return experts(read)
-    from penstock.engine.backends.cuda.experts import group
-
-    # The grouped kernels read dense and FP8 weights; those in fewer bits are widened here.
-    return group(experts(read)) or group(experts(read.widened())) or experts(read)
+    return backend.experts(lambda: experts(read), lambda: experts(read.widened()))
 
 
 def _gated(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import KeySmoothing
-from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.layers.attention import Attention
 
 _POSITIONS: Final = 2048
 """RoPE rotates the mean key with the position. The rotation is averaged over this many positions, whatever the engine's
@@ -26,12 +26,12 @@ _MIN_RANGE: Final = 1e-3
 """Relative range below which a channel is not scaled up further, so that one that is always zero stays finite."""
 
 
-def key_smoothing(keys: Tensor, layer: DecoderLayer) -> KeySmoothing:
+def key_smoothing(keys: Tensor, attention: Attention) -> KeySmoothing:
     """From keys [tokens, kv_heads, head_dim] that were rotated for positions 0, 1, ..."""
-    unrotated = _rotate(keys, layer.cos_sin[: len(keys)].unsqueeze(1), inverse=True)
+    unrotated = _rotate(keys, attention.cos_sin[: len(keys)].unsqueeze(1), inverse=True)
     middle = (unrotated.amax(0) + unrotated.amin(0)) / 2
-    centre = _rotate(middle, _mean_rotation(layer.cos_sin))
-    if layer.heads.softcap is not None:
+    centre = _rotate(middle, _mean_rotation(attention.cos_sin))
+    if attention.heads.softcap is not None:
         centre.zero_()
     ranges = (keys - centre).abs().amax(0)
     ranges = ranges / ranges.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,9 +1,10 @@
-"""How positions turn queries and keys: what a checkpoint's configuration says about its rotary embedding."""
+"""Rotary embedding (RoPE) as a checkpoint's configuration describes it. `layers.rotary` computes the tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import CheckpointError
@@ -13,7 +14,7 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Base frequency, and how it is stretched for longer contexts. `layers.rotary` makes the tables."""
+    """Base frequency, and how frequencies are scaled for longer contexts."""
 
     rotated: float = 1.0
     """Share of a head's dimensions that is rotated, the first ones."""
@@ -29,27 +30,33 @@ class RopeConfig:
     """yarn: whether the ends of the blended range are rounded to whole dimensions."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    """yarn: what cosines and sines are multiplied by follows from these two, when both are given."""
+    """yarn: the factor of cosines and sines follows from these two, when both are given."""
     attention_factor: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     """longrope: a divisor of each frequency, for contexts within the original length and beyond it."""
 
 
-def read_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None = None) -> RopeConfig:
-    """From the keys of a `config.json`; `scaling` where they do not lie in the usual place."""
+def read_rope(
+    raw: Mapping[str, Any],
+    scaling: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> RopeConfig:
+    """From the keys of a `config.json`.
+
+    `scaling`: the rope keys, where they are not in the usual place. `aliases`: other names of scaling kinds.
+    """
     if scaling is None:
         # Newer files keep everything under rope_parameters; older ones have rope_theta beside rope_scaling.
         scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    if kind == "su" or (kind == "yarn" and raw.get("model_type") == "phi3"):
-        kind = "longrope"  # what early Phi-3 checkpoints called it
+    kind = aliases.get(kind, kind)
     if kind not in KINDS:
         raise CheckpointError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
     positions = int(raw.get("max_position_embeddings", 2048))
     original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
     original = int(original or positions)
-    # Phi-3 gives its two lengths instead of a factor.
+    # longrope gives its two lengths instead of a factor.
     factor = scaling.get("factor") or (positions / original if kind == "longrope" else 1.0)
 
     def number(key: str) -> float | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -36,7 +37,7 @@ class Stage:
         """Run this stage's layers. In the first stage: the final hidden states, once they have come round."""
         ring, shards, place = self.groups.pipeline, self.groups.tensor, self.groups.place
         if place.first:
-            if shards is not None and token_ids.is_cuda:
+            if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
             stream = self.decoder.embed(token_ids)
         else:
@@ -87,6 +88,9 @@ class LeadDecoder(Decoder):
         with self.ranks.lost_if_it_fails():
             self.ranks.tell(self._message(batch.host, batch).encode())
             return self.stage.forward(token_ids, batch, kv)
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.decoder.run(residual, batch, kv)
 
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-
+from penstock.engine.backends.interface import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.member import Member
@@ -83,9 +82,9 @@ class Ranks(Member):
             self.close(grace_s=0.0)
             raise
 
-    def meet(self, device: torch.device) -> None:
+    def meet(self, backend: Backend) -> None:
         self._gather()  # every rank is up and has found its device: nobody will be missing
-        super().meet(device)
+        super().meet(backend)
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
 Span = tuple[int, int]

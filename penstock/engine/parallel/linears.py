@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps
+from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.layers.mlp import Mlp
 from penstock.engine.parallel.groups import Group
 
 
@@ -30,27 +30,27 @@ class SummedLinear:
         return self.group.sum(self.linear(x))
 
 
-class SummedMlp:
+class SummedFeedForward:
     """A feed-forward cut by width, dense or of experts: every rank has a part of the sum."""
 
-    def __init__(self, mlp: Mlp, group: Group) -> None:
-        self.mlp = mlp
+    def __init__(self, feed_forward: FeedForward, group: Group) -> None:
+        self.feed_forward = feed_forward
         self.group = group
 
     @property
     def ops(self) -> ActivationOps:
-        return self.mlp.ops
+        return self.feed_forward.ops
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.mlp.linears
+        return self.feed_forward.linears
 
     @property
     def weight_bytes(self) -> int:
-        return self.mlp.weight_bytes
+        return self.feed_forward.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
-        return self.group.sum(self.mlp(x))
+        return self.group.sum(self.feed_forward(x))
 
 
 class GatheredLinear:

@@ -1,7 +1,7 @@
 """A rank's membership in its engine: which part it holds, and how it agrees with the others while starting.
 
-Rank 0 and the worker ranks load their part of the model with the same code (`engine.part`); what differs between them
-is only how a number is agreed on.
+Rank 0 and the worker ranks load their part of the model with the same code (`startup.part`); they differ only in how
+they agree on a number.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from pathlib import Path
 
 import torch
 
+from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.select import rank_device
 from penstock.engine.models.build import Weights
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config
-from penstock.engine.parallel.linears import GatheredLinear, SummedLinear, SummedMlp
+from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
 from penstock.engine.parallel.shards import head_rows, shard
-from penstock.errors import ConfigError
 
 
 class Member(ABC):
@@ -38,19 +40,11 @@ class Member(ABC):
 
     def device(self, first: torch.device) -> torch.device:
         """This rank's device, when rank 0 has `first`."""
-        if first.type == "cpu":
-            return first
-        index, count = (first.index or 0) + self.place.rank, torch.cuda.device_count()
-        if index >= count:
-            raise ConfigError(
-                f"{self.place.world} ranks beginning at {first} need {self.place.world} CUDA devices from there on; "
-                f"torch sees {count} in all: lower tensor_parallel or pipeline_parallel"
-            )
-        return torch.device("cuda", index)
+        return rank_device(first, self.place.rank, self.place.world)
 
-    def meet(self, device: torch.device) -> None:
+    def meet(self, backend: Backend) -> None:
         """Connect with the other ranks."""
-        self._groups = Groups(self.place, self._store, device, self._timeout_s)
+        self._groups = Groups(self.place, self._store, backend, self._timeout_s)
 
     def cut(self, weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig, int]:
         """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head."""
@@ -76,4 +70,6 @@ class Member(ABC):
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    return dataclasses.replace(layer, output=SummedLinear(layer.output, group), mlp=SummedMlp(layer.mlp, group))
+    assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
+    mixer = dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, group))
+    return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))

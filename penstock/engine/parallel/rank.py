@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from penstock.engine.backends.interface import Backend
 from penstock.engine.parallel.channel import Forward, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
@@ -33,9 +34,9 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, device: torch.device) -> None:
+    def meet(self, backend: Backend) -> None:
         self._connection.send(Report())
-        super().meet(device)
+        super().meet(backend)
 
     def least(self, count: int) -> int:
         self._connection.send(Report(count))

@@ -25,7 +25,8 @@ from penstock.engine.loading.gguf import BLOCK, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.build import Weights
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.families import family_of
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.errors import ConfigError
 
@@ -69,15 +70,19 @@ class Cuts:
         q = heads[0] * dim, heads[1] * dim
         kv = kv_heads[0] * dim, kv_heads[1] * dim
         queries, keys = model.num_heads * dim, model.num_kv_heads * dim
+        tensors = family_of(model.family).names
+        query, key, value = tensors.qkv
         self._attention = {
-            "q_proj": Cut(outputs=(q,)),
-            "k_proj": Cut(outputs=(kv,)),
-            "v_proj": Cut(outputs=(kv,)),
-            "qkv_proj": Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
-            "o_proj": Cut(inputs=q),
+            query: Cut(outputs=(q,)),
+            key: Cut(outputs=(kv,)),
+            value: Cut(outputs=(kv,)),
+            tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
+            tensors.output: Cut(inputs=q),
         }
-        self._dense = self._gated(model.ffn_size)
-        self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size)
+        dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
+        expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
+        self._dense = self._gated(model.ffn_size, *dense)
+        self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)
@@ -95,17 +100,14 @@ class Cuts:
         if stored:
             self._names[HEAD] = stored[0]
 
-    def _gated(self, width: int) -> dict[str, Cut]:
+    def _gated(self, width: int, gate: str, up: str, gate_up: str, down: str) -> dict[str, Cut]:
         span = even_span(width, self.place)
         outputs, inputs = Cut(outputs=(span,)), Cut(inputs=span)
         return {
-            "gate_proj": outputs,
-            "up_proj": outputs,
-            "gate_up_proj": Cut(outputs=(span, _shift(span, width))),
-            "down_proj": inputs,
-            "w1": outputs,
-            "w3": outputs,
-            "w2": inputs,
+            gate: outputs,
+            up: outputs,
+            gate_up: Cut(outputs=(span, _shift(span, width))),
+            down: inputs,
         }
 
     def names(self) -> Collection[str]:

@@ -1,7 +1,7 @@
-"""Linears for deterministic mode: a result never depends on what else is in the step.
+"""Batch-invariant linears, for deterministic mode: a result never depends on what else is in the step.
 
-Few-bit blocks on CPU keep one way of computing for any number of rows; everything else is dense, through kernels with
-a single order of summation.
+Few-bit blocks on CPU use the same kernel for any number of rows; everything else is dense, through kernels with a
+single order of summation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.engine.models.layers.linear import Linear
 from penstock.errors import CheckpointError
 
 
-class FixedLinears:
+class BatchInvariantLinears:
     """See `Quantizer`. `few_bits` is asked first; what it leaves becomes `dense(weight, bias)`."""
 
     def __init__(

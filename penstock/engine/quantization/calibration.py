@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch
-from penstock.engine.backends.reference.ops import ReferenceOps
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.backends.select import pick_backend
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import Weights, build_decoder
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
-from penstock.engine.startup.device import pick_ops
+from penstock.engine.models.model_config import ModelConfig
 
 _BLOCK_SIZE = 16
 
@@ -102,20 +101,17 @@ def calibrate(
     decoder = build_decoder(
         weights,
         model,
-        # On CUDA plain operations: there experts would be stacked, where their inputs cannot be watched one by one.
-        ReferenceOps() if device.type == "cuda" else pick_ops(device, threads),
-        device=device,
+        pick_backend(device, threads).observable(),
         dtype=torch.float32,
         max_positions=longest,
         quantize=WatchedLinear,
     )
     blocks = -(-longest // _BLOCK_SIZE)
-    shape = KVShape(1, model.num_kv_heads, model.head_dim, _BLOCK_SIZE, torch.float32)
-    kv = KVCache(shape, blocks + 1, device)
     streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
 
     def run(layer: DecoderLayer, update: bool) -> None:
         alone = replace(decoder, layers=[layer])
+        kv = KVCache(alone.cache_shape(_BLOCK_SIZE, torch.float32), blocks + 1, device, num_rows=1)
         for stream in streams:
             residual = stream if update else stream.clone()
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)

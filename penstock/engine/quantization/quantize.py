@@ -18,8 +18,9 @@ from penstock.engine.loading.checkpoint import Checkpoint
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.families import family_of, is_linear
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import WatchedLinear, calibrate
 from penstock.engine.quantization.gptq import gptq
@@ -42,11 +43,6 @@ class Recipe:
     """GPTQ: no zero points. Some kernels elsewhere are faster so; the error is larger."""
     act_order: bool = False
     """GPTQ: see `gptq`."""
-
-
-def is_linear(name: str) -> bool:
-    """Whether a tensor is a matrix of a layer; embeddings, heads, norms and routers are not quantized."""
-    return name.endswith(tuple(f"{end}.weight" for end in ("_proj", ".w1", ".w2", ".w3")))
 
 
 def pick_group(config: dict[str, Any], wanted: int | None) -> int:
@@ -195,24 +191,24 @@ def _scale(
     model: ModelConfig, layer: DecoderLayer, linears: Sequence[WatchedLinear], group: int, changed: dict[str, Tensor]
 ) -> DecoderLayer:
     """AWQ's scales for one layer, folded into what comes before; norms go to `changed` as they are to be stored."""
-    at = next(iter(linears[0].names)).split("self_attn.")[0]
+    names = family_of(model.family).names
+    at = next(iter(linears[0].names)).split(names.attention)[0]
 
     def behind_norm(norm: Tensor, linear: WatchedLinear, name: str) -> Tensor:
         scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
         linear.rescale_inputs(scales)
-        changed[f"{at}{name}.weight"] = norm / scales - model.norm_shift
+        changed[f"{at}{name}.weight"] = norm / scales - model.norm_offset
         return norm / scales
 
     qkv, output = linears[:2]
-    layer = replace(layer, input_norm=behind_norm(layer.input_norm, qkv, "input_layernorm"))
+    layer = replace(layer, mixer_norm=behind_norm(layer.mixer_norm, qkv, names.mixer_norm))
     if model.num_heads == model.num_kv_heads:
         # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
         _behind_rows(qkv, output, group)
     if len(linears) != 4:
         return layer  # experts share their inputs: their groups are clipped, not scaled
     gate_up, down = linears[2:]
-    before = "pre_feedforward_layernorm" if model.sandwich_norms else "post_attention_layernorm"
-    layer = replace(layer, mlp_norm=behind_norm(layer.mlp_norm, gate_up, before))
+    layer = replace(layer, feed_forward_norm=behind_norm(layer.feed_forward_norm, gate_up, names.feed_forward_norm))
     _behind_rows(gate_up, down, group)
     return layer
 

@@ -1,7 +1,7 @@
 """Input preparation: from chunks to the packed arrays of a step, with array arithmetic instead of per-token Python.
 
-A chunk that verifies guesses is packed as that many decodes of one row: each token attends over its own context with
-the kernel that decodes, so it is computed as it would have been without speculation, and in the same CUDA graphs.
+A chunk that verifies draft tokens is packed as that many decodes of one row: each token attends over its own context
+with the decode kernel, so it is computed as it would have been without speculation, and in the same CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
-from penstock.engine.runner.upload import Staging
 from penstock.engine.scheduler import Batch, Chunk
 
 
@@ -64,12 +63,12 @@ class InputBuilder:
 
     def __init__(self, rows: Rows, block_size: int, *, keep_host: bool = False, alone: bool = False) -> None:
         """`keep_host`: steps carry their inputs as host arrays too, for other ranks. `alone`: every token attends on
-        its own, in prompts too, so that no boundary of a chunk shows in a result."""
+        its own, in prompts too, so that results do not depend on how prompts are cut into chunks."""
         self.rows = rows
         self.alone = alone
         self.keep_host = keep_host
         self.block_size = block_size
-        self._staging = Staging(rows.device)
+        self._staging = rows.backend.staging()
 
     def pack(self, batch: Batch) -> Packed:
         """The batch as arrays; the rows are brought up to date with it."""
@@ -82,16 +81,16 @@ class InputBuilder:
         positions = np.arange(batch.num_tokens) - query_starts[owner] + starts[owner]
         slots = tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
         token_ids = np.zeros(batch.num_tokens, np.int64)
-        on_device: list[tuple[int, int]] = []
+        unknown: list[tuple[int, int]] = []
         end = 0
         for chunk in batch.chunks:
             begin, end = end, end + chunk.length
             known = chunk_tokens(chunk)
             token_ids[begin : begin + len(known)] = known
             if len(known) < chunk.length:
-                on_device.append((end - 1, chunk.seq.row))
-        holes = np.array(on_device, np.int64).reshape(-1, 2)
-        if on_device and self.rows.device.type == "cpu":
+                unknown.append((end - 1, chunk.seq.row))
+        holes = np.array(unknown, np.int64).reshape(-1, 2)
+        if unknown and self.rows.backend.in_host_memory:
             token_ids[holes[:, 0]] = self.rows.last_tokens.numpy()[holes[:, 1]]
             holes = holes[:0]
         sampling = np.flatnonzero(samples)
@@ -137,14 +136,18 @@ class InputBuilder:
             block_tables=self.rows.block_tables,
             num_decodes=packed.num_decodes,
             max_query=packed.max_query,
-            # CUDA kernels are compiled per bound; one bound for all steps keeps compilation out of traffic.
-            max_context=int(host.context_lens.max()) if ids.device.type == "cpu" else self.rows.max_context,
+            max_context=self._max_context(host),
             host=host if self.keep_host else None,
         )
         request = None
         if len(packed.sample_at):
             request = _request(batch, sample_rows, sample_keys, packed.row_flags)
         return StepInputs(ids, attention, last, request)
+
+    def _max_context(self, host: HostBatch) -> int:
+        """Of a step; where kernels are compiled per bound the same for all, so that no request waits for a compiler."""
+        rows = self.rows
+        return rows.max_context if rows.backend.bounds_are_compiled else int(host.context_lens.max())
 
     def sampling_of(self, batch: Batch, packed: Packed) -> SampleRequest:
         """The sampling side alone."""
@@ -159,7 +162,7 @@ class InputBuilder:
 
 
 def decode_entries(chunks: list[Chunk]) -> list[int]:
-    """Token, position and row of every chunk of a plain batch, one after the other; see `Tape.load_decodes`."""
+    """Token, position and row of every chunk of a plain batch, one after the other; see `RecordedStep.load_decodes`."""
     flat: list[int] = []
     for chunk in chunks:
         seq, start = chunk.seq, chunk.start
@@ -169,7 +172,7 @@ def decode_entries(chunks: list[Chunk]) -> list[int]:
 
 
 def chunk_tokens(chunk: Chunk) -> list[int]:
-    """The chunk's tokens as far as the host knows them, guesses included."""
+    """The chunk's tokens as far as the host knows them, draft tokens included."""
     if chunk.drafts:
         return [chunk.seq.tokens[chunk.start], *chunk.drafts]
     return chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
@@ -197,7 +200,7 @@ def single_tokens(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     starts = np.repeat(np.array([chunk.start for chunk in batch.chunks], np.int64), lengths) + within
     rows = np.repeat(np.array([chunk.seq.row for chunk in batch.chunks], np.int64), lengths)
-    # A chunk samples behind its last token, and behind as many before it as it has guesses.
+    # A chunk samples behind its last token, and behind as many before it as it has draft tokens.
     sampled = np.array([1 + len(chunk.drafts) if chunk.samples else 0 for chunk in batch.chunks], np.int64)
     samples = within >= np.repeat(lengths - sampled, lengths)
     return starts, np.ones_like(starts), rows, samples

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cpu.recorded_step import RowArrays
+from penstock.engine.backends.interface import Backend
 from penstock.engine.request import SamplingParams
-from penstock.engine.runner.upload import Staging
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
 
@@ -61,16 +60,17 @@ class Rows:
         max_rows: int,
         max_context: int,
         vocab_size: int,
-        device: torch.device,
+        backend: Backend,
         block_size: int = 16,
         followed: int = ~0,
         one_by_one: bool = False,
     ) -> None:
         """`followed`: flags of the sampling parameters that count here; a draft model may leave some out."""
-        self.device = device
+        self.backend = backend
+        self.device = device = backend.device
         self.followed = followed
         self.one_by_one = one_by_one
-        """Sums over the vocabulary are made row by row: the vendor's depend on how many rows there are."""
+        """Sums over the vocabulary are made row by row: PyTorch's depend on how many rows there are."""
         self.vocab_size = vocab_size
         self.max_context = max_context
         max_blocks = -(-max_context // block_size)
@@ -78,8 +78,9 @@ class Rows:
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.floats = torch.zeros(max_rows, len(FLOATS), dtype=torch.float32, device=device)
         self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        on_cpu = device.type == "cpu"
-        self.host_tables = self.block_tables.numpy() if on_cpu else np.zeros((max_rows, max_blocks), np.int32)
+        self._mirrored = not backend.in_host_memory
+        """Whether the host's tables are a copy."""
+        self.host_tables = np.zeros((max_rows, max_blocks), np.int32) if self._mirrored else self.block_tables.numpy()
         self.seeds = np.zeros(max_rows, np.uint64)
         self.flags = np.zeros(max_rows, np.uint8)
         self.output_counts: Tensor | None = None
@@ -88,8 +89,8 @@ class Rows:
         self._occupant: list[Sequence | None] = [None] * max_rows
         self._epoch = [0] * max_rows
         self._known_blocks = [0] * max_rows
-        self._staging = Staging(device)
-        self.mask_staging = Staging(device)
+        self._staging = backend.staging()
+        self.mask_staging = backend.staging()
         """For grammar masks, which cross later in a step than the rest."""
 
     def update(self, batch: Batch) -> None:
@@ -106,7 +107,7 @@ class Rows:
             known = blocks[row]
             if known < len(seq.blocks):
                 self.host_tables[row, known : len(seq.blocks)] = seq.blocks[known:]
-                if self.device.type != "cpu":
+                if self._mirrored:
                     cells.extend((row, col, seq.blocks[col]) for col in range(known, len(seq.blocks)))
                 blocks[row] = len(seq.blocks)
         if fresh:
@@ -115,11 +116,6 @@ class Rows:
             flat = np.array(cells, np.int64)
             rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
             self.block_tables[rows, cols] = values.to(torch.int32)
-
-    def arrays(self) -> RowArrays:
-        """On CPU: the rows as a tape reads them."""
-        temperatures = self.floats.numpy()[:, FLOATS.index("temperature")]
-        return RowArrays(self.host_tables, self.last_tokens.numpy(), self.seeds, temperatures, self.flags)
 
     def needs(self, batch: Batch, flags: int) -> bool:
         """Whether any row of the batch has one of `flags`."""

@@ -1,15 +1,15 @@
 """Moving an engine's device memory to the host and back.
 
 Everything that the engine holds on the device is found by walking its objects, and moved storage by storage: tensors
-keep their identity, their views and their sharing, only the memory under them goes and comes back. On the host it lies
-in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes: see `lanes` for how it
-gets there fast all the same. The KV cache is not kept; CUDA graphs are recorded again, since they remember addresses.
+keep their identity, their views and their sharing; only the memory under them goes and comes back. On the host it lies
+in ordinary memory, which is taken when the engine goes to sleep and given back when it wakes.
+The KV cache is not kept; what executors have captured is captured again, since it remembers addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.copy_streams import to_device, to_host
-from penstock.engine.backends.cpu.large_pages import Slabs
-from penstock.engine.backends.cuda.graphs import DecodeGraphs
+from penstock.engine.backends.host_memory import Slabs
+from penstock.engine.backends.interface import Backend, Executor
 from penstock.engine.core import Engine
 from penstock.engine.kv.cache import KVCache
 
@@ -30,7 +30,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class OffloadedEngine:
     """An engine whose device memory is on the host."""
 
     engine: Engine
@@ -38,24 +38,25 @@ class Parked:
     """Device memory, now empty, and what was in it."""
     emptied: list[tuple[torch.UntypedStorage, int]]
     """Device memory whose content is not kept, and its size."""
-    graphs: list[tuple[DecodeGraphs, list[int]]]
+    executors: list[tuple[Executor, Callable[[], None]]]
+    """And what makes again what they had captured."""
 
     @torch.inference_mode()
     def restore(self) -> Engine:
         """Bring everything back; the engine can be used again, and the host's memory is free. Without room for all of
         it nothing is taken."""
+        backend = self.backend
         try:
             for storage, host in self.kept:
                 storage.resize_(host.numel())
-            _synchronize()
-            to_device([(bytes_of(storage), host) for storage, host in self.kept], self.device)
+            backend.synchronize()
+            to_device([(bytes_of(storage), host) for storage, host in self.kept], backend.device)
             for storage, size in self.emptied:
                 storage.resize_(size)
                 bytes_of(storage).zero_()
-            for graphs, sizes in self.graphs:
-                for size in sizes:
-                    graphs.capture(size)
-            _synchronize()
+            for _, capture in self.executors:
+                capture()
+            backend.synchronize()
         except BaseException:
             self._empty()
             raise
@@ -63,41 +64,37 @@ class Parked:
         return self.engine
 
     @property
-    def device(self) -> torch.device:
-        return self.engine.runner.kv.device
+    def backend(self) -> Backend:
+        return self.engine.runner.backend
 
     def _empty(self) -> None:
-        for graphs, _ in self.graphs:
-            graphs.forget()
+        for executor, _ in self.executors:
+            executor.release()
         for storage in (*(storage for storage, _ in self.kept), *(storage for storage, _ in self.emptied)):
             storage.resize_(0)
-        if torch.cuda.is_available():
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+        self.backend.memory.trim(workspaces=True)
 
 
 @torch.inference_mode()
-def park(engine: Engine) -> Parked:
+def offload(engine: Engine) -> OffloadedEngine:
     """Free the device memory of an idle engine."""
     found = list(walk(engine))
-    graphs = [(item, item.forget()) for item in found if isinstance(item, DecodeGraphs)]
+    executors = [(item, item.release()) for item in found if isinstance(item, Executor)]
     engine.scheduler.allocator.pool.forget_all()
-    device = engine.runner.kv.device
-    caches = storages_of([tensor for item in found if isinstance(item, KVCache) for tensor in item.tensors])
-    found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == device])
+    backend = engine.runner.backend
+    caches = storages_of(
+        [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
+    )
+    found_there = storages_of([t for t in found if isinstance(t, Tensor) and t.device == backend.device])
     moving = [storage for key, storage in found_there.items() if key not in caches]
     slabs = Slabs()
     kept = [(storage, slabs.take(storage.nbytes())) for storage in moving]
-    _synchronize()
-    to_host([(bytes_of(storage), host) for storage, host in kept], device)
-    parked = Parked(engine, kept, [(storage, storage.nbytes()) for storage in caches.values()], graphs)
-    parked._empty()
-    return parked
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    backend.synchronize()
+    to_host([(bytes_of(storage), host) for storage, host in kept], backend.device)
+    emptied = [(storage, storage.nbytes()) for storage in caches.values()]
+    offloaded = OffloadedEngine(engine, kept, emptied, executors)
+    offloaded._empty()
+    return offloaded
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -1,8 +1,8 @@
 """Putting an engine to sleep and waking it: its process stays, its memory is free for others.
 
-On CUDA the weights move to host memory and come back from there; the KV cache is forgotten. On CPU, where the
-weights are in host memory already, and with several ranks, the whole engine is let go and loaded again when it is
-wanted: the checkpoint is in the page cache then. Either way what it has cached and counted starts anew.
+On CUDA the weights move to host memory and back; the KV cache is dropped. On CPU, where the weights are in host memory
+already, and with several ranks, the whole engine is dropped and loaded again on waking, when the checkpoint is in the
+page cache. Either way caches and counters start anew.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
-from penstock.engine.sleep.offload import Parked, park
-from penstock.engine.startup.device import pick_device
+from penstock.engine.sleep.offload import OffloadedEngine, offload
 from penstock.engine.startup.part import open_weights
 from penstock.errors import ReplicaLost
 
 
 @dataclass(slots=True)
-class Dormant:
-    """What stands in for an engine that sleeps: it is described, and does nothing."""
+class SleepingEngine:
+    """In place of an engine that sleeps: it has a description, and does nothing."""
 
     info: EngineInfo
-    parked: Parked | None = None
+    offloaded: OffloadedEngine | None = None
     specs: tuple[AdapterSpec, ...] | None = None
     """The adapters it had; None: those of its configuration."""
 
@@ -55,45 +55,47 @@ class Dormant:
         return Load()
 
 
-class Slumber:
-    """Sends one engine to sleep and brings it back."""
+class EngineSleep:
+    """Puts one engine to sleep and wakes it."""
 
     def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], Engine]) -> None:
         self._config = config
         self._load = load
 
-    def unborn(self) -> Dormant:
-        """An engine that has not been loaded yet, as far as its checkpoint tells what it will be."""
+    def not_loaded(self) -> SleepingEngine:
+        """An engine that has not been loaded yet, described from its checkpoint."""
         config = self._config
         model = ModelConfig.from_hf(open_weights(config, None).config)
         window = min(config.max_model_len or model.max_positions, model.max_positions)
         name = config.name or Path(config.model).name
         device = str(pick_device(config.device))
-        return Dormant(EngineInfo(name, "", window, model.vocab_size, config.block_size, 0, 0, device, config.dtype))
+        return SleepingEngine(
+            EngineInfo(name, "", window, model.vocab_size, config.block_size, 0, 0, device, config.dtype)
+        )
 
-    def sleep(self, engine: Engine) -> Dormant:
+    def sleep(self, engine: Engine) -> SleepingEngine:
         """`engine` must have no work, and must not be used afterwards."""
-        if engine.runner.kv.device.type == "cuda" and engine.ranks is None:
-            return Dormant(engine.info, parked=park(engine))
+        if engine.runner.backend.offloads and engine.ranks is None:
+            return SleepingEngine(engine.info, offloaded=offload(engine))
         specs = None
         if engine.adapters is not None:
             specs = tuple(AdapterSpec(s.name, s.source, s.pinned) for s in engine.adapters.statuses())
         engine.close()
-        return Dormant(engine.info, specs=specs)
+        return SleepingEngine(engine.info, specs=specs)
 
     def collect(self) -> None:
-        """Once nobody refers to an engine that was put to sleep: give the memory it left to the system."""
+        """Return the memory of an engine that was put to sleep to the system, once nothing refers to it."""
         gc.collect()  # its parts refer to each other
         if sys.platform == "linux":
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
                 trim(0)  # glibc keeps what is free for itself otherwise
 
-    def wake(self, dormant: Dormant) -> Engine:
-        """The engine again; whatever it is loaded from must still be there."""
-        if dormant.parked is not None:
-            return dormant.parked.restore()
+    def wake(self, sleeping: SleepingEngine) -> Engine:
+        """The engine again; the checkpoint it is loaded from must still be there."""
+        if sleeping.offloaded is not None:
+            return sleeping.offloaded.restore()
         config = self._config
-        if dormant.specs is not None:
-            config = dataclasses.replace(config, adapters=dormant.specs)
+        if sleeping.specs is not None:
+            config = dataclasses.replace(config, adapters=sleeping.specs)
         return self._load(config)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 
 from penstock.engine.runner.rows import Flag
-from penstock.engine.runner.runner import PendingStep, Runner
+from penstock.engine.runner.runner import Runner
+from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch, Chunk, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance, StepCosts
@@ -132,7 +133,7 @@ class DraftProposer:
     def _chunk(self, seq: Sequence, state: _State, length: int, *, samples: bool) -> Chunk:
         first, end = state.read, state.read + length
         # Tokens beyond the last one are read each on its own, as in verification: that is what CUDA graphs hold.
-        drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.runner.graphs is not None else ()
+        drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.runner.executor.prefers_single_tokens else ()
         chunk = Chunk(seq, first, length, samples, drafts)
         size = self.scheduler.allocator.block_size
         for index in range(first // size, (end - 1) // size + 1):

@@ -14,6 +14,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
+from penstock.engine.startup.memory import state_rows
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import ConfigError
 
@@ -66,8 +67,9 @@ def make_speculation(
 def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: Scheduler) -> DraftProposer:
     _check_vocabulary(config, target, draft)
     runner = Runner(
+        draft.backend,
         draft.decoder,
-        KVCache(draft.kv.shape, target.kv.num_blocks, target.kv.device),
+        KVCache(draft.kv.shape, target.kv.num_blocks, target.kv.device, state_rows(target.max_running)),
         max_rows=target.max_running,
         max_model_len=target.max_model_len,
         block_size=config.block_size,
@@ -75,9 +77,7 @@ def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: 
         followed=FOLLOWED,
         deterministic=config.deterministic,
     )
-    runner.record(target.token_budget)
-    if runner.graphs is not None:
-        runner.graphs.capture_all()
+    runner.executor.prepare(target.token_budget)
     window = min(target.max_model_len, config.max_model_len or draft.model.max_positions, draft.model.max_positions)
     return DraftProposer(runner, scheduler, window=window, budget=target.token_budget)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
-from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
@@ -71,11 +72,11 @@ def _assemble(
         checkpoint,
         phases,
         ranks,
-        ops=None if draft is None else draft.decoder.ops,
+        backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
         find_adapter=find_adapter,
     )
-    host, mover = _host_tier(config, part.kv, phases)
+    host, mover = _host_tier(config, part, phases)
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
@@ -86,6 +87,7 @@ def _assemble(
         adapters=part.adapters.pool if part.adapters is not None else None,
     )
     runner = Runner(
+        part.backend,
         part.decoder if ranks is None else _lead(part, ranks),
         part.kv,
         max_rows=part.max_running,
@@ -112,7 +114,7 @@ def _assemble(
         role=config.role,
         kv_format=_kv_format(config, part, scheduler),
     )
-    overlap = part.kv.device.type != "cpu"
+    overlap = part.backend.overlaps
     speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
@@ -121,15 +123,14 @@ def _assemble(
         engine.exchange = BlockExchange(
             scheduler.allocator,
             part.kv,
+            part.backend,
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
             flush=None if mover is None else mover.run,
         )
-    if ranks is None:
-        runner.record(part.token_budget)
-    if runner.graphs is not None:
-        with phases("graphs"):
-            runner.capture_graphs()
+    executor = runner.executor
+    with phases(executor.phase) if executor.phase else nullcontext():
+        executor.prepare(part.token_budget)
     with phases("warm up"):
         _warm_up(engine)
     if engine.adapters is not None:
@@ -146,7 +147,8 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
     if scheduler.allocator.window is not None:
         log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
         return ""
-    smoothings = [layer.key_smoothing for layer in part.decoder.layers if layer.key_smoothing is not None]
+    mixers = [layer.mixer for layer in part.decoder.layers]
+    smoothings = [mixer.key_smoothing for mixer in mixers if isinstance(mixer, Attention) and mixer.key_smoothing]
     return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
 
 
@@ -156,13 +158,13 @@ def _lead(part: Part, ranks: Ranks) -> Decoder:
     return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
 
 
-def _host_tier(config: EngineConfig, kv: KVCache, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
-    """The second tier of the KV cache, when there shall be one."""
+def _host_tier(config: EngineConfig, part: Part, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
+    """The second tier of the KV cache, when one is configured."""
     if config.host_memory == 0:
         return None, None
-    slots = count_host_blocks(config, kv.shape)
+    slots = count_host_blocks(config, part.kv.shape)
     with phases("host memory"):
-        return HostTier(slots, config.host_idle_s), BlockMover(kv, slots)
+        return HostTier(slots, config.host_idle_s), part.backend.block_mover(part.kv, slots)
 
 
 def _warm_up(engine: Engine) -> None:

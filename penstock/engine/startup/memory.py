@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import AttentionBatch, Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
-from penstock.engine.kv.cache import KVCache, KVShape
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
-
-_CPU_SHARE = 0.15
-"""Of the free memory: the machine has other things to do."""
-_CUDA_SHARE = 0.92
-"""Of what activations leave: the rest is for CUDA graphs, the sampler, and fragmentation."""
-
-
-def kv_shape(model: ModelConfig, block_size: int, dtype: torch.dtype) -> KVShape:
-    """The cache that a model needs."""
-    return KVShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def count_blocks(
     config: EngineConfig,
+    backend: Backend,
     decoder: Decoder,
     dtype: torch.dtype,
     *,
@@ -41,16 +30,14 @@ def count_blocks(
     """
     if config.num_blocks is not None:
         return config.num_blocks + 1
-    device, model = decoder.embedding.device, decoder.config
-    block_bytes = kv_shape(model, config.block_size, dtype).block_bytes + beside
+    shape = decoder.cache_shape(config.block_size, dtype)
+    block_bytes = shape.block_bytes + beside
     memory = config.kv_memory
     if memory is None:
-        activations = 0
-        if device.type == "cuda":
-            activations = _activation_bytes(decoder, dtype, budget, config.block_size)
-        memory = _room(config, device, activations)
-    elif memory > _available(device):
-        raise ConfigError(f"kv_memory: {memory} bytes are more than the {_available(device)} that are free on {device}")
+        memory = _room(config, backend, _activation_bytes(backend, decoder, dtype, budget, config.block_size))
+    elif memory > (free := backend.memory.available()):
+        raise ConfigError(f"kv_memory: {memory} bytes are more than the {free} that are free on {backend.device}")
+    memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful)
     if blocks < 1:
@@ -61,7 +48,12 @@ def count_blocks(
     return int(blocks) + 1
 
 
-def count_host_blocks(config: EngineConfig, shape: KVShape) -> int:
+def state_rows(max_running: int) -> int:
+    """Rows of a cache that keeps a state per sequence: one for each that runs, and a scratch row for padding."""
+    return max_running + 1
+
+
+def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
     """KV blocks that `host_memory` holds."""
     if not config.prefix_cache:
         raise ConfigError(
@@ -86,65 +78,25 @@ def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: Slid
     return min(wanted, (num_blocks - 1) * block_size)
 
 
-def _room(config: EngineConfig, device: torch.device, activations: int) -> int:
+def _room(config: EngineConfig, backend: Backend, activations: int) -> int:
     """Bytes for the cache when none are given: of what is free, or of what this model's share has left."""
-    on_cpu = device.type == "cpu"
-    free = _available(device) - activations
+    memory, ranks = backend.memory, config.ranks if backend.memory.shared_by_ranks else 1
+    free = memory.available() - activations
     if config.memory_share is None:
-        return int(free * (_CPU_SHARE / config.ranks if on_cpu else _CUDA_SHARE))
-    ranks_here = config.ranks if on_cpu else 1
-    left = int(_total(device) * config.memory_share / ranks_here) - _taken(device) - activations
-    return min(left if on_cpu else int(left * _CUDA_SHARE), free)
-
-
-def _available(device: torch.device) -> int:
-    """Bytes that can still be taken on the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    try:
-        return _meminfo("MemAvailable")
-    except (OSError, KeyError):
-        return _total(device) // 2
-
-
-def _total(device: torch.device) -> int:
-    """Bytes of the whole device."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _taken(device: torch.device) -> int:
-    """Bytes that this process has on the device: its weights, and what it needs to run at all."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def _meminfo(field: str) -> int:
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields[field].split()[0]) * 1024
+        return int(free * memory.share_of_free / ranks)
+    rest = int(memory.total() * config.memory_share / ranks) - memory.used() - activations
+    return min(int(rest * memory.share_of_rest), free)
 
 
 @torch.inference_mode()
-def _activation_bytes(decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
-    """What the largest step needs besides weights and cache, measured by running one (a single long prompt)."""
-    device, model = decoder.embedding.device, decoder.config
+def _activation_bytes(backend: Backend, decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
+    """What the largest step needs besides weights and cache, measured by running one (a single long prompt) where the
+    device can measure it."""
     tokens = min(budget, decoder.max_positions)
-    blocks = -(-tokens // block_size)
-    kv = KVCache(kv_shape(model, block_size, dtype), blocks + 1, device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    batch = AttentionBatch.of_one(tokens, block_size, device)
-    decoder.logits(decoder.forward(torch.zeros_like(batch.positions), batch, kv)[-256:])
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del kv
-    return int(peak * budget / tokens)
+    kv = KVCache(decoder.cache_shape(block_size, dtype), -(-tokens // block_size) + 1, backend.device, num_rows=1)
+
+    def longest_step() -> None:
+        batch = AttentionBatch.of_one(tokens, block_size, backend.device)
+        decoder.logits(decoder.forward(torch.zeros_like(batch.positions), batch, kv)[-256:])
+
+    return int(backend.memory.peak(longest_step) * budget / tokens)

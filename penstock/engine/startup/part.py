@@ -17,23 +17,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
-from penstock.engine.backends.interface import FP8, INT8, Ops
+from penstock.engine.backends.interface import FP8, INT8, Backend, StepLimits
+from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import Weights, build_decoder
-from penstock.engine.models.calibration import settle
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.startup.device import (
-    check_deterministic,
-    pick_device,
-    pick_dtype,
-    pick_kv_dtype,
-    pick_ops,
-    plan_weights,
-)
-from penstock.engine.startup.memory import count_blocks, kv_shape, longest_sequence, sliding_window
-from penstock.engine.startup.warmup import Limits, compile_kernels
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -65,6 +58,7 @@ class Phases:
 class Part:
     """A decoder with its cache, and the limits it was made for."""
 
+    backend: Backend
     model: ModelConfig
     """The whole model, also where `decoder` is a part of it."""
     decoder: Decoder
@@ -82,13 +76,13 @@ def load_part(
     phases: Phases,
     member: Member | None = None,
     *,
-    ops: Ops | None = None,
+    backend: Backend | None = None,
     beside: int = 0,
     find_adapter: Callable[[str], Path] = Path,
 ) -> Part:
-    """Read the checkpoint and make decoder and cache; `checkpoint` stands in for the one that `config` names.
+    """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
-    `ops`: kernels to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
     `find_adapter`: see `Engine.load`.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
@@ -96,34 +90,31 @@ def load_part(
     device = pick_device(config.device)
     if member is not None:
         device = member.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels are launched on the current one
     dtype = pick_dtype(config.dtype, device)
-    on_cpu = device.type == "cpu"
-    max_running = config.max_running or (64 if on_cpu else 256)
-    budget = config.token_budget or (512 if on_cpu else 8192)
     with phases("open"):
         weights = open_weights(config, checkpoint)
         model = local = ModelConfig.from_hf(weights.config)
         head_rows = None
         if member is not None:
             weights, local, head_rows = member.cut(weights, model)
+    with phases("kernels"):
+        backend = backend or pick_backend(device, threads)
+        if config.deterministic:
+            check_deterministic(config, model)
+            backend.ops.batch_invariant = True
+        plan = backend.plan_weights(config, dtype, weights)
+        kv_dtype = backend.kv_dtype(config, model, dtype)
+    max_running = config.max_running or backend.defaults.max_running
+    budget = config.token_budget or backend.defaults.token_budget
     if member is not None:
         with phases("ranks"):
-            member.meet(device)
-    with phases("kernels"):
-        ops = ops or pick_ops(device, threads)
-        if config.deterministic:
-            check_deterministic(config, model, ops)
-        plan = plan_weights(config, ops, device, dtype, weights)
-        kv_dtype = pick_kv_dtype(config, dtype, ops, model)
+            member.meet(backend)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
             weights,
             local,
-            ops,
-            device=device,
+            backend,
             dtype=dtype,
             max_positions=wanted_len,
             quantize=plan.quantize,
@@ -133,29 +124,47 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
-    if on_cpu and member is None:
-        with phases("trial"):
-            decoder = settle(decoder, int8_cache=kv_dtype == INT8)
-    adapters = make_adapters(config, decoder, find_adapter, dtype=dtype)
-    if ops.name == "triton":
+    if backend.calibrates and member is None:
+        with phases("calibration"):
+            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8)
+    adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
+    if backend.compiles:
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
-            limits = Limits(most_decodes, budget, wanted_len, config.block_size)
-            compile_kernels(decoder, kv_dtype, limits, adapters)
+            limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
+            backend.compile(decoder, kv_dtype, limits, adapters)
     with phases("kv cache"):
         num_blocks = count_blocks(
-            config, decoder, kv_dtype, max_running=max_running, max_model_len=wanted_len, budget=budget, beside=beside
+            config,
+            backend,
+            decoder,
+            kv_dtype,
+            max_running=max_running,
+            max_model_len=wanted_len,
+            budget=budget,
+            beside=beside,
         )
+        shape = decoder.cache_shape(config.block_size, kv_dtype)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
-        kv = KVCache(kv_shape(local, config.block_size, kv_dtype), num_blocks, device)
+        kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
-    return Part(model, decoder, kv, max_running, budget, max_model_len, adapters)
+    return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+
+
+def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what has no batch-invariant kernels yet."""
+    if model.moe is not None:
+        raise ConfigError("deterministic: true is not available for mixture-of-experts models")
+    if config.adapters or config.adapter_slots:
+        raise ConfigError("deterministic: true is not available with adapters")
+    if config.ranks > 1:
+        raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:
-    """The checkpoint that `config` names, unless another one stands in for it."""
+    """`checkpoint`, or the one that `config` names."""
     if checkpoint is not None:
         return cast(Weights, checkpoint)
     from penstock.engine.loading.checkpoint import open_checkpoint

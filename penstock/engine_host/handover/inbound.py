@@ -105,7 +105,7 @@ class Incoming:
                 self._stop(waiting, "the thread that fetches has ended")
         emptying, self._emptying = self._emptying, []
         for slot in emptying:
-            if self.exchange.settled(slot):
+            if self.exchange.is_idle(slot):
                 self.fetcher.give_back(slot)
             else:
                 self._emptying.append(slot)

@@ -76,7 +76,7 @@ class Outgoing:
                 self._sending.append((tracker, slot))
         for asker in list(self._queues):
             self._copy(exchange, asker, lives)
-        while self._copying and exchange.settled(self._copying[0].slot):
+        while self._copying and exchange.is_idle(self._copying[0].slot):
             if not self._send(exchange, self._copying[0]):
                 break
             self._copying.popleft()

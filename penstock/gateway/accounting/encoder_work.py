@@ -10,59 +10,79 @@ from typing import Any, TypeVar
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
+from penstock.gateway.accounting.charges import Accounts
 from penstock.gateway.accounting.metered import FixedWork, ModelName
+from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientGone, Exchange
-from penstock.gateway.process.service import Service
+from penstock.routing.encoders import Encoders
+from penstock.telemetry.encoder_metrics import EncoderMetrics
 
 T = TypeVar("T")
 
 
-def find_encoder(service: Service, exchange: Exchange, name: str) -> Embedder:
-    embedder = service.encoders.find(name)
-    note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
-    return embedder
+class EncoderWork:
+    """Runs encoder work of one gateway process."""
 
+    def __init__(
+        self,
+        encoders: Encoders,
+        quotas: Quotas,
+        accounts: Accounts | None,
+        metrics: EncoderMetrics,
+        background: BackgroundTasks,
+    ) -> None:
+        self._encoders = encoders
+        self._quotas = quotas
+        self._accounts = accounts
+        self._metrics = metrics
+        self._background = background
 
-async def metered(
-    service: Service, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
-) -> T:
-    """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
-    counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
-    begin = time.monotonic()
-    exchange.timeline.follow("prepare")
-    try:
-        reservation = await service.quotas.reserve(exchange, counted)
-    except BaseException:
-        work.close()
-        raise
-    account = service.accounts.open(exchange, counted) if service.accounts is not None else None
-    task = asyncio.create_task(work, name="encoding")
-    left = False
+    def find(self, exchange: Exchange, name: str) -> Embedder:
+        embedder = self._encoders.find(name)
+        note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
+        return embedder
 
-    def leave(error: Exception) -> None:
-        nonlocal left
-        left = True
-        task.cancel()
+    async def run(
+        self, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
+    ) -> T:
+        """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
+        counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
+        begin = time.monotonic()
+        exchange.timeline.follow("prepare")
+        try:
+            reservation = await self._quotas.reserve(exchange, counted)
+        except BaseException:
+            work.close()
+            raise
+        account = self._accounts.open(exchange, counted) if self._accounts is not None else None
+        task = asyncio.create_task(work, name="encoding")
+        left = False
 
-    try:
-        with exchange.watched(leave):
-            try:
-                result = await task
-            except asyncio.CancelledError:
-                task.cancel()
-                if left:
-                    raise ClientGone from None
-                raise
-        counted.billable = True
-        exchange.record.prompt_tokens = tokens
-        exchange.record.finish_reason = "stop"
-        service.encoder_metrics.encoded(embedder.name, texts, tokens, time.monotonic() - begin)
-        if account is not None:
-            await account.ended("stop")
-        return result
-    finally:
-        exchange.timeline.note("encode", begin)
-        if account is not None:
-            account.settle(exchange.record.finish_reason or "error")
-        if reservation is not None:
-            service.in_background(service.quotas.settle(reservation, counted))
+        def leave(error: Exception) -> None:
+            nonlocal left
+            left = True
+            task.cancel()
+
+        try:
+            with exchange.watched(leave):
+                try:
+                    result = await task
+                except asyncio.CancelledError:
+                    task.cancel()
+                    if left:
+                        raise ClientGone from None
+                    raise
+            counted.billable = True
+            exchange.record.prompt_tokens = tokens
+            exchange.record.finish_reason = "stop"
+            self._metrics.encoded(embedder.name, texts, tokens, time.monotonic() - begin)
+            if account is not None:
+                await account.ended("stop")
+            return result
+        finally:
+            exchange.timeline.note("encode", begin)
+            if account is not None:
+                account.settle(exchange.record.finish_reason or "error")
+            if reservation is not None:
+                self._background.start(self._quotas.settle(reservation, counted))

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from penstock.gateway.api.admin.traces import TracesQuery, get_trace, list_traces
-from penstock.gateway.api.admin.usage import UsageQuery, usage
+from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
+from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.endpoints import count_tokens, create_message
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.api.openai.chat import chat_completions
 from penstock.gateway.api.openai.completions import completions
-from penstock.gateway.api.openai.embeddings import embeddings
-from penstock.gateway.api.openai.models import get_model, list_models
-from penstock.gateway.api.openai.rerank import rerank
+from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
+from penstock.gateway.api.openai.models import ModelEndpoints
+from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import create_response, delete_response, get_response
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
-from penstock.gateway.api.openai.tokenize import detokenize, tokenize
-from penstock.gateway.api.operations.health import live, ready
-from penstock.gateway.api.operations.metrics import metrics
+from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.operations.health import HealthEndpoints
+from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.endpoint import Endpoint
-from penstock.gateway.batches.batch_endpoints import (
-    BatchesQuery,
-    BatchRequest,
-    cancel_batch,
-    create_batch,
-    get_batch,
-    list_batches,
-)
-from penstock.gateway.batches.file_endpoints import (
-    FILE_FORM,
-    FilesQuery,
-    create_file,
-    delete_file,
-    file_content,
-    get_file,
-    list_files,
-)
-from penstock.gateway.conversations.endpoints import (
-    ConversationQuery,
-    ConversationsQuery,
-    delete_conversation,
-    get_conversation,
-    list_conversations,
-)
+from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
+from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
+from penstock.gateway.conversations.endpoints import ConversationEndpoints, ConversationQuery, ConversationsQuery
 from penstock.gateway.generation.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -51,32 +30,18 @@ from penstock.gateway.generation.schemas import (
     RerankRequest,
     TokenizeRequest,
 )
-from penstock.gateway.quality.endpoints import FeedbackRequest, give_feedback
-from penstock.gateway.rag.collection_endpoints import (
-    CollectionRequest,
-    PageQuery,
-    create_collection,
-    delete_collection,
-    get_collection,
-    list_collections,
-    search_collection,
-)
+from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackRequest
+from penstock.gateway.rag.collection_endpoints import CollectionEndpoints, CollectionRequest, PageQuery
 from penstock.gateway.rag.document_endpoints import (
     DOCUMENT_FORM,
+    DocumentEndpoints,
     DocumentRequest,
     DocumentsQuery,
     FileQuery,
-    add_document,
-    delete_document,
-    get_chunk,
-    get_document,
-    list_chunks,
-    list_documents,
-    put_document,
 )
 from penstock.gateway.rag.schemas import SearchRequest
-from penstock.gateway.response_cache.endpoints import CacheQuery, evict_cache, show_cache
-from penstock.gateway.server_tools.endpoints import list_tools
+from penstock.gateway.response_cache.endpoints import CacheEndpoints, CacheQuery
+from penstock.gateway.server_tools.endpoints import ToolEndpoints
 
 ENDPOINTS = (
     Endpoint(
@@ -108,11 +73,11 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
     Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
-    Endpoint("GET", "/v1/tools", list_tools, "Tools that the server runs for you.", "Inference"),
+    Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
     Endpoint(
         "GET",
         "/v1/conversations",
-        list_conversations,
+        ConversationEndpoints.list_conversations,
         "A user's conversations.",
         "Conversations",
         query=ConversationsQuery,
@@ -120,7 +85,7 @@ ENDPOINTS = (
     Endpoint(
         "GET",
         "/v1/conversations/{conversation}",
-        get_conversation,
+        ConversationEndpoints.get_conversation,
         "What was said.",
         "Conversations",
         query=ConversationQuery,
@@ -128,7 +93,7 @@ ENDPOINTS = (
     Endpoint(
         "DELETE",
         "/v1/conversations/{conversation}",
-        delete_conversation,
+        ConversationEndpoints.delete_conversation,
         "Forget it.",
         "Conversations",
         query=ConversationQuery,
@@ -156,7 +121,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/embeddings",
-        embeddings,
+        EmbeddingEndpoints.embeddings,
         "Vectors of texts.",
         "Inference",
         EmbeddingsRequest,
@@ -165,45 +130,81 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/rerank",
-        rerank,
+        RerankEndpoints.rerank,
         "Documents in order of how well they answer a query.",
         "Inference",
         RerankRequest,
         serves_tokens=True,
     ),
-    Endpoint("POST", "/v1/files", create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
-    Endpoint("GET", "/v1/files", list_files, "The files there are.", "Batches", query=FilesQuery),
-    Endpoint("GET", "/v1/files/{file}", get_file, "A file without its content.", "Batches"),
-    Endpoint("DELETE", "/v1/files/{file}", delete_file, "Delete a file.", "Batches"),
-    Endpoint("GET", "/v1/files/{file}/content", file_content, "What is in a file.", "Batches"),
-    Endpoint("POST", "/v1/batches", create_batch, "Run the requests in a file.", "Batches", BatchRequest),
-    Endpoint("GET", "/v1/batches", list_batches, "The batches there are.", "Batches", query=BatchesQuery),
-    Endpoint("GET", "/v1/batches/{batch}", get_batch, "A batch and how far it is.", "Batches"),
-    Endpoint("POST", "/v1/batches/{batch}/cancel", cancel_batch, "Stop a batch.", "Batches"),
-    Endpoint("GET", "/v1/cache", show_cache, "Your tenant's cached answers.", "Inference"),
-    Endpoint("DELETE", "/v1/cache", evict_cache, "Forget them.", "Inference", query=CacheQuery),
-    Endpoint("GET", "/v1/models", list_models, "The models served here.", "Models"),
-    Endpoint("GET", "/v1/models/{model:path}", get_model, "One model.", "Models"),
+    Endpoint("POST", "/v1/files", FileEndpoints.create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
+    Endpoint("GET", "/v1/files", FileEndpoints.list_files, "The files there are.", "Batches", query=FilesQuery),
+    Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "A file without its content.", "Batches"),
+    Endpoint("DELETE", "/v1/files/{file}", FileEndpoints.delete_file, "Delete a file.", "Batches"),
+    Endpoint("GET", "/v1/files/{file}/content", FileEndpoints.file_content, "What is in a file.", "Batches"),
+    Endpoint(
+        "POST", "/v1/batches", BatchEndpoints.create_batch, "Run the requests in a file.", "Batches", BatchRequest
+    ),
+    Endpoint(
+        "GET", "/v1/batches", BatchEndpoints.list_batches, "The batches there are.", "Batches", query=BatchesQuery
+    ),
+    Endpoint("GET", "/v1/batches/{batch}", BatchEndpoints.get_batch, "A batch and how far it is.", "Batches"),
+    Endpoint("POST", "/v1/batches/{batch}/cancel", BatchEndpoints.cancel_batch, "Stop a batch.", "Batches"),
+    Endpoint("GET", "/v1/cache", CacheEndpoints.show_cache, "Your tenant's cached answers.", "Inference"),
+    Endpoint("DELETE", "/v1/cache", CacheEndpoints.evict_cache, "Forget them.", "Inference", query=CacheQuery),
+    Endpoint("GET", "/v1/models", ModelEndpoints.list_models, "The models served here.", "Models"),
+    Endpoint("GET", "/v1/models/{model:path}", ModelEndpoints.get_model, "One model.", "Models"),
     Endpoint(
         "POST",
         "/v1/tokenize",
-        tokenize,
+        TokenEndpoints.tokenize,
         "Tokens, their number and price, without inference.",
         "Tokens",
         TokenizeRequest,
         serves_tokens=True,
     ),
     Endpoint(
-        "POST", "/v1/detokenize", detokenize, "Text of token ids.", "Tokens", DetokenizeRequest, serves_tokens=True
+        "POST",
+        "/v1/detokenize",
+        TokenEndpoints.detokenize,
+        "Text of token ids.",
+        "Tokens",
+        DetokenizeRequest,
+        serves_tokens=True,
     ),
-    Endpoint("POST", "/v1/collections", create_collection, "Make a collection.", "Knowledge", CollectionRequest),
-    Endpoint("GET", "/v1/collections", list_collections, "The collections there are.", "Knowledge", query=PageQuery),
-    Endpoint("GET", "/v1/collections/{collection}", get_collection, "One, and how far its documents are.", "Knowledge"),
-    Endpoint("DELETE", "/v1/collections/{collection}", delete_collection, "Delete it with all it holds.", "Knowledge"),
+    Endpoint(
+        "POST",
+        "/v1/collections",
+        CollectionEndpoints.create_collection,
+        "Make a collection.",
+        "Knowledge",
+        CollectionRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/collections",
+        CollectionEndpoints.list_collections,
+        "The collections there are.",
+        "Knowledge",
+        query=PageQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/collections/{collection}",
+        CollectionEndpoints.get_collection,
+        "One, and how far its documents are.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/collections/{collection}",
+        CollectionEndpoints.delete_collection,
+        "Delete it with all it holds.",
+        "Knowledge",
+    ),
     Endpoint(
         "POST",
         "/v1/collections/{collection}/search",
-        search_collection,
+        CollectionEndpoints.search_collection,
         "Search it.",
         "Knowledge",
         SearchRequest,
@@ -212,7 +213,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/collections/{collection}/documents",
-        add_document,
+        DocumentEndpoints.add_document,
         "Add a document.",
         "Knowledge",
         DocumentRequest,
@@ -222,37 +223,79 @@ ENDPOINTS = (
     Endpoint(
         "GET",
         "/v1/collections/{collection}/documents",
-        list_documents,
+        DocumentEndpoints.list_documents,
         "Its documents.",
         "Knowledge",
         query=DocumentsQuery,
     ),
-    Endpoint("GET", "/v1/collections/{collection}/documents/{document}", get_document, "One document.", "Knowledge"),
+    Endpoint(
+        "GET",
+        "/v1/collections/{collection}/documents/{document}",
+        DocumentEndpoints.get_document,
+        "One document.",
+        "Knowledge",
+    ),
     Endpoint(
         "PUT",
         "/v1/collections/{collection}/documents/{document}",
-        put_document,
+        DocumentEndpoints.put_document,
         "Add it, or replace it.",
         "Knowledge",
         DocumentRequest,
         query=FileQuery,
         form=DOCUMENT_FORM,
     ),
-    Endpoint("DELETE", "/v1/collections/{collection}/documents/{document}", delete_document, "Delete it.", "Knowledge"),
+    Endpoint(
+        "DELETE",
+        "/v1/collections/{collection}/documents/{document}",
+        DocumentEndpoints.delete_document,
+        "Delete it.",
+        "Knowledge",
+    ),
     Endpoint(
         "GET",
         "/v1/collections/{collection}/documents/{document}/chunks",
-        list_chunks,
+        DocumentEndpoints.list_chunks,
         "What it was cut into.",
         "Knowledge",
     ),
-    Endpoint("GET", "/v1/collections/{collection}/chunks/{chunk}", get_chunk, "What a citation names.", "Knowledge"),
-    Endpoint("GET", "/v1/traces", list_traces, "Timelines of the newest requests.", "Accounts", query=TracesQuery),
-    Endpoint("GET", "/v1/traces/{request}", get_trace, "Where the time of a request went.", "Accounts"),
-    Endpoint("POST", "/v1/feedback", give_feedback, "Say what you think of an answer.", "Accounts", FeedbackRequest),
-    Endpoint("GET", "/v1/usage", usage, "What was used and what it cost.", "Accounts", query=UsageQuery),
+    Endpoint(
+        "GET",
+        "/v1/collections/{collection}/chunks/{chunk}",
+        DocumentEndpoints.get_chunk,
+        "What a citation names.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/traces",
+        TraceEndpoints.list_traces,
+        "Timelines of the newest requests.",
+        "Accounts",
+        query=TracesQuery,
+    ),
+    Endpoint("GET", "/v1/traces/{request}", TraceEndpoints.get_trace, "Where the time of a request went.", "Accounts"),
+    Endpoint(
+        "POST",
+        "/v1/feedback",
+        FeedbackEndpoints.give_feedback,
+        "Say what you think of an answer.",
+        "Accounts",
+        FeedbackRequest,
+    ),
+    Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "What was used and what it cost.", "Accounts", query=UsageQuery),
     *ADMIN,
-    Endpoint("GET", "/health/live", live, "Is the process alive?", "Health", scope=None, logged=False),
-    Endpoint("GET", "/health/ready", ready, "Does every model produce tokens?", "Health", scope=None, logged=False),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics.", "Health", scope="metrics", logged=False),
+    Endpoint("GET", "/health/live", HealthEndpoints.live, "Is the process alive?", "Health", scope=None, logged=False),
+    Endpoint(
+        "GET",
+        "/health/ready",
+        HealthEndpoints.ready,
+        "Does every model produce tokens?",
+        "Health",
+        scope=None,
+        logged=False,
+    ),
+    Endpoint(
+        "GET", "/metrics", MetricsEndpoints.metrics, "Prometheus metrics.", "Health", scope="metrics", logged=False
+    ),
 )

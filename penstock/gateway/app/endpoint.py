@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import msgspec
 from penstock.gateway.app.dialects import OPENAI, Dialect
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Scope
+from penstock.protocol.errors import ApiError
 
 UnboundHandler = Callable[[Any, Exchange], Awaitable[None]]
 """A method of an endpoint class, as the table names it. Its name is the operation id."""
@@ -59,11 +60,34 @@ class BoundEndpoint:
 
 def bind(endpoints: Iterable[Endpoint], owners: Sequence[object], rest: object = None) -> list[BoundEndpoint]:
     """Bind each handler to the one of `owners` whose class defines it; the remaining ones to `rest`."""
-    owner_of = {function: owner for owner in owners for function in vars(type(owner)).values() if callable(function)}
+    handlers = {function: handle for owner in owners for function, handle in _handlers(owner)}
     bound = []
     for endpoint in endpoints:
-        owner = owner_of.get(endpoint.handler, rest)
-        if owner is None:
-            raise LookupError(f"nothing answers {endpoint.method} {endpoint.path} ({endpoint.name})")
-        bound.append(BoundEndpoint(endpoint, endpoint.handler.__get__(owner)))  # type: ignore[attr-defined]
+        handle = handlers.get(endpoint.handler)
+        if handle is None:
+            if rest is None:
+                raise LookupError(f"nothing answers {endpoint.method} {endpoint.path} ({endpoint.name})")
+            handle = endpoint.handler.__get__(rest)
+        bound.append(BoundEndpoint(endpoint, handle))
     return bound
+
+
+class Unavailable:
+    """Stands in for an endpoint class whose feature is not configured: each of its handlers raises an error."""
+
+    def __init__(self, kind: type, error: Callable[[str], ApiError], message: str) -> None:
+        self.kind = kind
+        self._error = error
+        self._message = message
+
+    async def refuse(self, exchange: Exchange) -> None:
+        raise self._error(self._message)
+
+
+def _handlers(owner: object) -> Iterator[tuple[object, Handler]]:
+    """The public methods of an object's class, as the table names them, with what they are bound to."""
+    kind = owner.kind if isinstance(owner, Unavailable) else type(owner)
+    for base in kind.__mro__:
+        for name, function in vars(base).items():
+            if not name.startswith("_") and callable(function):
+                yield function, owner.refuse if isinstance(owner, Unavailable) else getattr(owner, name)

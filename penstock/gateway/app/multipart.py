@@ -10,6 +10,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from penstock.protocol.errors import InvalidRequest
 
 MOST_FIELDS = 32
+FORM_ROOM = 64 * 1024
+"""Bytes that a form may have besides its file."""
 
 
 @dataclass(slots=True)

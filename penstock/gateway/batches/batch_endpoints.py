@@ -10,11 +10,12 @@ import msgspec
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, page
-from penstock.gateway.batches.file_endpoints import away, store_of
+from penstock.gateway.batches.file_endpoints import away
+from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.lines import ENDPOINTS
+from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import Batch, BatchStore
-from penstock.gateway.process.service import Service
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, NotFound
 from penstock.storage import DatabaseError
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -41,72 +42,72 @@ class BatchesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 _decoder = msgspec.json.Decoder(BatchRequest)
 
 
-async def create_batch(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    batches, files, caller = _store(service), store_of(service), exchange.caller
-    if request.endpoint not in ENDPOINTS or not service.serves(request.endpoint):
-        served = ", ".join(path for path in ENDPOINTS if service.serves(path))
-        raise InvalidRequest(f"`endpoint` is one of {served}.", param="endpoint")
-    window_s = _window(request.completion_window)
-    try:
-        file = await files.get(request.input_file_id, caller.tenant)
-        if file is None:
-            raise InvalidRequest(f"There is no file `{request.input_file_id[:128]}`.", param="input_file_id")
-        if file.purpose != "batch":
-            raise InvalidRequest(f"`{file.id}` was not sent with the purpose `batch`.", param="input_file_id")
-        batch = await batches.create(
-            caller.tenant,
-            user=caller.user,
-            key=caller.key,
-            endpoint=request.endpoint,
-            input_file_id=file.id,
-            window=request.completion_window,
-            window_s=window_s,
-            metadata=request.metadata or {},
-        )
-    except DatabaseError as error:
-        raise away() from error
-    service.batches_changed()
-    await exchange.reply_json(batch.shown())
+class BatchEndpoints:
+    """The batches of a tenant."""
 
+    def __init__(self, batches: BatchStore, files: FileStore, runner: BatchRunner, body_limit: int) -> None:
+        self._batches = batches
+        self._files = files
+        self._runner = runner
+        self._body_limit = body_limit
 
-async def list_batches(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(BatchesQuery, exchange.scope)
-    batches = _store(service)
-    try:
-        after = await _found(batches, exchange, asked.after) if asked.after else None
-        found = await batches.page(exchange.caller.tenant, after=after, limit=asked.limit + 1)
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_json(page(found, asked.limit))
+    async def create_batch(self, exchange: Exchange) -> None:
+        request = decode(_decoder, await exchange.body(self._body_limit))
+        batches, files, caller = self._batches, self._files, exchange.caller
+        if request.endpoint not in ENDPOINTS or not self._runner.serves(request.endpoint):
+            served = ", ".join(path for path in ENDPOINTS if self._runner.serves(path))
+            raise InvalidRequest(f"`endpoint` is one of {served}.", param="endpoint")
+        window_s = _window(request.completion_window)
+        try:
+            file = await files.get(request.input_file_id, caller.tenant)
+            if file is None:
+                raise InvalidRequest(f"There is no file `{request.input_file_id[:128]}`.", param="input_file_id")
+            if file.purpose != "batch":
+                raise InvalidRequest(f"`{file.id}` was not sent with the purpose `batch`.", param="input_file_id")
+            batch = await batches.create(
+                caller.tenant,
+                user=caller.user,
+                key=caller.key,
+                endpoint=request.endpoint,
+                input_file_id=file.id,
+                window=request.completion_window,
+                window_s=window_s,
+                metadata=request.metadata or {},
+            )
+        except DatabaseError as error:
+            raise away() from error
+        self._runner.wake()
+        await exchange.reply_json(batch.shown())
 
+    async def list_batches(self, exchange: Exchange) -> None:
+        asked = decode_query(BatchesQuery, exchange.scope)
+        batches = self._batches
+        try:
+            after = await _found(batches, exchange, asked.after) if asked.after else None
+            found = await batches.page(exchange.caller.tenant, after=after, limit=asked.limit + 1)
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_json(page(found, asked.limit))
 
-async def get_batch(service: Service, exchange: Exchange) -> None:
-    decode_query(NoQuery, exchange.scope)
-    try:
-        batch = await _found(_store(service), exchange, exchange.path.rpartition("/")[2])
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_json(batch.shown())
+    async def get_batch(self, exchange: Exchange) -> None:
+        decode_query(NoQuery, exchange.scope)
+        try:
+            batch = await _found(self._batches, exchange, exchange.path.rpartition("/")[2])
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_json(batch.shown())
 
-
-async def cancel_batch(service: Service, exchange: Exchange) -> None:
-    batches, id = _store(service), exchange.path.split("/")[-2]
-    try:
-        batch = await _found(batches, exchange, id)
-        if not await batches.cancel(id, exchange.caller.tenant) and batch.status != "cancelling":
-            raise InvalidRequest(f"`{id}` is {batch.status}, so it cannot be cancelled.", code="batch_over")
-        batch = await _found(batches, exchange, id)
-    except DatabaseError as error:
-        raise away() from error
-    service.batches_changed()
-    await exchange.reply_json(batch.shown())
-
-
-def _store(service: Service) -> BatchStore:
-    if service.batches is None:
-        raise ServiceUnavailable("This gateway has no store for batches.")
-    return service.batches
+    async def cancel_batch(self, exchange: Exchange) -> None:
+        batches, id = self._batches, exchange.path.split("/")[-2]
+        try:
+            batch = await _found(batches, exchange, id)
+            if not await batches.cancel(id, exchange.caller.tenant) and batch.status != "cancelling":
+                raise InvalidRequest(f"`{id}` is {batch.status}, so it cannot be cancelled.", code="batch_over")
+            batch = await _found(batches, exchange, id)
+        except DatabaseError as error:
+            raise away() from error
+        self._runner.wake()
+        await exchange.reply_json(batch.shown())
 
 
 async def _found(batches: BatchStore, exchange: Exchange, id: str) -> Batch:

@@ -8,17 +8,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from penstock.config.batches import BatchesConfig
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.app.multipart import Field, read_form
+from penstock.gateway.app.multipart import FORM_ROOM, Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
 from penstock.gateway.batches.files import File, FileStore
-from penstock.gateway.process.service import Service
+from penstock.gateway.batches.store import BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
 from penstock.storage import DatabaseError
 
-FORM_ROOM = 64 * 1024
-"""What a form may have besides its file."""
 JSONL = b"application/jsonl"
 _LEAST_S, _MOST_S = 3600, 30 * 86400
 FILE_FORM: dict[str, Any] = {
@@ -41,91 +40,91 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     order: Literal["asc", "desc"] = "desc"
 
 
-async def create_file(service: Service, exchange: Exchange) -> None:
-    files, limit = store_of(service), service.settings.batches.file_limit
-    async with service.uploads:
-        body = await exchange.body(limit + FORM_ROOM)
-        form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
-        del body
-        upload, keep_s = _checked(form)
-        if len(upload.content) > limit:
-            raise PayloadTooLarge(limit=limit, size=len(upload.content))
-        text = await asyncio.to_thread(_text, upload.content)
+class FileEndpoints:
+    """The files of a tenant."""
+
+    def __init__(
+        self, files: FileStore, batches: BatchStore, config: BatchesConfig, uploads: asyncio.Semaphore
+    ) -> None:
+        self._files = files
+        self._batches = batches
+        self._config = config
+        self._uploads = uploads
+
+    async def create_file(self, exchange: Exchange) -> None:
+        files, limit = self._files, self._config.file_limit
+        async with self._uploads:
+            body = await exchange.body(limit + FORM_ROOM)
+            form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
+            del body
+            upload, keep_s = _checked(form)
+            if len(upload.content) > limit:
+                raise PayloadTooLarge(limit=limit, size=len(upload.content))
+            text = await asyncio.to_thread(_text, upload.content)
+            try:
+                used = await files.used(exchange.caller.tenant)
+                if used + len(upload.content) > self._config.tenant_limit:
+                    raise InvalidRequest(
+                        f"The files of this tenant have {used:,} bytes; with this one they would have more than the "
+                        f"{self._config.tenant_limit:,} allowed. Delete some.",
+                        param="file",
+                        code="storage_limit",
+                    )
+                name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
+                made = await files.create(exchange.caller.tenant, name, "batch", text, keep_s=keep_s)
+            except DatabaseError as error:
+                raise away() from error
+        await exchange.reply_json(made.shown())
+
+    async def list_files(self, exchange: Exchange) -> None:
+        files = self._files
+        asked = decode_query(FilesQuery, exchange.scope)
         try:
-            used = await files.used(exchange.caller.tenant)
-            if used + len(upload.content) > service.settings.batches.tenant_limit:
-                raise InvalidRequest(
-                    f"The files of this tenant have {used:,} bytes; with this one they would have more than the "
-                    f"{service.settings.batches.tenant_limit:,} allowed. Delete some.",
-                    param="file",
-                    code="storage_limit",
-                )
-            name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
-            made = await files.create(exchange.caller.tenant, name, "batch", text, keep_s=keep_s)
+            after = await _found(files, exchange, asked.after) if asked.after else None
+            found = await files.page(
+                exchange.caller.tenant,
+                purpose=asked.purpose,
+                after=after,
+                newest=asked.order == "desc",
+                limit=asked.limit + 1,
+            )
         except DatabaseError as error:
             raise away() from error
-    await exchange.reply_json(made.shown())
+        await exchange.reply_json(page(found, asked.limit))
 
+    async def get_file(self, exchange: Exchange) -> None:
+        decode_query(NoQuery, exchange.scope)
+        try:
+            file = await _found(self._files, exchange, exchange.path.rpartition("/")[2])
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_json(file.shown())
 
-async def list_files(service: Service, exchange: Exchange) -> None:
-    files = store_of(service)
-    asked = decode_query(FilesQuery, exchange.scope)
-    try:
-        after = await _found(files, exchange, asked.after) if asked.after else None
-        found = await files.page(
-            exchange.caller.tenant,
-            purpose=asked.purpose,
-            after=after,
-            newest=asked.order == "desc",
-            limit=asked.limit + 1,
-        )
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_json(page(found, asked.limit))
+    async def delete_file(self, exchange: Exchange) -> None:
+        decode_query(NoQuery, exchange.scope)
+        files = self._files
+        try:
+            file = await _found(files, exchange, exchange.path.rpartition("/")[2])
+            if await self._batches.uses(file.id):
+                raise InvalidRequest(f"`{file.id}` is being read by a batch; cancel that first.", code="file_in_use")
+            await files.delete(file.id)
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_json({"id": file.id, "object": "file", "deleted": True})
 
-
-async def get_file(service: Service, exchange: Exchange) -> None:
-    decode_query(NoQuery, exchange.scope)
-    try:
-        file = await _found(store_of(service), exchange, exchange.path.rpartition("/")[2])
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_json(file.shown())
-
-
-async def delete_file(service: Service, exchange: Exchange) -> None:
-    decode_query(NoQuery, exchange.scope)
-    files = store_of(service)
-    assert service.batches is not None
-    try:
-        file = await _found(files, exchange, exchange.path.rpartition("/")[2])
-        if await service.batches.uses(file.id):
-            raise InvalidRequest(f"`{file.id}` is being read by a batch; cancel that first.", code="file_in_use")
-        await files.delete(file.id)
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_json({"id": file.id, "object": "file", "deleted": True})
-
-
-async def file_content(service: Service, exchange: Exchange) -> None:
-    decode_query(NoQuery, exchange.scope)
-    files = store_of(service)
-    try:
-        file = await _found(files, exchange, exchange.path.split("/")[-2])
-    except DatabaseError as error:
-        raise away() from error
-    await exchange.reply_parts(_encoded(files, file.id), file.bytes, JSONL)
+    async def file_content(self, exchange: Exchange) -> None:
+        decode_query(NoQuery, exchange.scope)
+        files = self._files
+        try:
+            file = await _found(files, exchange, exchange.path.split("/")[-2])
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_parts(_encoded(files, file.id), file.bytes, JSONL)
 
 
 async def _encoded(files: FileStore, id: str) -> AsyncIterator[bytes]:
     async for part in files.content(id):
         yield part.encode()
-
-
-def store_of(service: Service) -> FileStore:
-    if service.files is None:
-        raise ServiceUnavailable("This gateway has no store for files.")
-    return service.files
 
 
 def away() -> ServiceUnavailable:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -70,7 +70,6 @@ class BatchRunner:
         self,
         batches: BatchStore,
         files: FileStore,
-        answer: Answerer,
         caller: FindCaller,
         *,
         lines_at_once: int,
@@ -89,7 +88,8 @@ class BatchRunner:
         )
         self._batches = batches
         self._files = files
-        self._answer = answer
+        self._answer: Answerer
+        self._paths: frozenset[str] = frozenset()
         self._caller = caller
         self._most_lines = most_lines
         self._lease_s = lease_s
@@ -105,8 +105,16 @@ class BatchRunner:
     def _running_now(self) -> list[tuple[tuple[str, ...], float]]:
         return [((), len(self._running))]
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="batch runner")
+    def start(self, answer: Answerer, paths: Collection[str]) -> None:
+        """Take part in running batches, unless no lines may run here (`lines_at_once` is 0). `answer` answers their
+        requests, which may go to `paths`."""
+        self._answer, self._paths = answer, frozenset(paths)
+        if self._lines_at_once:
+            self._task = asyncio.create_task(self._run(), name="batch runner")
+
+    def serves(self, path: str) -> bool:
+        """Whether requests of a batch may go to this path."""
+        return path in self._paths
 
     def wake(self) -> None:
         """There may be something to do."""

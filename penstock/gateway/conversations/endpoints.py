@@ -11,7 +11,6 @@ from msgspec import Meta
 from penstock.conversations import Owner, Sessions
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.protocol.errors import NotFound, PermissionDenied, ServiceUnavailable
 from penstock.storage import DatabaseError
 
@@ -27,39 +26,63 @@ class ConversationsQuery(ConversationQuery):
     limit: Annotated[int, Meta(ge=1, le=1000)] = 20
 
 
-async def list_conversations(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(ConversationsQuery, exchange.scope)
-    owner = _owner(exchange, asked)
-    found = [] if service.sessions is None else await _guard(service.sessions.store.list(owner, asked.limit))
-    data = [
-        _object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner) for entry in found
-    ]
-    await exchange.reply_json({"object": "list", "data": data})
+class ConversationEndpoints:
+    """Stored conversations."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def list_conversations(self, exchange: Exchange) -> None:
+        asked = decode_query(ConversationsQuery, exchange.scope)
+        owner = _owner(exchange, asked)
+        found = await _guard(self._sessions.store.list(owner, asked.limit))
+        data = [
+            _object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner)
+            for entry in found
+        ]
+        await exchange.reply_json({"object": "list", "data": data})
+
+    async def get_conversation(self, exchange: Exchange) -> None:
+        owner, id = _asked(exchange)
+        found = await _guard(self._sessions.get(owner, id))
+        if found is None:
+            raise _unknown(id)
+        stored, conversation, summary = found
+        described = _object(id, stored.created_at, stored.updated_at, stored.expires_at, conversation.end, owner)
+        system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+        await exchange.reply_json(
+            {
+                **described,
+                "messages": [*system, *conversation.since(0)],
+                "forgotten_turns": conversation.first,
+                "summary": {"turns": summary.covers, "text": summary.text} if summary.notes else None,
+            }
+        )
+
+    async def delete_conversation(self, exchange: Exchange) -> None:
+        owner, id = _asked(exchange)
+        if not await _guard(self._sessions.store.delete(owner, id)):
+            raise _unknown(id)
+        await exchange.reply_json({"id": id, "object": "conversation.deleted", "deleted": True})
 
 
-async def get_conversation(service: Service, exchange: Exchange) -> None:
-    owner, id = _asked(exchange)
-    found = await _guard(_sessions(service, id).get(owner, id))
-    if found is None:
+class NoConversations(ConversationEndpoints):
+    """Answers where no conversations are stored."""
+
+    def __init__(self) -> None:
+        return
+
+    async def list_conversations(self, exchange: Exchange) -> None:
+        _owner(exchange, decode_query(ConversationsQuery, exchange.scope))
+        await exchange.reply_json({"object": "list", "data": []})
+
+    async def get_conversation(self, exchange: Exchange) -> None:
+        _, id = _asked(exchange)
         raise _unknown(id)
-    stored, conversation, summary = found
-    described = _object(id, stored.created_at, stored.updated_at, stored.expires_at, conversation.end, owner)
-    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    await exchange.reply_json(
-        {
-            **described,
-            "messages": [*system, *conversation.since(0)],
-            "forgotten_turns": conversation.first,
-            "summary": {"turns": summary.covers, "text": summary.text} if summary.notes else None,
-        }
-    )
 
-
-async def delete_conversation(service: Service, exchange: Exchange) -> None:
-    owner, id = _asked(exchange)
-    if not await _guard(_sessions(service, id).store.delete(owner, id)):
+    async def delete_conversation(self, exchange: Exchange) -> None:
+        _, id = _asked(exchange)
         raise _unknown(id)
-    await exchange.reply_json({"id": id, "object": "conversation.deleted", "deleted": True})
 
 
 def _asked(exchange: Exchange) -> tuple[Owner, str]:
@@ -72,12 +95,6 @@ def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
     if caller.user and user not in (None, caller.user):
         raise PermissionDenied(f"The API key {caller.key} belongs to the user `{caller.user}`.")
     return Owner(caller.tenant, caller.user or user or "")
-
-
-def _sessions(service: Service, id: str) -> Sessions:
-    if service.sessions is None:
-        raise _unknown(id)
-    return service.sessions
 
 
 def _object(

@@ -32,6 +32,7 @@ from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection as interpreter
+from penstock.gateway.process.composition import endpoint_owners
 from penstock.gateway.process.limits import connections
 from penstock.gateway.process.model_follower import Follower, served
 from penstock.gateway.process.service import Service
@@ -169,13 +170,13 @@ async def serve(
         for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
     ]
     watched = [asyncio.create_task(stop.wait(), name="stop signal")]
-    if service.coordinator is not None:
-        watched.append(asyncio.create_task(service.coordinator.lost.wait(), name="coordinator lost"))
+    watched.append(asyncio.create_task(service.workers.lost.wait(), name="coordinator lost"))
     try:
         for (_, host, port), listener in zip(doors, listeners, strict=True):
             await listener.start()
             log.info("listening", extra={"url": f"http://{host}:{port}"})
-        service.run_batches(apps[0].answer_inner, apps[0].paths)
+        if service.batch_runner is not None:
+            service.batch_runner.start(apps[0].answer_inner, apps[0].paths)
         if listening is not None:
             listening(service)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +198,7 @@ async def serve(
 def _app(service: Service, door: Door) -> App:
     settings = service.settings
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
-    owners = [*service.owners(), Documentation(endpoints, REPLIES)]
+    owners = [*endpoint_owners(service), Documentation(endpoints, REPLIES)]
     return App(
         bind((*endpoints, *PAGES), owners, service),
         authentication=service.authentication,

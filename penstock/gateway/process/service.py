@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.backends.base import Backend
@@ -21,14 +20,13 @@ from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.runner import Answerer, BatchRunner
+from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.response_format import GrammarDesk
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
-from penstock.gateway.process.readiness import Readiness
 from penstock.gateway.process.request_log import open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.supervisor_link import ControlLine
@@ -36,10 +34,9 @@ from penstock.gateway.quality.feedback import Feedback
 from penstock.gateway.quality.judge import Judge
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.response_cache.cache import Recall, open_store
-from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
+from penstock.gateway.workers.group import CoordinatedWorker, SingleWorker, WorkerGroup
 from penstock.identity import Caller, IdentityStore, KeyRing
 from penstock.limits import LimitStore
-from penstock.limits.memory import MemoryLimits
 from penstock.metering.ledger import Ledger
 from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
@@ -50,20 +47,15 @@ from penstock.storage import Database, open_database
 from penstock.storage.database import redacted
 from penstock.telemetry.cache_metrics import CacheMetrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
-from penstock.telemetry.exposition import render
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
-from penstock.telemetry.timeline import Shown, TraceQuery, newest
 from penstock.tools.execution import ToolRegistry
 from penstock.tools.execution.specs import ToolSpecStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-UPLOADS = 4
-"""Files that are read at one time: each is in memory while it is."""
 
 
 class Service:
@@ -81,7 +73,6 @@ class Service:
             settings.knowledge, settings.store_url, self.encoders, KnowledgeMetrics(self.metrics.registry)
         )
         self.recall = self._recall()
-        self.readiness = Readiness()
         self.slices = TimeSlices(registry, settings.time_slice_s)
         self.drain = Drain(lambda: self.metrics.draining.set(1))
         self.background = BackgroundTasks()
@@ -96,34 +87,23 @@ class Service:
         self.feedback: Feedback | None = None
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
-        self._batch_runner: BatchRunner | None = None
-        self._paths: frozenset[str] = frozenset()
-        self.uploads = asyncio.Semaphore(UPLOADS)
+        self.batch_runner: BatchRunner | None = None
         self.request_log: RequestLog | None = None
         self.sessions: Sessions | None = None
-        self.tools: ToolRegistry | None = None
+        self.tools: ToolRegistry = ToolRegistry()
         self.control: ControlLine | None = None
         """The line to the supervisor, where there is one."""
         self.judge: Judge | None = None
-        self.coordinator: CoordinatorClient | None = None
-        if settings.worker is not None:
-            self.coordinator = CoordinatorClient(
-                settings.worker.coordinator,
-                settings.worker.number,
-                readings=self.metrics.registry.readings,
-                changed=self._refresh_keys,
-                traces=self.tracing.recent.find,
-            )
+        self.workers = worker_group(settings, self.metrics, self.tracing, lambda: self.authentication.refresh())
         self.prices = settings.price_book()
         self.quotas = Quotas(
-            _counters(settings.counters, self.coordinator), settings.tiers, settings.limits, self.prices
+            _counters(settings.counters, self.workers.limits), settings.tiers, settings.limits, self.prices
         )
         self.admissions = Admissions(settings, registry, self.metrics)
         self.routes = Routes(settings.routes, registry, self.encoders, RouteMetrics(self.metrics.registry))
 
     async def start(self) -> None:
-        if self.coordinator is not None:
-            await self.coordinator.start()
+        await self.workers.start()
         if self.settings.store_url is not None:
             self.database = await open_database(self.settings.store_url)
             self.identities = IdentityStore(self.database)
@@ -146,6 +126,15 @@ class Service:
             await self.files.prepare()
             self.batches = BatchStore(self.database)
             await self.batches.prepare()
+            self.batch_runner = BatchRunner(
+                self.batches,
+                self.files,
+                self.authentication.holder,
+                lines_at_once=self.settings.batches.lines_at_once,
+                most_lines=self.settings.batches.most_lines,
+                lease_s=self.settings.gateway_timeout_s,
+                metrics=self.metrics.registry,
+            )
             self.accounts = Accounts(
                 Ledger(self.database, durable=self.settings.durable_charges),
                 self.prices,
@@ -176,37 +165,11 @@ class Service:
         self.slices.start()
         await self.admissions.start()
 
-    def run_batches(self, answer: Answerer, paths: Collection[str]) -> None:
-        """Take part in running batches; `answer` answers their requests, for the endpoints in `paths`."""
-        self._paths = frozenset(paths)
-        config = self.settings.batches
-        if self.batches is not None and self.files is not None and config.lines_at_once:
-            self._batch_runner = BatchRunner(
-                self.batches,
-                self.files,
-                answer,
-                self.authentication.holder,
-                lines_at_once=config.lines_at_once,
-                most_lines=config.most_lines,
-                lease_s=self.settings.gateway_timeout_s,
-                metrics=self.metrics.registry,
-            )
-            self._batch_runner.start()
-
-    def serves(self, path: str) -> bool:
-        """Whether requests of a batch may go there."""
-        return path in self._paths
-
-    def batches_changed(self) -> None:
-        """A batch was made here: look at once."""
-        if self._batch_runner is not None:
-            self._batch_runner.wake()
-
     async def close(self) -> None:
         if self.control is not None:
             await self.control.close()
-        if self._batch_runner is not None:
-            await self._batch_runner.close()
+        if self.batch_runner is not None:
+            await self.batch_runner.close()
         await self.slices.close()
         await self.admissions.close()
         for remote in self.registry.remotes.values():
@@ -215,8 +178,7 @@ class Service:
             await self.sessions.close()
         if self.judge is not None:
             await self.judge.close()
-        if self.tools is not None:
-            await self.tools.close()
+        await self.tools.close()
         if self.guardrails is not None:
             await self.guardrails.close()
         for backend in self._backends():
@@ -227,8 +189,7 @@ class Service:
         await self.encoders.close()
         await self.background.close()
         await self.quotas.close()
-        if self.coordinator is not None:
-            await self.coordinator.close()
+        await self.workers.close()
         if self.accounts is not None:
             await self.accounts.close()
         if self.request_log is not None:
@@ -239,16 +200,15 @@ class Service:
         self.tokenization.close()
         self.grammars.close()
 
-    async def _open_tools(self) -> ToolRegistry | None:
-        """Tools that this gateway runs; None where there is no place for any."""
+    async def _open_tools(self) -> ToolRegistry:
+        """Tools that this gateway runs; without servers and a store it offers none."""
         settings, store = self.settings, None
         if self.database is not None:
             store = ToolSpecStore(self.database)
             await store.prepare()
-        elif not settings.tool_servers:
-            return None
-        networks = settings.tools.networks
-        return ToolRegistry(settings.tool_servers, store, networks=networks, fresh_s=settings.key_fresh_s)
+        return ToolRegistry(
+            settings.tool_servers, store, networks=settings.tools.networks, fresh_s=settings.key_fresh_s
+        )
 
     def _recall(self) -> Recall | None:
         """The response caches, if there are any."""
@@ -263,43 +223,17 @@ class Service:
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.background.start(work)
 
-    def owners(self) -> list[object]:
-        """The objects whose methods answer endpoints."""
-        return []
-
     def record(self, record: RequestRecord) -> None:
         if self.request_log is not None:
             self.request_log.add(record)
-
-    async def identities_changed(self) -> None:
-        """Tenants or keys were changed here: when this returns, every gateway of this machine knows."""
-        self._refresh_keys()
-        if self.coordinator is not None:
-            await self.coordinator.tell_changed()
-
-    def _refresh_keys(self) -> None:
-        self.authentication.refresh()
-
-    async def metrics_text(self, openmetrics: bool = False) -> bytes:
-        """Everything measured, by all gateways on this port."""
-        if self.coordinator is None:
-            return self.metrics.render(openmetrics)
-        return render(await self.coordinator.collect(), openmetrics)
-
-    async def traces(self, query: TraceQuery) -> list[Shown]:
-        """Timelines of recent requests, whichever gateway of this port answered them; the newest first."""
-        found = self.tracing.recent.find(query)
-        if self.coordinator is not None:
-            found = newest(found + await self.coordinator.seek(query), query.limit)
-        return found
 
     def cache_salt(self, caller: Caller) -> str:
         """What keeps tenants out of each other's cached prefixes; callers without a key share one."""
         return "" if self.settings.share_prefixes or not caller.key else caller.tenant
 
     async def drain_requests(self, seconds: float) -> None:
-        if self._batch_runner is not None:
-            self._batch_runner.hold()
+        if self.batch_runner is not None:
+            self.batch_runner.hold()
         await self.drain.run(seconds)
 
     def track(self, generation: Generation) -> None:
@@ -354,8 +288,16 @@ def open_sessions(config: ConversationsConfig, database: Database | None) -> Ses
     return Sessions(store, wait_s=config.wait_s, most_bytes=config.max_bytes)
 
 
-def _counters(config: CountersConfig, coordinator: CoordinatorClient | None) -> LimitStore:
-    local = MemoryLimits() if coordinator is None else CoordinatedLimits(coordinator)
+def worker_group(
+    settings: GatewaySettings, metrics: Metrics, tracing: RequestTracing, refresh_keys: Callable[[], None]
+) -> WorkerGroup:
+    worker = settings.worker
+    if worker is None:
+        return SingleWorker(metrics, tracing.recent, refresh_keys)
+    return CoordinatedWorker(worker.coordinator, worker.number, metrics, tracing.recent, refresh_keys)
+
+
+def _counters(config: CountersConfig, local: LimitStore) -> LimitStore:
     if not config.url:
         return local
     from penstock.limits.redis import RedisLimits

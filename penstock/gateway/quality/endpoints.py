@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
@@ -9,7 +10,6 @@ import msgspec
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.gateway.quality.feedback import Feedback, Rating, Selection
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
@@ -41,40 +41,41 @@ class FeedbackQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 _decoder = msgspec.json.Decoder(FeedbackRequest)
 
 
-async def give_feedback(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user, None)
-    user, comment = ((text or "").replace("\0", "") for text in (exchange.record.user_id, request.comment))
-    try:
-        vote = await _store(service).vote(exchange.caller.tenant, user, request.response_id, request.rating, comment)
-    except DatabaseError as error:
-        raise _away() from error
-    if vote is None:
-        raise NotFound(f"There is no answer `{request.response_id[:128]}` to vote on.", param="response_id")
-    if request.rating == "down" and service.recall is not None:
-        await service.recall.suspect(exchange.caller.tenant, request.response_id)
-    await exchange.reply_json(vote.shown())
+class FeedbackEndpoints:
+    """Votes on answers."""
 
+    def __init__(self, feedback: Feedback, suspect: Callable[[str, str], Awaitable[None]], body_limit: int) -> None:
+        self._feedback = feedback
+        self._suspect = suspect
+        self._body_limit = body_limit
 
-async def list_feedback(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(FeedbackQuery, exchange.scope)
-    store = _store(service)
-    try:
-        since = None if asked.since is None else moment(asked.since)
-        only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating)
-        votes, totals = await store.votes(only, asked.limit), await store.totals(only)
-    except LedgerError as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
-    except DatabaseError as error:
-        raise _away() from error
-    await exchange.reply_json({"object": "list", "data": [vote.shown() for vote in votes], "totals": totals})
+    async def give_feedback(self, exchange: Exchange) -> None:
+        request = decode(_decoder, await exchange.body(self._body_limit))
+        identify(exchange, request.user, None)
+        user, comment = ((text or "").replace("\0", "") for text in (exchange.record.user_id, request.comment))
+        try:
+            vote = await self._feedback.vote(exchange.caller.tenant, user, request.response_id, request.rating, comment)
+        except DatabaseError as error:
+            raise _away() from error
+        if vote is None:
+            raise NotFound(f"There is no answer `{request.response_id[:128]}` to vote on.", param="response_id")
+        if request.rating == "down":
+            await self._suspect(exchange.caller.tenant, request.response_id)
+        await exchange.reply_json(vote.shown())
 
-
-def _store(service: Service) -> Feedback:
-    if service.feedback is None:
-        raise ServiceUnavailable("This gateway keeps no accounts, so it cannot tell whose an answer is.")
-    return service.feedback
+    async def list_feedback(self, exchange: Exchange) -> None:
+        asked = decode_query(FeedbackQuery, exchange.scope)
+        store = self._feedback
+        try:
+            since = None if asked.since is None else moment(asked.since)
+            only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating)
+            votes, totals = await store.votes(only, asked.limit), await store.totals(only)
+        except LedgerError as error:
+            message = str(error)
+            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+        except DatabaseError as error:
+            raise _away() from error
+        await exchange.reply_json({"object": "list", "data": [vote.shown() for vote in votes], "totals": totals})
 
 
 def _away() -> ServiceUnavailable:

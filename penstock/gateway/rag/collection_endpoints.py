@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.accounting.encoder_work import metered
+from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
 from penstock.gateway.generation.schemas import Metadata
-from penstock.gateway.process.service import Service
+from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import find_collection, guard, passage_body, search
 from penstock.gateway.rag.schemas import SearchRequest
 from penstock.knowledge.entities import (
@@ -51,73 +51,83 @@ _collection_request = msgspec.json.Decoder(CollectionRequest)
 _search_request = msgspec.json.Decoder(SearchRequest)
 
 
-async def create_collection(service: Service, exchange: Exchange) -> None:
-    request = decode(_collection_request, await exchange.body(service.settings.body_limit))
-    config = service.knowledge.config
-    chunk, overlap = request.chunk_tokens or config.chunk_tokens, request.overlap_tokens
-    if overlap is None:
-        overlap = min(config.overlap_tokens, chunk // 4)
-    if overlap * 2 > chunk:
-        raise InvalidRequest("`overlap_tokens` is at most half of `chunk_tokens`.", param="overlap_tokens")
-    library = await service.knowledge.library()
-    made = await guarded(
-        library.create_collection(
-            exchange.caller.tenant,
-            request.name,
-            description=storable(request.description),
-            metadata=request.metadata,
-            chunk_tokens=chunk,
-            overlap_tokens=overlap,
+class CollectionEndpoints:
+    """The collections of a tenant."""
+
+    def __init__(self, knowledge: KnowledgeLibrary, encoder_work: EncoderWork, body_limit: int) -> None:
+        self._knowledge = knowledge
+        self._encoder_work = encoder_work
+        self._body_limit = body_limit
+
+    async def create_collection(self, exchange: Exchange) -> None:
+        request = decode(_collection_request, await exchange.body(self._body_limit))
+        config = self._knowledge.config
+        chunk, overlap = request.chunk_tokens or config.chunk_tokens, request.overlap_tokens
+        if overlap is None:
+            overlap = min(config.overlap_tokens, chunk // 4)
+        if overlap * 2 > chunk:
+            raise InvalidRequest("`overlap_tokens` is at most half of `chunk_tokens`.", param="overlap_tokens")
+        library = await self._knowledge.library()
+        made = await guarded(
+            library.create_collection(
+                exchange.caller.tenant,
+                request.name,
+                description=storable(request.description),
+                metadata=request.metadata,
+                chunk_tokens=chunk,
+                overlap_tokens=overlap,
+            )
         )
-    )
-    await exchange.reply_json(_collection(made))
+        await exchange.reply_json(_collection(made))
+
+    async def list_collections(self, exchange: Exchange) -> None:
+        asked = decode_query(PageQuery, exchange.scope)
+        catalogue = (await self._knowledge.library()).catalogue
+        tenant, limit, after = exchange.caller.tenant, asked.limit, storable(asked.after)
+        if after and (known := await guard(catalogue.collection(tenant, after))) is not None:
+            after = known.name
+        found = await guard(catalogue.collections(tenant, limit=limit + 1, after=after))
+        await exchange.reply_json(listed([_collection(one) for one in found], limit))
+
+    async def get_collection(self, exchange: Exchange) -> None:
+        collection, _ = await named_collection(self._knowledge, exchange)
+        counts, chunks, tokens = await guard((await self._knowledge.library()).catalogue.counts(collection.id))
+        documents = {status: counts.get(status, 0) for status in STATUSES}
+        await exchange.reply_json(
+            {
+                **_collection(collection),
+                "documents": {**documents, "total": sum(documents.values())},
+                "chunks": chunks,
+                "tokens": tokens,
+            }
+        )
+
+    async def delete_collection(self, exchange: Exchange) -> None:
+        collection, _ = await named_collection(self._knowledge, exchange)
+        await guard((await self._knowledge.library()).remove_collection(collection))
+        await exchange.reply_json({"id": collection.id, "object": "collection", "deleted": True})
+
+    async def search_collection(self, exchange: Exchange) -> None:
+        request = decode(_search_request, await exchange.body(self._body_limit))
+        collection, _ = await named_collection(self._knowledge, exchange)
+        encoder = self._knowledge.encoder()
+        tokens = sum(map(len, await encoder.tokenize([request.query])))
+        work = search(self._knowledge, collection, request.query, request)
+        found = await self._encoder_work.run(exchange, encoder, 1, tokens, work)
+        await exchange.reply_json(
+            {
+                "object": "list",
+                "collection": collection.id,
+                "data": [{**passage_body(passage), "text": passage.stored.chunk.text} for passage in found.passages],
+                "timings_ms": {step: round(seconds * 1000, 2) for step, seconds in found.seconds.items()},
+            }
+        )
 
 
-async def list_collections(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(PageQuery, exchange.scope)
-    catalogue = (await service.knowledge.library()).catalogue
-    tenant, limit, after = exchange.caller.tenant, asked.limit, storable(asked.after)
-    if after and (known := await guard(catalogue.collection(tenant, after))) is not None:
-        after = known.name
-    found = await guard(catalogue.collections(tenant, limit=limit + 1, after=after))
-    await exchange.reply_json(listed([_collection(one) for one in found], limit))
-
-
-async def get_collection(service: Service, exchange: Exchange) -> None:
-    collection, _ = await named_collection(service, exchange)
-    counts, chunks, tokens = await guard((await service.knowledge.library()).catalogue.counts(collection.id))
-    documents = {status: counts.get(status, 0) for status in STATUSES}
-    await exchange.reply_json(
-        {
-            **_collection(collection),
-            "documents": {**documents, "total": sum(documents.values())},
-            "chunks": chunks,
-            "tokens": tokens,
-        }
-    )
-
-
-async def delete_collection(service: Service, exchange: Exchange) -> None:
-    collection, _ = await named_collection(service, exchange)
-    await guard((await service.knowledge.library()).remove_collection(collection))
-    await exchange.reply_json({"id": collection.id, "object": "collection", "deleted": True})
-
-
-async def search_collection(service: Service, exchange: Exchange) -> None:
-    request = decode(_search_request, await exchange.body(service.settings.body_limit))
-    collection, _ = await named_collection(service, exchange)
-    encoder = service.knowledge.encoder()
-    tokens = sum(map(len, await encoder.tokenize([request.query])))
-    work = search(service.knowledge, collection, request.query, request)
-    found = await metered(service, exchange, encoder, 1, tokens, work)
-    await exchange.reply_json(
-        {
-            "object": "list",
-            "collection": collection.id,
-            "data": [{**passage_body(passage), "text": passage.stored.chunk.text} for passage in found.passages],
-            "timings_ms": {step: round(seconds * 1000, 2) for step, seconds in found.seconds.items()},
-        }
-    )
+async def named_collection(knowledge: KnowledgeLibrary, exchange: Exchange) -> tuple[Collection, list[str]]:
+    """The collection of the path, and the ids that follow it."""
+    name, *rest = exchange.path.removeprefix(PREFIX).split("/")
+    return await find_collection(knowledge, exchange.caller.tenant, name), rest[1:2]
 
 
 async def guarded(work: Any) -> Any:
@@ -129,12 +139,6 @@ async def guarded(work: Any) -> Any:
         if isinstance(error.__cause__, TooMany):
             raise RateLimitExceeded(error.message, code="too_many", retry_after=30) from error
         raise
-
-
-async def named_collection(service: Service, exchange: Exchange) -> tuple[Collection, list[str]]:
-    """The collection of the path, and the ids that follow it."""
-    name, *rest = exchange.path.removeprefix(PREFIX).split("/")
-    return await find_collection(service.knowledge, exchange.caller.tenant, name), rest[1:2]
 
 
 def storable(text: str) -> str:

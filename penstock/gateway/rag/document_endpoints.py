@@ -12,12 +12,11 @@ from msgspec import Meta, Struct
 
 from penstock.gateway.app.decoding import convert_query, decode, decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.app.multipart import read_form
+from penstock.gateway.app.multipart import FORM_ROOM, read_form
 from penstock.gateway.app.pagination import NoQuery, listed
-from penstock.gateway.batches.file_endpoints import FORM_ROOM
 from penstock.gateway.generation.schemas import Metadata
-from penstock.gateway.process.service import Service
 from penstock.gateway.rag.collection_endpoints import PageQuery, guarded, named_collection, storable
+from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import guard, position_body
 from penstock.knowledge.entities import Collection, Document, StoredChunk
 from penstock.knowledge.readers import MEDIA_TYPES, media_type_of
@@ -77,118 +76,119 @@ class DocumentsQuery(PageQuery):
 _document_request = msgspec.json.Decoder(DocumentRequest)
 
 
-async def add_document(service: Service, exchange: Exchange) -> None:
-    collection, _ = await named_collection(service, exchange)
-    await _put(service, exchange, collection, None)
+class DocumentEndpoints:
+    """The documents of a collection."""
 
+    def __init__(self, knowledge: KnowledgeLibrary, uploads: asyncio.Semaphore) -> None:
+        self._knowledge = knowledge
+        self._uploads = uploads
 
-async def put_document(service: Service, exchange: Exchange) -> None:
-    collection, (id,) = await named_collection(service, exchange)
-    if not _ID.fullmatch(id):
-        raise InvalidRequest("The id of a document has letters, digits and . _ : @ - (at most 128).", param="document")
-    await _put(service, exchange, collection, id)
+    async def add_document(self, exchange: Exchange) -> None:
+        collection, _ = await named_collection(self._knowledge, exchange)
+        await self._put(exchange, collection, None)
 
-
-async def list_documents(service: Service, exchange: Exchange) -> None:
-    collection, _ = await named_collection(service, exchange)
-    asked = decode_query(DocumentsQuery, exchange.scope)
-    catalogue = (await service.knowledge.library()).catalogue
-    found = await guard(
-        catalogue.documents(collection.id, limit=asked.limit + 1, after=storable(asked.after), status=asked.status)
-    )
-    await exchange.reply_json(listed([_document(one) for one in found], asked.limit))
-
-
-async def get_document(service: Service, exchange: Exchange) -> None:
-    _, document = await _named_document(service, exchange)
-    await exchange.reply_json(_document(document))
-
-
-async def delete_document(service: Service, exchange: Exchange) -> None:
-    collection, document = await _named_document(service, exchange)
-    await guard((await service.knowledge.library()).remove_document(collection, document))
-    await exchange.reply_json({"id": document.id, "object": "collection.document", "deleted": True})
-
-
-async def list_chunks(service: Service, exchange: Exchange) -> None:
-    collection, document = await _named_document(service, exchange)
-    found = await guard((await service.knowledge.library()).chunks(collection, document))
-    await exchange.reply_json(listed([_chunk(one, document) for one in found], len(found)))
-
-
-async def get_chunk(service: Service, exchange: Exchange) -> None:
-    collection, (id,) = await named_collection(service, exchange)
-    found = await guard((await service.knowledge.library()).chunk(collection, id))
-    if found is None:
-        raise NotFound(f"There is no chunk `{id[:128]}` in this collection.")
-    await exchange.reply_json(_chunk(*found))
-
-
-async def _put(service: Service, exchange: Exchange, collection: Collection, id: str | None) -> None:
-    async with service.uploads:
-        sent = await _sent(service, exchange)
-        library = await service.knowledge.library()
-        document, queued = await guarded(
-            library.put_document(
-                collection,
-                sent.body,
-                name=storable(sent.name),
-                media_type=sent.media_type,
-                charset=sent.charset,
-                id=id,
-                url=storable(sent.url),
-                metadata=sent.metadata,
+    async def put_document(self, exchange: Exchange) -> None:
+        collection, (id,) = await named_collection(self._knowledge, exchange)
+        if not _ID.fullmatch(id):
+            raise InvalidRequest(
+                "The id of a document has letters, digits and . _ : @ - (at most 128).", param="document"
             )
+        await self._put(exchange, collection, id)
+
+    async def list_documents(self, exchange: Exchange) -> None:
+        collection, _ = await named_collection(self._knowledge, exchange)
+        asked = decode_query(DocumentsQuery, exchange.scope)
+        catalogue = (await self._knowledge.library()).catalogue
+        found = await guard(
+            catalogue.documents(collection.id, limit=asked.limit + 1, after=storable(asked.after), status=asked.status)
         )
-    await exchange.reply_json({**_document(document), "unchanged": not queued})
+        await exchange.reply_json(listed([_document(one) for one in found], asked.limit))
 
+    async def get_document(self, exchange: Exchange) -> None:
+        _, document = await self._named_document(exchange)
+        await exchange.reply_json(_document(document))
 
-async def _sent(service: Service, exchange: Exchange) -> _Sent:
-    """A document in whichever of the three forms it came: JSON, a form with a file, or the file itself."""
-    said = (exchange.header(b"content-type") or b"").decode("latin-1")
-    kind, limit = said.partition(";")[0].strip().lower(), service.knowledge.config.document_limit
-    body = await exchange.body(limit + (FORM_ROOM if kind == FORM else 0))
-    if kind in ("application/json", FORM):
-        decode_query(NoQuery, exchange.scope)  # such a document says everything in its body
-    if kind == "application/json":
-        request = decode(_document_request, body)
-        media_type = request.media_type if request.media_type in MEDIA_TYPES else None
-        body, said = request.text.encode("utf-8", "replace"), request.media_type
-        sent = _Sent(body, request.name, "", media_type or "", request.url, request.metadata or {})
-    elif kind == FORM:
-        form = await asyncio.to_thread(read_form, said.encode("latin-1"), body)
-        fields = {name: field.content.decode("utf-8", "replace") for name, field in form.items() if name != "file"}
-        if "file" not in form:
-            raise InvalidRequest("Missing required parameter: `file`.", param="file", code="missing_parameter")
-        file = form["file"]
-        named = convert_query(FileQuery, {"name": file.filename or "document", **fields})
-        said, media_type = file.filename, media_type_of("", named.name) or media_type_of("", file.filename)
-        sent = _Sent(file.content, named.name, "", media_type or "", named.url)
-    else:
-        named = decode_query(FileQuery, exchange.scope)
-        media_type = media_type_of(said, named.name)
-        sent = _Sent(body, named.name, _charset(said), media_type or "", named.url)
-    if not sent.media_type:
-        raise UnsupportedMediaType(
-            f"Documents are {', '.join(MEDIA_TYPES)}, not `{said[:128] or 'unknown'}`; say which in `content-type`.",
-            param="media_type",
-        )
-    if not sent.body.strip():
-        raise InvalidRequest("The document is empty.", param="text")
-    if not _LINK.fullmatch(sent.url):
-        raise InvalidRequest("`url` begins with http:// or https://, or is a path.", param="url")
-    if len(sent.body) > limit:
-        raise PayloadTooLarge(limit=limit, size=len(sent.body))
-    return sent
+    async def delete_document(self, exchange: Exchange) -> None:
+        collection, document = await self._named_document(exchange)
+        await guard((await self._knowledge.library()).remove_document(collection, document))
+        await exchange.reply_json({"id": document.id, "object": "collection.document", "deleted": True})
 
+    async def list_chunks(self, exchange: Exchange) -> None:
+        collection, document = await self._named_document(exchange)
+        found = await guard((await self._knowledge.library()).chunks(collection, document))
+        await exchange.reply_json(listed([_chunk(one, document) for one in found], len(found)))
 
-async def _named_document(service: Service, exchange: Exchange) -> tuple[Collection, Document]:
-    collection, (id,) = await named_collection(service, exchange)
-    catalogue = (await service.knowledge.library()).catalogue
-    found = await guard(catalogue.document(collection.id, id)) if _ID.fullmatch(id) else None
-    if found is None:
-        raise NotFound(f"There is no document `{id[:128]}` in this collection.")
-    return collection, found
+    async def get_chunk(self, exchange: Exchange) -> None:
+        collection, (id,) = await named_collection(self._knowledge, exchange)
+        found = await guard((await self._knowledge.library()).chunk(collection, id))
+        if found is None:
+            raise NotFound(f"There is no chunk `{id[:128]}` in this collection.")
+        await exchange.reply_json(_chunk(*found))
+
+    async def _put(self, exchange: Exchange, collection: Collection, id: str | None) -> None:
+        async with self._uploads:
+            sent = await self._sent(exchange)
+            library = await self._knowledge.library()
+            document, queued = await guarded(
+                library.put_document(
+                    collection,
+                    sent.body,
+                    name=storable(sent.name),
+                    media_type=sent.media_type,
+                    charset=sent.charset,
+                    id=id,
+                    url=storable(sent.url),
+                    metadata=sent.metadata,
+                )
+            )
+        await exchange.reply_json({**_document(document), "unchanged": not queued})
+
+    async def _sent(self, exchange: Exchange) -> _Sent:
+        """A document in whichever of the three forms it came: JSON, a form with a file, or the file itself."""
+        said = (exchange.header(b"content-type") or b"").decode("latin-1")
+        kind, limit = said.partition(";")[0].strip().lower(), self._knowledge.config.document_limit
+        body = await exchange.body(limit + (FORM_ROOM if kind == FORM else 0))
+        if kind in ("application/json", FORM):
+            decode_query(NoQuery, exchange.scope)  # such a document says everything in its body
+        if kind == "application/json":
+            request = decode(_document_request, body)
+            media_type = request.media_type if request.media_type in MEDIA_TYPES else None
+            body, said = request.text.encode("utf-8", "replace"), request.media_type
+            sent = _Sent(body, request.name, "", media_type or "", request.url, request.metadata or {})
+        elif kind == FORM:
+            form = await asyncio.to_thread(read_form, said.encode("latin-1"), body)
+            fields = {name: field.content.decode("utf-8", "replace") for name, field in form.items() if name != "file"}
+            if "file" not in form:
+                raise InvalidRequest("Missing required parameter: `file`.", param="file", code="missing_parameter")
+            file = form["file"]
+            named = convert_query(FileQuery, {"name": file.filename or "document", **fields})
+            said, media_type = file.filename, media_type_of("", named.name) or media_type_of("", file.filename)
+            sent = _Sent(file.content, named.name, "", media_type or "", named.url)
+        else:
+            named = decode_query(FileQuery, exchange.scope)
+            media_type = media_type_of(said, named.name)
+            sent = _Sent(body, named.name, _charset(said), media_type or "", named.url)
+        if not sent.media_type:
+            raise UnsupportedMediaType(
+                f"Documents are {', '.join(MEDIA_TYPES)}, not `{said[:128] or 'unknown'}`; say which in "
+                "`content-type`.",
+                param="media_type",
+            )
+        if not sent.body.strip():
+            raise InvalidRequest("The document is empty.", param="text")
+        if not _LINK.fullmatch(sent.url):
+            raise InvalidRequest("`url` begins with http:// or https://, or is a path.", param="url")
+        if len(sent.body) > limit:
+            raise PayloadTooLarge(limit=limit, size=len(sent.body))
+        return sent
+
+    async def _named_document(self, exchange: Exchange) -> tuple[Collection, Document]:
+        collection, (id,) = await named_collection(self._knowledge, exchange)
+        catalogue = (await self._knowledge.library()).catalogue
+        found = await guard(catalogue.document(collection.id, id)) if _ID.fullmatch(id) else None
+        if found is None:
+            raise NotFound(f"There is no document `{id[:128]}` in this collection.")
+        return collection, found
 
 
 def _charset(content_type: str) -> str:

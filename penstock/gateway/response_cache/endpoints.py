@@ -8,9 +8,8 @@ from msgspec import Struct
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.gateway.response_cache.cache import Recall
-from penstock.protocol.errors import InvalidRequest, NotFound
+from penstock.protocol.errors import InvalidRequest
 
 
 class CacheQuery(Struct, forbid_unknown_fields=True):
@@ -23,30 +22,32 @@ class AdminCacheQuery(Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-async def show_cache(service: Service, exchange: Exchange) -> None:
-    await exchange.reply_json(await _described(_recall(service), exchange.caller.tenant))
+class CacheEndpoints:
+    """The cached answers of a tenant, and of all tenants."""
 
+    def __init__(self, cache: Recall) -> None:
+        self._cache = cache
 
-async def evict_cache(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(CacheQuery, exchange.scope)
-    await _evict(service, exchange, exchange.caller.tenant, asked.model)
+    async def show_cache(self, exchange: Exchange) -> None:
+        await exchange.reply_json(await _described(self._cache, exchange.caller.tenant))
 
+    async def evict_cache(self, exchange: Exchange) -> None:
+        asked = decode_query(CacheQuery, exchange.scope)
+        await self._evict(exchange, exchange.caller.tenant, asked.model)
 
-async def show_all_caches(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(AdminCacheQuery, exchange.scope)
-    if asked.model is not None:
-        raise InvalidRequest("Sizes are known per tenant, not per model.", param="model")
-    await exchange.reply_json(await _described(_recall(service), asked.tenant))
+    async def show_all_caches(self, exchange: Exchange) -> None:
+        asked = decode_query(AdminCacheQuery, exchange.scope)
+        if asked.model is not None:
+            raise InvalidRequest("Sizes are known per tenant, not per model.", param="model")
+        await exchange.reply_json(await _described(self._cache, asked.tenant))
 
+    async def evict_all_caches(self, exchange: Exchange) -> None:
+        asked = decode_query(AdminCacheQuery, exchange.scope)
+        await self._evict(exchange, asked.tenant, asked.model)
 
-async def evict_all_caches(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(AdminCacheQuery, exchange.scope)
-    await _evict(service, exchange, asked.tenant, asked.model)
-
-
-async def _evict(service: Service, exchange: Exchange, tenant: str | None, model: str | None) -> None:
-    gone = await _recall(service).store.evict(tenant, model)
-    await exchange.reply_json({"object": "cache.evicted", "answers": gone})
+    async def _evict(self, exchange: Exchange, tenant: str | None, model: str | None) -> None:
+        gone = await self._cache.store.evict(tenant, model)
+        await exchange.reply_json({"object": "cache.evicted", "answers": gone})
 
 
 async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
@@ -61,9 +62,3 @@ async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
         "answers": size.answers,
         "bytes": size.bytes,
     }
-
-
-def _recall(service: Service) -> Recall:
-    if service.recall is None:
-        raise NotFound("This server has no response cache; `cache.exact` and `cache.semantic` are off.")
-    return service.recall

@@ -10,7 +10,6 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
 from penstock.storage import DatabaseError
 from penstock.tools.execution import Function, ToolError, ToolRegistry
@@ -20,39 +19,42 @@ T = TypeVar("T")
 _decoder = msgspec.json.Decoder(ToolSpec)
 
 
-async def list_tools(service: Service, exchange: Exchange) -> None:
-    found = {} if service.tools is None else await service.tools.available(exchange.caller.tenant)
-    data = [
-        {"object": "tool_server", "name": name, "functions": [_described(function) for function in functions]}
-        for name, functions in found.items()
-    ]
-    await exchange.reply_json({"object": "list", "data": data})
+class ToolEndpoints:
+    """Tools that this gateway runs."""
 
+    def __init__(self, registry: ToolRegistry, body_limit: int) -> None:
+        self._registry = registry
+        self._body_limit = body_limit
 
-async def list_tool_servers(service: Service, exchange: Exchange) -> None:
-    found = [] if service.tools is None else await service.tools.specs()
-    data = [{**spec.described(), "from": "api" if stored else "configuration"} for spec, stored in found]
-    await exchange.reply_json({"object": "list", "data": data})
+    async def list_tools(self, exchange: Exchange) -> None:
+        found = await self._registry.available(exchange.caller.tenant)
+        data = [
+            {"object": "tool_server", "name": name, "functions": [_described(function) for function in functions]}
+            for name, functions in found.items()
+        ]
+        await exchange.reply_json({"object": "list", "data": data})
 
+    async def list_tool_servers(self, exchange: Exchange) -> None:
+        found = await self._registry.specs()
+        data = [{**spec.described(), "from": "api" if stored else "configuration"} for spec, stored in found]
+        await exchange.reply_json({"object": "list", "data": data})
 
-async def register_tool_server(service: Service, exchange: Exchange) -> None:
-    spec = decode(_decoder, await exchange.body(service.settings.body_limit))
-    functions = await _guard(_registry(service).register(spec))
-    described = {**spec.described(), "functions": [_described(function) for function in functions]}
-    await exchange.reply_json({**described, "from": "api"})
+    async def register_tool_server(self, exchange: Exchange) -> None:
+        spec = decode(_decoder, await exchange.body(self._body_limit))
+        functions = await _guard(self._changeable().register(spec))
+        described = {**spec.described(), "functions": [_described(function) for function in functions]}
+        await exchange.reply_json({**described, "from": "api"})
 
+    async def remove_tool_server(self, exchange: Exchange) -> None:
+        name = exchange.path.rpartition("/")[2]
+        if not await _guard(self._changeable().remove(name)):
+            raise NotFound(f"No tool server called `{name[:64]}` was registered through this API.")
+        await exchange.reply_json({"name": name, "object": "tool_server", "deleted": True})
 
-async def remove_tool_server(service: Service, exchange: Exchange) -> None:
-    name = exchange.path.rpartition("/")[2]
-    if not await _guard(_registry(service).remove(name)):
-        raise NotFound(f"No tool server called `{name[:64]}` was registered through this API.")
-    await exchange.reply_json({"name": name, "object": "tool_server", "deleted": True})
-
-
-def _registry(service: Service) -> ToolRegistry:
-    if service.tools is None or service.tools.store is None:
-        raise ServiceUnavailable("This gateway runs without a store for tools.")
-    return service.tools
+    def _changeable(self) -> ToolRegistry:
+        if self._registry.store is None:
+            raise ServiceUnavailable("This gateway runs without a store for tools.")
+        return self._registry
 
 
 def _described(function: Function) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Who may run now, who waits, who is turned away: the queue between quotas and engines."""
+"""Admission: the queue between quotas and engines. It decides which requests run now, wait, or are refused."""

@@ -1,8 +1,8 @@
-"""How much a model's engines can take at one time, from what they say of themselves.
+"""How much a model's engines can run at one time, from the sizes and loads they report.
 
-An engine that is not up counts for nothing unless none is; one that has not told its size makes the room unlimited.
-Where the queue is this gateway's own, engines may also run what others sent: what they report beyond what was granted
-here is taken off.
+Engines that are down do not count, unless all are. An engine that has not reported its size makes the capacity
+unlimited. When the queue belongs to this gateway alone, engines may also run requests of other gateways: whatever they
+report beyond what this queue granted is subtracted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from penstock.routing.replicas import ReplicaSet
 
 
 class EngineCapacity:
-    """The room in front of one model."""
+    """Reads the capacity of one model's engines."""
 
     def __init__(
         self, backend: Backend, config: AdmissionConfig, held: Callable[[], tuple[int, int]] | None = None
     ) -> None:
-        """`held`: slots and KV tokens that this gateway's own queue has granted; None when the queue is everybody's."""
+        """`held`: slots and KV tokens granted by this gateway's own queue; None when gateways share the queue."""
         self._backend = backend
         self._config = config
         self._held = held
@@ -57,5 +57,5 @@ class EngineCapacity:
             return (self._backend,)
         replicas = self._backend.replicas
         up = [replica for replica in replicas if replica.ready]
-        # Those for prefill run requests of their own only while there is no other.
+        # Prefill replicas run whole requests only while no other replica is up.
         return [replica for replica in up if replica.info is None or replica.info.role != "prefill"] or up or replicas

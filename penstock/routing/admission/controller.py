@@ -1,7 +1,7 @@
-"""The front of admission: ask to run, get a ticket that is granted now or later, or be refused with a time to return.
+"""The entry point of admission: a request gets a ticket, granted now or later, or is refused with a retry time.
 
-Each model has a queue, an idea of what its answers usually cost, and a room. `Ticket` is what a request holds from
-its admission to its end; closing it, however the request ended, gives the room back.
+Each model has a controller with a queue, an estimate of the usual answer length, and a capacity. A request holds its
+`Ticket` from admission to its end; closing the ticket, however the request ended, releases its capacity.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from penstock.telemetry.admission_metrics import AdmissionMetrics
 from penstock.telemetry.exposition import MetricRegistry
 
 USUAL_OUTPUT = 256.0
-"""Tokens an answer is expected to have before any has been seen."""
+"""Expected tokens of an answer before any answer has been measured."""
 OUTPUT_STEP = 0.05
-"""Weight of the newest answer in their mean length."""
+"""Weight of the newest answer in the mean answer length."""
 
 
 class AdmissionRequest(msgspec.Struct, frozen=True):
-    """A request that wants to run, as a gateway describes it."""
+    """A request that asks to be admitted, as the gateway describes it."""
 
     id: str
     tenant: str
@@ -47,14 +47,14 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     weight: float
     prompts: Sequence[list[int]]
     sequences: int
-    """Answers that will be generated at one time."""
+    """Answers generated in parallel."""
     max_output_tokens: int
-    """Tokens that they may have together."""
+    """Limit of all answers together."""
     salt: str = ""
-    """Prompts are cached together only under the same one."""
+    """Cache salt: prompts share cached prefixes only within one salt."""
     budget_left: float = 1.0
     max_wait_s: float | None = None
-    """How long it may wait, if it says so itself; never longer than its class."""
+    """How long the client is willing to wait; capped by the limit of its class."""
 
 
 class AdmissionController:
@@ -77,13 +77,13 @@ class AdmissionController:
         self.waits = [metrics.waits(model.name, name) for name in CLASSES]
 
     async def enter(self, request: AdmissionRequest) -> Ticket:
-        """A ticket; raises `Overloaded` when there is neither room nor a place in the queue."""
+        """A ticket for the request; raises `Overloaded` when it can neither run nor wait."""
         config, rank = self.config, request.rank
         capacity, state = self.capacity(), self.queue.state(request.tenant, rank)
         prompt = sum(map(len, request.prompts))
         cached = 0
         if state.depth or capacity.slots is None or 2 * state.in_flight >= capacity.slots:
-            # What is cached matters only where room is short; most of the time this is not worth its cost.
+            # The cache estimate matters only when capacity is short; otherwise it is not worth its cost.
             cached = sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
         output = min(request.max_output_tokens, round(self._usual_output * request.sequences))
         entry = QueueEntry(
@@ -108,26 +108,26 @@ class AdmissionController:
         return Ticket(self, entry, await self.queue.enter(entry, capacity), patience)
 
     def saturated(self) -> bool:
-        """Whether best-effort callers should go to a smaller model."""
+        """Whether best-effort callers should be sent to a smaller model."""
         return saturated(self.queue.state("", 0), self.capacity(), self.config)
 
     def refusal(self, entry: QueueEntry, reason: Reason, wait_s: float | None = None) -> Overloaded:
-        """What a request hears that cannot run; counted."""
+        """The error for a request that is not admitted; counts it."""
         self.metrics.shed(self.model, CLASSES[entry.rank], reason)
         if wait_s is None:
             wait_s = predicted_wait(entry, self.queue.state(entry.tenant, entry.rank), self.config)
-        # By then whoever waits now was served, or has given up.
+        # By then every request that waits now has been served or has timed out.
         wait_s = min(wait_s, class_max_wait_s(self.config, entry.rank))
-        # To the nearest second: it is an estimate, and rounding it up would make it late on the whole.
-        return Overloaded(_WORDS[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
+        # Rounded to the nearest second: always rounding up would bias the estimate.
+        return Overloaded(_MESSAGES[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
 
     def answered(self, tokens: float) -> None:
-        """An answer came to its end with so many tokens."""
+        """Takes the length of a finished answer into the mean."""
         self._usual_output += OUTPUT_STEP * (tokens - self._usual_output)
 
 
 class Ticket:
-    """A request's place: in the queue, then among those that run."""
+    """A request's place in the queue and, once granted, its share of the capacity."""
 
     __slots__ = ("_closed", "_controller", "_entry", "_error", "_outcome", "_patience", "granted")
 
@@ -144,7 +144,7 @@ class Ticket:
         self._look()
 
     async def wait(self, within: float | None = None) -> bool:
-        """Whether it may run; False when `within` seconds have passed. Raises when it never will."""
+        """Waits until the request may run; False after `within` seconds. Raises when it will never run."""
         left = self._entry.arrived + self._patience - time.monotonic()
         if not self._outcome.done() and self._error is None:
             timeout = max(left if within is None else min(within, left), 0.0)
@@ -159,14 +159,14 @@ class Ticket:
         raise self._controller.refusal(self._entry, "queue_timeout")
 
     def fail(self, error: Exception) -> None:
-        """Give up: whoever waits, now or later, gets `error`."""
+        """Gives up the place in the queue: `wait` raises `error`, now or later. Has no effect once granted."""
         if not self.granted:
             self._error = error
             self.close()
             self._outcome.cancel()
 
     def close(self, fresh_tokens: int = 0, output_tokens: int = 0, sequences: int = 0) -> None:
-        """The request has ended; what it really took. Only the first call counts."""
+        """Ends the request and reports what it really used. Only the first call counts."""
         if self._closed:
             return
         self._closed = True
@@ -189,7 +189,7 @@ class Ticket:
 
 
 class Admission:
-    """Every desk of one gateway."""
+    """The admission controllers of one gateway, by model."""
 
     def __init__(self, config: AdmissionConfig, models: ModelRegistry, metrics: MetricRegistry) -> None:
         self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
@@ -209,7 +209,7 @@ class Admission:
         await controller.queue.start()
 
     async def remove(self, model: ServedModel) -> None:
-        """Whoever waits for it is told that it is gone."""
+        """Removes a model; the requests waiting for it fail."""
         controller = self._controllers.pop(model.name, None)
         if controller is not None:
             await controller.queue.close()
@@ -244,9 +244,9 @@ def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQ
     return queue, capacity
 
 
-_WORDS: dict[Reason, str] = {
-    "queue_full": "Too many requests wait for `{model}`; try again later.",
-    "queue_timeout": "This request waited for `{model}` as long as it may and did not get its turn; try again later.",
+_MESSAGES: dict[Reason, str] = {
+    "queue_full": "The queue of `{model}` is full; try again later.",
+    "queue_timeout": "This request reached its maximum wait in the queue of `{model}`; try again later.",
     "load_shed": "`{model}` has more requests than it can answer in time; try again later.",
-    "memory_pressure": "`{model}` has not enough memory for this request beside those that run; try again later.",
+    "memory_pressure": "`{model}` does not have enough free KV cache memory for this request; try again later.",
 }

@@ -1,9 +1,10 @@
-"""The one decision about a request that arrives: run, wait, or be refused, and when to come back.
+"""The admission decision: an arriving request runs, waits, or is refused with a time to retry.
 
-A pure function of what is asked, how the queue stands, how much room there is, the rules, and one random number. It
-weighs, in this order: room (slots and KV cache), the place in line that class and fairness give, the time that place
-will take at the measured drain rate against the time the caller has, and, from 80% load on, a value made of what the
-tenant pays, how short and how cached the request is, how much of its budget is left and how much it was served lately.
+A pure function of the request, the queue's state, the capacity, the rules and one random number. It weighs, in this
+order: free capacity (slots and KV cache); the predicted wait (the request's place in the queue, given by class and
+fairness, at the measured drain rate) against the longest wait the caller accepts; and, from `shed_from` (80% load) on,
+the value of the request: what the tenant pays, how short and how well cached the request is, how much of its budget is
+left, and how much service the tenant got recently.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ from penstock.protocol.errors import Reason
 from penstock.routing.admission.queue import BATCH, Capacity, QueueEntry, QueueState, class_max_wait_s, max_waiting
 
 TYPICAL_COST = 2000.0
-"""Cost at which a request counts as neither short nor long."""
+"""Cost of a request that counts as neither short nor long."""
 UNKNOWN_RETRY_S = 1.0
 MARGIN = 0.75
-"""The part of its patience that a request may be predicted to wait: predictions are off at times, and it is better to
-be refused at once than after having waited."""
+"""Part of its longest wait that a request may be predicted to wait. Predictions can be wrong, and an immediate refusal
+is better than a timeout."""
 
 
 class DecisionInput(msgspec.Struct, frozen=True):
-    """A request that wants to run, as far as the decision is concerned."""
+    """An arriving request, as far as the decision needs it."""
 
     entry: QueueEntry
     prompt_tokens: int = 1
     cached_tokens: int = 0
-    """How much of the prompt is probably cached."""
+    """Prompt tokens that are probably cached."""
     budget_left: float = 1.0
-    """Part of the tightest of its caller's budgets and limits that is left, 0 to 1; 1 when nothing limits it."""
+    """Remaining part, 0 to 1, of the tightest of the caller's budgets and limits; 1 when it has none."""
     max_wait_s: float = 10.0
-    """How long it may wait."""
+    """The longest it may wait."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What becomes of an ask."""
+    """The decision about one request."""
 
     action: Literal["admit", "queue", "refuse"]
     wait_s: float = 0.0
-    """How long it will probably wait; for a refused one: after which it should come back."""
+    """Predicted wait; for a refused request, the time after which to retry."""
     reason: Reason | None = None
 
 
 def decide(
     request: DecisionInput, state: QueueState, capacity: Capacity, rules: AdmissionConfig, roll: float
 ) -> Verdict:
-    """What to do with `request`. `roll` is uniform in [0, 1)."""
+    """Decides about `request`. `roll` is uniform in [0, 1)."""
     entry = request.entry
     if not state.depth and fits(entry, state.in_flight, state.kv_tokens, capacity):
         return Verdict("admit")
@@ -66,7 +67,7 @@ def decide(
 
 
 def fits(entry: QueueEntry, in_flight: int, kv_tokens: int, capacity: Capacity) -> bool:
-    """Whether `entry` can run beside what runs. Whoever is alone always can."""
+    """Whether `entry` fits beside what runs. An entry that would run alone always fits."""
     return not in_flight or (has_slots(entry, in_flight, capacity) and has_memory(entry, kv_tokens, capacity))
 
 
@@ -79,25 +80,25 @@ def has_memory(entry: QueueEntry, kv_tokens: int, capacity: Capacity) -> bool:
 
 
 def predicted_wait(entry: QueueEntry, state: QueueState, rules: AdmissionConfig) -> float:
-    """Seconds until what is before `entry` has been granted, were it to wait; 0 while the drain rate is not known."""
+    """Seconds until everything ahead of `entry` would be granted; 0 while the drain rate is not known."""
     work, rates = state.work, state.rates
     if rates is None:
         return 0.0
     if rules.order in ("fcfs", "sjf"):
         return sum(work) / rates[0]
-    # Higher classes go first, and those that are still to come do too: only what they leave drains this one.
+    # Higher classes go first, including requests yet to come: this class drains at the rate they leave over.
     share = fair_share(entry, state) if rules.order == "fair" else 1.0
     above = sum(work[rank] / rates[rank] for rank in range(entry.rank))
     wait = share * work[entry.rank] / rates[entry.rank]
     if rules.order == "fair" and state.own_age_s is not None:
-        # A tenant's entries go one after the other, and whoever is before this one has given up by then.
+        # A tenant's entries are granted in order, and those ahead of this one will have timed out by then.
         wait = min(wait, max(class_max_wait_s(rules, entry.rank) - state.own_age_s, 0.0))
     return above + wait
 
 
 def fair_share(entry: QueueEntry, state: QueueState) -> float:
-    """The part of what waits in its class that is before `entry`, 0 to 1: tenants take turns by weight, so one with
-    little waiting is not behind all of another's flood."""
+    """The part of its class's waiting work that is ahead of `entry`, 0 to 1. Tenants take turns by weight, so a tenant
+    with little waiting is not behind all of another's backlog."""
     total = state.work[entry.rank]
     if total <= 0:
         return 1.0
@@ -106,7 +107,8 @@ def fair_share(entry: QueueEntry, state: QueueState) -> float:
 
 
 def crowding(entry: QueueEntry, state: QueueState, capacity: Capacity, rules: AdmissionConfig) -> float:
-    """How full the queue is for this request, 0 to 1: lower classes and, if `fair`, floods of others do not count."""
+    """How full the queue is for this request, 0 to 1; lower classes and, with `fair`, other tenants' backlogs do not
+    count."""
     if rules.order in ("fcfs", "sjf"):
         before = float(state.depth)
     else:
@@ -116,8 +118,8 @@ def crowding(entry: QueueEntry, state: QueueState, capacity: Capacity, rules: Ad
 
 
 def value_of(request: DecisionInput, state: QueueState) -> float:
-    """What speaks for serving this request rather than another, 0 to 1: paid before free, short before long, cached
-    before fresh, unspent budgets before spent ones, the under-served before the over-served."""
+    """The value of serving this request rather than another, 0 to 1: paid before free, short before long, cached before
+    uncached, unspent budgets before spent ones, under-served tenants before over-served ones."""
     entry = request.entry
     return (
         0.30 * (1.0 - 1.0 / max(entry.weight, 1.0))
@@ -130,7 +132,7 @@ def value_of(request: DecisionInput, state: QueueState) -> float:
 
 
 def shed_share(pressure: float, value: float, rules: AdmissionConfig) -> float:
-    """The part of requests like this that is refused: none up to `shed_from`, then more, the least valued most."""
+    """The probability of shedding such a request: 0 up to `shed_from`, then rising with load, most for low values."""
     if pressure < rules.shed_from or rules.shed_from >= 1.0:
         return 0.0
     ramp = min((pressure - rules.shed_from) / (1.0 - rules.shed_from), 1.0)
@@ -138,5 +140,5 @@ def shed_share(pressure: float, value: float, rules: AdmissionConfig) -> float:
 
 
 def saturated(state: QueueState, capacity: Capacity, rules: AdmissionConfig) -> bool:
-    """Whether so many wait per replica that best-effort callers are better served by a smaller model."""
+    """Whether so many requests wait per replica that best-effort callers should go to a smaller model."""
     return state.depth > rules.downgrade_depth * max(capacity.replicas, 1)

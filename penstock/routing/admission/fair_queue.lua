@@ -1,10 +1,10 @@
--- The order of one queue in Redis; the same rules as line.py, held to the same tests.
--- KEYS: the queue's prefix. ARGV: operation, now in seconds (-1: Redis's clock), gateway, slots, KV tokens and entries
--- that may wait (-1: no limit), order, ageing in seconds, seconds after which a silent gateway is dead, tenant and rank
--- for which the standing is told, then what the operation takes.
--- Keys: s state; e entries; age, cost entries that wait; f:RANK those of a class; q:RANK:TENANT those of a tenant;
--- c:RANK counters of tenants; of those that wait: a:RANK counters, n:RANK waiting work, m:RANK weights, l:RANK work by
--- weight; gw gateways by last sign of life; g:GATEWAY its entries.
+-- The fair queue in Redis: the same rules as fair_queue.py, checked by the same tests.
+-- KEYS: the queue's prefix. ARGV: operation, now in seconds (-1: Redis's clock), gateway, slots, KV tokens, maximum
+-- number of waiting entries (-1: no limit), order, ageing in seconds, seconds after which a silent gateway counts as
+-- dead, tenant and rank whose state is returned, then the operation's own arguments.
+-- Redis keys: s state; e entries; age and cost: waiting entries; f:RANK waiting entries of a class; q:RANK:TENANT of a
+-- tenant; c:RANK virtual counters of tenants; for tenants that wait: a:RANK counters, n:RANK waiting work, m:RANK
+-- weights, l:RANK work by weight; gw gateways by last heartbeat; g:GATEWAY entries of a gateway.
 local P, op, now, gateway = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local slots, kv, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local order, ageing, dead = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -209,7 +209,7 @@ elseif op == 'leave' or op == 'release' then
     grant()
   end
 elseif op == 'restore' then
-  -- Everything a gateway has, after Redis lost it or the gateway could not reach it: what is here of it goes first.
+  -- All entries of a gateway, after Redis lost its data or was unreachable: remove the old ones, then add these.
   for _, id in ipairs(redis.call('SMEMBERS', P .. 'g:' .. gateway)) do
     local e = load(id)
     if e and e.at then drop(e) elseif e then pull(e) end
@@ -240,7 +240,7 @@ elseif op == 'tick' then
     end
   end
   grant()
-  -- A message may have been missed: tell again what was granted of what still waits, and what is gone.
+  -- A message may have been lost: report again which of the gateway's waiting entries were granted or are gone.
   for at = 12, known == 1 and #ARGV or 0 do
     local e = load(ARGV[at])
     if e and e.at then granted[#granted + 1] = e.id elseif not e then dropped[#dropped + 1] = ARGV[at] end

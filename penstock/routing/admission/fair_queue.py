@@ -1,14 +1,16 @@
-"""The order of one queue, in memory: classes, fairness inside them, ageing, and who is dropped when it is full.
+"""One admission queue in memory: classes, fairness between tenants, ageing, and which entry a full queue drops.
 
-Fairness is by virtual token counters: what a tenant was served, divided by its weight. The tenant with the smallest
-counter goes next. A tenant that comes back after a pause is lifted to the class's virtual time (the counter of whoever
-was granted last, before that grant), so a pause earns nothing; one that was served more than others keeps its counter.
+Fairness uses virtual token counters: the cost served to a tenant, divided by its weight. The tenant with the smallest
+counter goes next. A tenant that returns after a pause is lifted to the class's virtual time (the counter of the last
+granted tenant, before that grant), so a pause earns no credit; a tenant that was served more than others keeps its
+counter.
 
-Ageing: one grant in `AGEING_EVERY` goes to whoever has waited longest, if that is more than `ageing_s`; so nothing
-waits for ever in any order, and urgent classes give up a tenth at most.
+Ageing: one grant in `AGEING_EVERY` goes to the oldest entry, if it has waited longer than `ageing_s`. So no order
+starves anybody, and urgent classes lose at most a tenth of the grants.
 
 A full queue drops the newest entry of the tenant with the most waiting work by weight, in the lowest class that has
-any: a flood pushes out itself. Plain object; the caller passes the time. `redis.py` has the same order in a script.
+entries: a flood displaces only itself. A plain object; the caller passes the time. `fair_queue.lua` is the same queue
+as a Redis script.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from penstock.routing.rate import SETTLED_S, BusyRate
 
 AGEING_EVERY = 10
 DRAIN_FADE_S = 20.0
-"""Over how long the drain rate is averaged: few requests end per second where each takes many."""
+"""Time constant of the drain rate: where each request takes many seconds, few end per second."""
 LEAST_RATE = 0.02
-"""A class that got nothing lately is taken to get this part of what leaves the queue."""
+"""Part of the drain rate assumed for a class that got nothing recently."""
 SERVICE_STEP = 0.1
 """Weight of the newest entry in the mean time from grant to release."""
 COUNTERS = 4096
-"""Counters of a class before those that say nothing (not ahead of the virtual time) are forgotten."""
+"""Counters per class beyond which those at or below the virtual time, which carry no information, are deleted."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What a call changed for entries, its own or others'."""
+    """Ids of the entries that a call granted or dropped."""
 
     granted: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Changes:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What one tenant has waiting in one class."""
+    """A tenant's waiting entries in one class."""
 
     weight: float
     entries: dict[str, QueueEntry] = field(default_factory=dict)
@@ -54,9 +56,9 @@ class _Class:
     virtual_time: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
     tenants: dict[str, _Tenant] = field(default_factory=dict)
-    """Those that wait."""
+    """Tenants with waiting entries."""
     weight: float = 0.0
-    """Of those tenants together."""
+    """Sum of the weights of those tenants."""
     count: int = 0
     work: float = 0.0
 
@@ -68,7 +70,7 @@ class _Granted:
 
 
 class FairQueue:
-    """Entries that wait and entries that were granted."""
+    """The waiting and the granted entries of one model."""
 
     def __init__(self, order: OrderName = "fair", ageing_s: float = 30.0) -> None:
         self._order = order
@@ -86,16 +88,16 @@ class FairQueue:
 
     @property
     def waits(self) -> bool:
-        """Whether anybody does."""
+        """Whether any entry is waiting."""
         return bool(self._waiting)
 
     @property
     def held(self) -> tuple[int, int]:
-        """Slots and KV tokens of what was granted."""
+        """Slots and KV tokens of the granted entries."""
         return self._in_flight, self._kv_tokens
 
     def enter(self, entry: QueueEntry, capacity: Capacity, most: int, now: float) -> Changes:
-        """Add an entry; grant whoever is next; drop one if more than `most` wait then."""
+        """Adds an entry and grants what fits; drops one entry if more than `most` wait then."""
         if not self._waiting and self._fits(entry, capacity):
             self._lift(entry)
             self._take(entry, now)
@@ -131,13 +133,13 @@ class FairQueue:
         return self.tick(capacity, now)
 
     def tick(self, capacity: Capacity, now: float) -> Changes:
-        """Grant whoever is next, as far as there is room."""
+        """Grants the next entries as long as they fit."""
         changes = Changes()
         self._grant(capacity, now, changes)
         return changes
 
     def adopt(self, entry: QueueEntry, now: float) -> None:
-        """Take over an entry that was granted elsewhere."""
+        """Takes over an entry that another queue has granted."""
         self._hold(entry, now)
 
     def state(self, tenant: str, rank: int, now: float) -> QueueState:
@@ -156,12 +158,12 @@ class FairQueue:
         )
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
-        """Measured while somebody waited; before that, what is running by the time such things took so far."""
+        """The drain rate measured while entries waited; before that, the running cost by the mean service time."""
         total = self._drain.per_s(now)
         if total is not None:
             left = [max(self._drain.per_s(now, rank) or 0.0, LEAST_RATE * total) for rank in (1, 2)]
             return total, left[0], left[1]
-        # Before anything has ended, it takes at least as long as it has taken so far.
+        # Until the first entry ends, the service time is at least the time since the first grant.
         service_s = self._service_s or (now - self._first_grant if self._first_grant is not None else 0.0)
         if service_s < SETTLED_S or self._cost <= 0:
             return None
@@ -195,7 +197,7 @@ class FairQueue:
             del group.tenants[entry.tenant]
             group.weight -= tenant.weight
         if not group.count:
-            group.work = group.weight = 0.0  # exactly, whatever rounding left
+            group.work = group.weight = 0.0  # clear rounding errors
         if not self._waiting:
             self._drain.busy(now, False)
 
@@ -213,12 +215,12 @@ class FairQueue:
         return fits(entry, self._in_flight, self._kv_tokens, capacity)
 
     def _lift(self, entry: QueueEntry) -> None:
-        """A tenant with nothing waiting joins its class: its pause has earned it nothing."""
+        """Lifts the counter of a tenant that had nothing waiting to the virtual time: a pause earns no credit."""
         group = self._classes[entry.rank]
         group.counters[entry.tenant] = max(group.counters.get(entry.tenant, 0.0), group.virtual_time)
 
     def _take(self, entry: QueueEntry, now: float) -> None:
-        """Grant `entry`, which no longer waits."""
+        """Grants an entry that is no longer waiting."""
         group = self._classes[entry.rank]
         group.virtual_time = max(group.virtual_time, group.counters[entry.tenant])
         self._charge(entry, entry.cost)
@@ -242,7 +244,7 @@ class FairQueue:
                 del counters[name]
 
     def _next(self, now: float) -> QueueEntry:
-        """Who is granted next; somebody waits."""
+        """The entry to grant next; at least one is waiting."""
         if self._order == "fcfs":
             return _oldest(self._waiting.values())
         if self._grants % AGEING_EVERY == AGEING_EVERY - 1:
@@ -258,7 +260,7 @@ class FairQueue:
         return _oldest(group.tenants[name].entries.values())
 
     def _least(self) -> QueueEntry:
-        """Who would be missed least: the newest of the largest queue in the lowest class."""
+        """The entry to drop: the newest one of the tenant with the most work by weight in the lowest class."""
         group = next(group for group in reversed(self._classes) if group.count)
         name = max(group.tenants, key=lambda name: (group.tenants[name].work / group.tenants[name].weight, name))
         return max(group.tenants[name].entries.values(), key=lambda entry: (entry.arrived, entry.id))

@@ -1,4 +1,4 @@
-"""The queue of one gateway, in its own memory. Everything happens inside the calls; there is no task."""
+"""The admission queue of a single gateway, in its own memory. All work happens inside the calls; there is no task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.routing.admission.queue import (
 )
 
 LOOK_S = 0.25
-"""How often room is looked for while somebody waits: it can appear without a release, when other gateways finish."""
+"""How often the capacity is read while entries wait: it can grow without a release, when other gateways finish."""
 
 
 class MemoryQueue(AdmissionQueue):
@@ -45,7 +45,7 @@ class MemoryQueue(AdmissionQueue):
             waiter.cancel()
 
     def give_up(self) -> dict[str, asyncio.Future[Outcome]]:
-        """End, and hand over whoever still waits."""
+        """Stops the queue and returns the futures of entries that still wait."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -61,7 +61,7 @@ class MemoryQueue(AdmissionQueue):
         return waiter
 
     def _granted(self) -> asyncio.Future[Outcome]:
-        """The same future for everybody who need not wait."""
+        """One future shared by all entries that are granted at once."""
         if self._at_once is None:
             self._at_once = asyncio.get_running_loop().create_future()
             self._at_once.set_result("granted")
@@ -74,7 +74,7 @@ class MemoryQueue(AdmissionQueue):
             self._look_later()
 
     def adopt(self, entry: QueueEntry) -> None:
-        """An entry that was granted elsewhere counts here from now on."""
+        """Takes over an entry that another queue has granted."""
         self._queue.adopt(entry, self._clock())
 
     def leave(self, id: str) -> None:
@@ -85,13 +85,13 @@ class MemoryQueue(AdmissionQueue):
         self._tell(self._queue.release(id, used, self._capacity_if_needed(), self._clock()))
 
     def state(self, tenant: str, rank: int) -> QueueState:
-        if not self._queue.waits:  # nothing else matters then, and this is asked for every request
+        if not self._queue.waits:  # the fast path: this runs for every request
             return QueueState(*self._queue.held)
         return self._queue.state(tenant, rank, self._clock())
 
     @property
     def held(self) -> tuple[int, int]:
-        """Slots and KV tokens of what was granted."""
+        """Slots and KV tokens of the granted entries."""
         return self._queue.held
 
     def rate(self) -> float:

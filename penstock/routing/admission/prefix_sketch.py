@@ -1,7 +1,7 @@
-"""How much of a prompt an engine has probably cached, judged by whether prompts that begin alike came by lately.
+"""An estimate of how much of a prompt is cached, from whether prompts with the same beginning were seen recently.
 
-Four digests per prompt, of its first 64, 256, 1024 and 4096 tokens: coarse, but cheap enough for every request, and
-only used to prefer cached requests and to expect less work and memory of them.
+Keeps four digests per prompt, of its first 64, 256, 1024 and 4096 tokens: coarse, but cheap enough for every request,
+and only used to prefer cached requests and to expect less work and memory of them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from hashlib import blake2b
 
 LENGTHS = (64, 256, 1024, 4096)
 MOST = 65_536
-"""Digests kept; those not seen for longest go first."""
+"""Digests kept; the least recently seen are dropped first."""
 
 
 class PrefixSketch:
-    """Beginnings of prompts seen lately."""
+    """Digests of recently seen prompt prefixes."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def cached(self, tokens: list[int], salt: str) -> int:
-        """The longest known beginning of this prompt, in tokens; it is known from now on."""
+        """The longest known prefix of this prompt, in tokens; remembers the prompt."""
         known = 0
         if len(tokens) < LENGTHS[0]:
             return known

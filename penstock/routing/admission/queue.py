@@ -1,8 +1,8 @@
-"""The words of admission: entries, classes, room, states, and what every queue promises.
+"""The interface of admission queues and its values: classes, entries, capacity, state.
 
-One queue stands before each model. An entry is granted (it may run), waits, or is dropped. Invariant of every queue:
-what is granted at one time fits the room (or is alone), nobody is granted twice, and whenever the entry that is next in
-order fits, it is granted at once.
+There is one queue per model. An entry waits, is granted (it may run), or is dropped. Invariant of every queue: the
+granted entries fit the capacity (or there is only one), no entry is granted twice, and when the next entry in order
+fits, it is granted at once.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from penstock.config.routing import AdmissionConfig
 
 CLASSES = ("premium", "standard", "batch")
 PREMIUM, STANDARD, BATCH = range(3)
-"""Rank of a class: smaller goes first."""
+"""Ranks of the classes; the smallest goes first."""
 
 Outcome = Literal["granted", "dropped"]
 
 
 class QueueEntry(msgspec.Struct, frozen=True):
-    """A request in front of a model."""
+    """A request in a model's queue."""
 
     id: str
     tenant: str
     rank: int = STANDARD
     weight: float = 1.0
-    """The tenant's share compared with others of its class."""
+    """The tenant's share relative to other tenants of the class."""
     cost: float = 1.0
-    """Work it will probably make, in tokens; see `cost_of`."""
+    """Expected work in prompt tokens; see `cost_of`."""
     kv_tokens: int = 0
-    """Tokens of KV cache it will probably take."""
+    """Expected use of the KV cache in tokens."""
     slots: int = 1
-    """Sequences it runs at one time."""
+    """Sequences that it runs in parallel."""
     arrived: float = 0.0
 
 
 OUTPUT_COST = 4.0
-"""A generated token is this much more work than a prompt token: it takes a step of its own."""
+"""Work of a generated token relative to a prompt token: each takes a step of its own."""
 
 
 def cost_of(fresh_tokens: int, output_tokens: int) -> float:
-    """Work of a request in prompt tokens; what the cache has is free."""
+    """Work of a request, in prompt tokens; cached tokens are free."""
     return max(fresh_tokens, 1) + OUTPUT_COST * output_tokens
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a model's engines can take at one time. None: no limit is known."""
+    """What a model's engines can run at one time. None: no known limit."""
 
     slots: int | None = None
     kv_tokens: int | None = None
@@ -58,29 +58,28 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """A queue at one moment, as one tenant of one class sees it."""
+    """A snapshot of a queue, from the point of view of one tenant in one class."""
 
     in_flight: int = 0
-    """Slots that granted entries hold."""
+    """Slots held by granted entries."""
     kv_tokens: int = 0
-    """KV cache that granted entries hold."""
+    """KV cache tokens held by granted entries."""
     queued: tuple[int, int, int] = (0, 0, 0)
-    """Entries that wait, by class."""
+    """Waiting entries, by class."""
     work: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Their costs."""
+    """Cost of the waiting entries, by class."""
     rates: tuple[float, float, float] | None = None
-    """Cost that leaves the queue per second while somebody waits, by class: what is left for it by those above. None:
-    not known yet."""
+    """Drain rate available to each class (cost per second while entries wait), after the classes above it. None: not
+    known yet."""
     own_work: float = 0.0
-    """Cost of what this tenant has waiting in this class."""
+    """Cost of the tenant's waiting entries in the class."""
     active_weight: float = 0.0
-    """Sum of the weights of tenants that wait in this class."""
+    """Sum of the weights of tenants that wait in the class."""
     excess: float = 0.0
-    """How far this tenant is ahead of the class in served cost by weight; 0: not at all."""
+    """How far the tenant's counter is ahead of the class's virtual time; 0: not at all."""
 
     own_age_s: float | None = None
-    """How long ago the newest entry came that this tenant has waiting in this class; None: there is none, as far as is
-    known."""
+    """Age of the tenant's newest waiting entry in the class; None: there is none, as far as known."""
 
     @property
     def depth(self) -> int:
@@ -88,17 +87,18 @@ class QueueState(msgspec.Struct, frozen=True):
 
 
 def max_waiting(config: AdmissionConfig, capacity: Capacity) -> int:
-    """Entries that may wait."""
+    """Maximum number of waiting entries."""
     return config.queue * max(capacity.replicas, 1)
 
 
 def class_max_wait_s(config: AdmissionConfig, rank: int) -> float:
-    """Seconds that an entry of this class may wait."""
+    """Maximum wait of an entry of this class, in seconds."""
     return config.batch_wait_s if rank == BATCH else config.wait_s
 
 
 class AdmissionQueue(ABC):
-    """The queue of one model. Only `enter` may take time; all else is done, or on its way, when the call returns."""
+    """The queue of one model. Only `enter` may take time; the other calls return at once, with their work done or under
+    way."""
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -108,25 +108,26 @@ class AdmissionQueue(ABC):
 
     @abstractmethod
     async def enter(self, entry: QueueEntry, capacity: Capacity) -> asyncio.Future[Outcome]:
-        """Take a place, in front of this room; the future tells, at once or later, what became of it. An entry that is
-        granted holds its room until `release`; one that was dropped holds nothing."""
+        """Adds an entry; the future resolves, now or later, to its outcome. A granted entry holds its part of the
+        capacity until `release`; a dropped one holds nothing."""
 
     @abstractmethod
     def leave(self, id: str) -> None:
-        """Give up waiting. An entry that was granted meanwhile is released as unused. Unknown ids are ignored."""
+        """Removes a waiting entry. One that was granted in the meantime is released as unused. Unknown ids are
+        ignored."""
 
     @abstractmethod
     def release(self, id: str, used: float) -> None:
-        """A granted entry has ended and its work was `used`. Unknown ids are ignored."""
+        """Ends a granted entry; `used` is its actual cost. Unknown ids are ignored."""
 
     @abstractmethod
     def state(self, tenant: str, rank: int) -> QueueState:
-        """How things are, as far as known here."""
+        """The queue's state as last known here."""
 
     @abstractmethod
     def rate(self) -> float:
-        """Cost that leaves the queue per second while somebody waits; 0 when it is not known."""
+        """Drain rate: cost per second that leaves the queue while entries wait; 0 when it is not known."""
 
 
 ReadCapacity = Callable[[], Capacity]
-"""Asks for the room as it is now."""
+"""Reads the current capacity."""

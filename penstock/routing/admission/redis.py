@@ -1,11 +1,11 @@
-"""The queue of a model in Redis or Valkey, so that several gateways share one order: one script call per change.
+"""The admission queue of a model in Redis or Valkey, shared by several gateways: one script call per change.
 
-Each gateway says twice a second that it lives; what a silent one had is given up by whoever notices. An entry that is
-granted through another gateway's release is told to its own over publish/subscribe, and again by the next sign of life
-should the message have been missed.
+Each gateway sends a heartbeat twice a second; the entries of a gateway that stopped sending are released by the first
+gateway that notices. When one gateway's release grants another gateway's entry, that gateway hears of it over pub/sub,
+and again with its next heartbeat in case the message was lost.
 
-When Redis is away each gateway goes on with a queue of its own, into which it takes over what it had. When Redis is
-back, or has lost its memory, everything is put there again. Nothing that waits notices.
+While Redis is unavailable, each gateway continues with a local queue that takes over its entries. When Redis is back,
+or has lost its data, every gateway writes its entries there again. Waiting requests do not notice.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from penstock.storage.redis import TIMEOUT_S, connect
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-"""To Redis at one time; more calls wait for each other, which says nothing about Redis."""
+"""Concurrent calls to Redis; further calls wait for a connection, which says nothing about Redis's health."""
 BEAT_S = 0.5
 RETRY_S = 1.0
 DEAD_S = 5.0
-"""A gateway that was silent for this long has died."""
+"""A gateway that was silent for this long counts as dead."""
 TENANTS = 4096
-"""Tenants whose own standing is remembered between calls."""
+"""Tenants whose part of the queue's state is cached between calls."""
 SCRIPT = resources.files("penstock.routing.admission").joinpath("fair_queue.lua").read_text()
 
 
 @dataclass(slots=True)
 class _Mine:
-    """An entry of this gateway."""
+    """An entry that this gateway added."""
 
     entry: QueueEntry
     waiter: asyncio.Future[Outcome]
@@ -74,8 +74,8 @@ class RedisQueue(AdmissionQueue):
         prefix: str = "penstock:admission:",
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock`: for tests; Redis's own otherwise."""
-        self._redis = connect(url, "a queue", CONNECTIONS + 1)  # one more than calls: for a restoration
+        """`clock`: for tests; Redis's own clock otherwise."""
+        self._redis = connect(url, "the admission queue", CONNECTIONS + 1)  # one more than calls: for a restore
         self._free = asyncio.Semaphore(CONNECTIONS)
         from redis.asyncio import Redis
 
@@ -92,16 +92,17 @@ class RedisQueue(AdmissionQueue):
         self._tenants: OrderedDict[tuple[str, int], QueueState] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._entering: set[str] = set()
-        """Entries of which Redis may not know yet."""
+        """Entries that Redis may not know yet."""
         self._changing = asyncio.Condition()
         self._restoring = False
         self._closing = False
-        """Looked at by the endless tasks: a driver that turns their cancellation into a timeout must not keep them."""
+        """Checked by the endless tasks: a driver that turns their cancellation into a timeout must not keep them
+        running."""
         self._calls = 0
 
     @property
     def shared(self) -> bool:
-        """Whether Redis keeps the order at the moment."""
+        """Whether the queue is currently in Redis, shared with other gateways."""
         return self._local is None
 
     async def start(self) -> None:
@@ -134,7 +135,7 @@ class RedisQueue(AdmissionQueue):
             try:
                 await asyncio.shield(call)
             except asyncio.CancelledError:
-                call.add_done_callback(lambda _: self.leave(entry.id))  # not before Redis has it
+                call.add_done_callback(lambda _: self.leave(entry.id))  # only after Redis has the entry
                 raise
         return waiter
 
@@ -194,7 +195,7 @@ class RedisQueue(AdmissionQueue):
                 await self._call("tick", "", 0, waiting)
 
     async def _listen(self) -> None:
-        """Grants and drops that other gateways bring about."""
+        """Receives grants and drops of this gateway's entries that other gateways caused."""
         from redis.exceptions import RedisError
 
         while not self._closing:
@@ -205,30 +206,30 @@ class RedisQueue(AdmissionQueue):
                     told = message["data"].decode()
                     self._settle(told[1:], "granted" if told[0] == "+" else "dropped")
             except (RedisError, OSError, TimeoutError) as error:
-                log.debug("grants cannot be heard: %s", error)
+                log.debug("admission grants not received", extra={"why": str(error)})
                 await asyncio.sleep(RETRY_S)
             finally:
                 await pubsub.aclose()
 
     async def _restore(self) -> None:
-        """Put everything this gateway has into Redis; if that works, Redis keeps the order from now on."""
+        """Writes all entries of this gateway to Redis; on success the shared queue is used from now on."""
         async with self._changing:
             self._restoring = True
             try:
                 await self._changing.wait_for(lambda: not self._calls)
                 if not await self._run("restore", "", 0, self._everything()) or self._local is None:
                     return
-                log.info("Redis is back; the queue is shared again")
+                log.info("admission queue is shared again: Redis is back")
                 self._local.give_up()
                 self._local = None
-                # Once more, for what changed in the meantime; from now on changes wait for this to end.
+                # Once more, for what changed in the meantime; further changes wait until this is done.
                 await self._run("restore", "", 0, self._everything())
             finally:
                 self._restoring = False
                 self._changing.notify_all()
 
     def _everything(self) -> list[Any]:
-        """Arguments that describe every entry, those that run first."""
+        """Script arguments for all entries, the granted ones first."""
         arguments: list[Any] = []
         for mine in sorted(self._mine.values(), key=lambda mine: not mine.granted):
             arguments += [*arguments_of(mine.entry, time.monotonic() - mine.entered_at), int(mine.granted)]
@@ -237,7 +238,10 @@ class RedisQueue(AdmissionQueue):
     def _away(self, error: Exception) -> None:
         if self._local is not None:
             return
-        log.error("Redis is away (%s); each gateway keeps a queue of its own", error)
+        log.error(
+            "admission queue is local: Redis is unavailable; gateways do not share an order until it is back",
+            extra={"why": str(error)},
+        )
         local = self._local = MemoryQueue(self._rules, self._capacity)
         for mine in list(self._mine.values()):
             entry = replace(mine.entry, arrived=mine.entered_at)
@@ -249,7 +253,7 @@ class RedisQueue(AdmissionQueue):
     async def _call(
         self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> None:
-        """Run an operation, unless Redis is away; never beside a restoration."""
+        """Runs an operation, unless Redis is unavailable; never concurrently with a restore."""
         if self._restoring:
             async with self._changing:
                 await self._changing.wait_for(lambda: not self._restoring)
@@ -269,7 +273,7 @@ class RedisQueue(AdmissionQueue):
     async def _run(
         self, operation: str, tenant: str, rank: int, arguments: list[Any], capacity: Capacity | None = None
     ) -> bool:
-        """Run the script and take in what it says; False when Redis is away."""
+        """Runs the script and applies its reply; False when Redis is unavailable."""
         from redis.exceptions import RedisError
 
         capacity, rules = capacity or self._capacity(), self._rules
@@ -299,7 +303,7 @@ class RedisQueue(AdmissionQueue):
         return True
 
     def _note(self, tenant: str, rank: int, values: list[float]) -> None:
-        self._standing = read_standing(values)
+        self._standing = read_state(values)
         if tenant:
             self._tenants[tenant, rank] = self._standing
             self._tenants.move_to_end((tenant, rank))
@@ -327,8 +331,8 @@ def arguments_of(entry: QueueEntry, age: float) -> list[Any]:
     ]  # fmt: skip
 
 
-def read_standing(values: Sequence[float]) -> QueueState:
-    """From the numbers at the end of the script's reply."""
+def read_state(values: Sequence[float]) -> QueueState:
+    """The state from the numbers at the end of the script's reply."""
     in_flight, kv, q0, q1, q2, w0, w1, w2, r0, r1, r2, own, active, excess, age = values
     rates = None if r0 != r0 else (r0, r1, r2)
     return QueueState(

@@ -1,5 +1,5 @@
-"""Which model answers a request that names a route (`model: auto`) instead of a model.
+"""Model selection: which model answers a request that names a route (`model: auto`) instead of a model.
 
-`features` reads a question, `scoring` weighs what was found into one number that can be explained, `selector` turns it
-into a model by the rules of a route, and `classifier` is a second opinion that can be trained.
+`features` extracts features from the question, `score` combines them into one explainable number, `selector` applies
+the rules of a route, and `classifier` is an optional trained model.
 """

@@ -1,7 +1,7 @@
-"""A trained second opinion: logistic regression over a sentence embedding and the features.
+"""A trained classifier: logistic regression over a sentence embedding and the features.
 
-Small enough to train in a second on a few hundred prompts and to read: one weight per dimension, kept as JSON with what
-it was trained on. It is used only where its embedding model is served; when that does not answer, the score decides.
+Small enough to train in a second on a few hundred prompts and to inspect: one weight per dimension, stored as JSON. It
+is used only where its embedding model is served; when that does not answer, the score decides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Classifier:
     bias: float
     trained_on: int
     accuracy: float
-    """On the prompts kept back for testing."""
+    """On the held-out test prompts."""
 
     def probability(self, text: str, embedding: NDArray[np.float32]) -> float:
-        """That the larger model is needed."""
+        """The probability that the larger model is needed."""
         row = np.concatenate([embedding.astype(np.float64), read(text).vector()])
         if len(row) != len(self.weights):
             raise ConfigError(f"the classifier has {len(self.weights)} weights, but questions have {len(row)} features")

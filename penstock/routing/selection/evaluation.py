@@ -1,4 +1,4 @@
-"""How well a route decides on labelled prompts, and what it saves."""
+"""Evaluates a route on labelled prompts: accuracy and savings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Evaluation:
     prompts: int
     right: int
     too_small: int
-    """Sent to the small model although they need the large one: answers suffer."""
+    """Sent to the small model although they need the large one: quality suffers."""
     too_large: int
-    """The other way round: money is wasted."""
+    """Sent to the large model without need: money is wasted."""
     sent_to_large: int
     wrong: list[tuple[Prompt, Selection]]
 
@@ -25,8 +25,8 @@ class Evaluation:
         return self.right / self.prompts
 
     def saved(self, price_ratio: float) -> float:
-        """Part of the money saved against sending everything to the large model, which costs `price_ratio` times the
-        small one's price, when all prompts cost as many tokens."""
+        """Part of the cost saved compared with sending everything to the large model, which costs `price_ratio` times
+        as much; assumes equal token counts for all prompts."""
         spent = self.sent_to_large * price_ratio + (self.prompts - self.sent_to_large)
         return 1 - spent / (self.prompts * price_ratio)
 

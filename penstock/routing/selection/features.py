@@ -1,7 +1,7 @@
-"""What can be seen in a question without understanding it: length, code, mathematics, reasoning, what it demands.
+"""Surface features of a question: length, and marks of code, mathematics, reasoning and demanding answers.
 
-Pure and fast (well under a millisecond for a usual question): a router that costs more than it saves is no use. Nothing
-is guessed: a text that shows none of these marks, and is too short to show any, says so (`low_signal`).
+Pure and fast (well under a millisecond for a usual question), because a router must not cost more than it saves.
+Nothing is guessed: a text without marks that is too short to show any is flagged as `low_signal`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 _LOOKED_AT: Final = 16_384
-"""Characters read for marks, half from each end; the length is known of all of it."""
+"""Characters searched for marks, half from each end; the length counts all of the text."""
 _FEW_WORDS: Final = 4
 
 _CODE = re.compile(
@@ -83,11 +83,11 @@ class Features:
     constraints: int
     questions: int
     brief: bool
-    """It asks for a short answer, or for little to be changed."""
+    """It asks for a short answer or a small change."""
     lookup: bool
-    """A short question of the kind that is looked up."""
+    """A short question for a fact."""
     wanted_tokens: int
-    """Most tokens that the request asks for; 0: it does not say."""
+    """The request's limit of output tokens; 0: not given."""
 
     @property
     def low_signal(self) -> bool:
@@ -95,7 +95,7 @@ class Features:
         return marks == 0 and self.words < _FEW_WORDS
 
     def vector(self) -> list[float]:
-        """For a classifier: counts damped, length in units of 100 words."""
+        """The features for a classifier: capped counts, length in units of 100 words."""
         scale = {"words": 100.0, "wanted_tokens": 1000.0}
         return [min(getattr(self, one.name) / scale.get(one.name, 1.0), 5.0) for one in fields(self)]
 
@@ -120,5 +120,5 @@ def read(text: str, wanted_tokens: int = 0) -> Features:
 
 
 def _count(pattern: re.Pattern[str], text: str) -> int:
-    """Different marks, so that a word said often counts once."""
+    """The number of different marks: a repeated word counts once."""
     return len({found.group().lower() for found in pattern.finditer(text)})

@@ -1,6 +1,6 @@
-"""Labelled prompts: which size of model a person would send each to. Ours, or a file of the same form.
+"""Labelled prompts: the model size a person would choose for each. The built-in set, or a file of the same form.
 
-A prompt belongs to the test part by its own hash, not by its place, so adding prompts never moves others across.
+Whether a prompt belongs to the test set depends on its hash, not on its position, so adding prompts never moves others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def parse(lines: Iterable[str], where: str) -> list[Prompt]:
-    """`small|large TAB kind TAB prompt` per line; # begins a comment."""
+    """Parses lines of `small|large TAB kind TAB prompt`; # begins a comment."""
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -55,8 +55,9 @@ def parse(lines: Iterable[str], where: str) -> list[Prompt]:
 
 
 def rated_prompts(path: Path) -> list[Prompt]:
-    """Prompts from rated answers, a JSON object per line with `prompt`, `size` (who answered) and `rating` (up, down).
-    Down for the small model means the large one; down for the large one says nothing about size."""
+    """Prompts from rated answers: a JSON object per line with `prompt`, `size` (of the model that answered) and
+    `rating` (up, down). A bad rating of the small model means that the large one is needed; a bad rating of the large
+    model says nothing about size."""
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

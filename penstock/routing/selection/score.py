@@ -1,8 +1,8 @@
-"""From features to one number in 0..1, and what it is made of.
+"""Combines features into one score in 0..1, with its parts.
 
-Each kind of mark says how sure it makes us that the larger model is needed; they combine like independent witnesses:
-score = 1 - product of (1 - certainty). So one strong mark is enough, several weak ones add up, and nothing exceeds 1. A
-question that asks for little gets a part of its score only.
+Each kind of mark gives a certainty that the larger model is needed. The certainties combine as independent evidence:
+score = 1 - product of (1 - certainty). So one strong mark is enough, several weak ones add up, and nothing exceeds 1.
+The score of a question that asks for little is damped.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Final
 from penstock.routing.selection.features import Features
 
 _ONE: Final = {"code": 0.62, "maths": 0.62, "reasoning": 0.62, "long_answer": 0.62}
-"""Certainty that the first mark of a kind gives."""
+"""Certainty from the first mark of a kind."""
 _MORE: Final = 0.22
-"""And each further one."""
+"""Certainty from each further mark."""
 _DAMPING: Final = {"brief": 0.6, "lookup": 0.75}
-"""What remains of a score when the question asks for little, or for something to be looked up."""
+"""Factors for questions that ask for a short answer or for a fact."""
 _CONSTRAINT: Final = 0.12
 _QUESTION: Final = 0.08
 _LENGTH: Final = 0.6
-"""Of a question as long as `long_words`."""
+"""Certainty from a question of `long_words` words."""
 _WANTED: Final = 0.35
-"""Of a request for 2,000 tokens or more."""
+"""Certainty from a request for 2,000 tokens or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     value: float
     parts: tuple[tuple[str, float], ...]
-    """What contributed, largest first."""
+    """The contributions, largest first."""
 
     @property
     def reasons(self) -> list[str]:
-        """The kinds that matter, for people."""
+        """The main contributions, to show to people."""
         return [name for name, certainty in self.parts if certainty >= 0.15][:3]
 
 

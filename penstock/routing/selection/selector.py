@@ -1,13 +1,13 @@
-"""The rules of one route: from a question and its sender's tier to a model, with the reason in words.
+"""The rules of one route: from a question and the caller's tier to a model, with the reason.
 
-Order of the rules, each of which can be read in the reply's `x-penstock-route`:
-  1. the kill switch: a route that is off sends everything to its default
-  2. the tier: a tier may be tied to one of the two
-  3. the control group of an experiment: a share of requests gets the default whatever they ask
+Order of the rules; the one that decided is in the reply's `x-penstock-route`:
+  1. kill switch: a disabled route sends everything to its default
+  2. tier: a tier may be tied to one of the two models
+  3. control group: a share of the requests gets the default, whatever they ask
   4. length: more than `long_words` words need the larger model
-  5. a trained classifier, where there is one and it is sure
+  5. a trained classifier, where there is one
   6. the score against the threshold
-A question that shows nothing stays `unknown` and gets the default.
+A question without any signal is `unknown` and gets the default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RouteRules:
     long_words: int = 800
     tiers: Mapping[str, Size] = field(default_factory=dict)
     share: float = 1.0
-    """Part of the requests that is decided on; the rest is the control group."""
+    """Part of the requests that is routed; the rest is the control group."""
     enabled: bool = True
 
     def model(self, size: Size) -> str:
@@ -47,7 +47,7 @@ class Selection:
     model: str
     size: Size
     rule: str
-    """Which rule decided: a bounded set, fit for a metric's label."""
+    """The rule that decided: a bounded set, suitable as a metric label."""
     score: float | None = None
     reasons: tuple[str, ...] = ()
 
@@ -71,8 +71,8 @@ def select(
     unit: str = "",
     opinion: float | None = None,
 ) -> Selection:
-    """`words`: of the whole conversation, where `text` is its end; `unit`: who is in or out of the control group
-    as a whole, such as a user; `opinion`: a classifier's probability that the larger model is needed."""
+    """`words`: of the whole conversation, when `text` is only its end. `unit`: what is assigned to the control group as
+    a whole, such as a user. `opinion`: a classifier's probability that the larger model is needed."""
     if not rules.enabled:
         return _take(rules, rules.default, "off")
     if tier in rules.tiers:
@@ -86,7 +86,7 @@ def select(
     if features.low_signal and opinion is None:
         return _take(rules, rules.default, "unknown", found)
     if opinion is not None:
-        # Both look at the question; the classifier knows more of language, the score of length and demands.
+        # Combined, because the classifier knows more about language and the score more about length and demands.
         joint = 0.7 * opinion + 0.3 * found.value
         size: Size = "large" if joint > 0.5 else "small"
         return Selection(rules.model(size), size, "classifier", joint, tuple(found.reasons))
@@ -100,6 +100,6 @@ def _take(rules: RouteRules, size: Size, rule: str, found: Score | None = None) 
 
 
 def _draw(name: str, unit: str) -> float:
-    """A number in 0..1 that is the same for the same unit, whichever process asks."""
+    """A number in 0..1 that depends only on the route and the unit, so that all processes agree."""
     digest = hashlib.blake2b(f"{name}\0{unit}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, generate, make_engine
@@ -90,5 +91,8 @@ def test_adapters_work_on_quantized_weights(tmp_path: Path, weights: str) -> Non
     prompt = prompts(1)[0]
     got = generate(engine, ask("base", prompt), ask("zero", prompt, "zero"), ask("tuned", prompt, "tuned"))
     assert got["zero"] == got["base"] != got["tuned"]
-    assert engine.runner.adapted_tape is not None, "steps with adapters run from a tape too"
-    assert "pk_lora" in engine.runner.adapted_tape.names
+    executor = engine.runner.executor
+    assert isinstance(executor, RecordedExecutor) and executor.adapted is not None, (
+        "steps with adapters are recorded too"
+    )
+    assert "pk_lora" in executor.adapted.names

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.adapters.apply import ReferenceLora
 from penstock.engine.adapters.layout import AdapterLayout, Site, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.backends.cpu.build import isa_choices
 from penstock.engine.backends.cpu.lora import CpuLora
 from penstock.engine.backends.cpu.native import Handle
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.backends.reference.lora import ReferenceLora
+from penstock.engine.models.model_config import ModelConfig
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 

@@ -244,7 +244,7 @@ def test_a_sequence_gets_the_same_bits_in_any_company() -> None:
         ops = cpu.load(threads)
         if ops is None:
             pytest.skip(cpu.status().detail)
-        ops.fixed = True
+        ops.batch_invariant = True
         batch, num_blocks = make_batch([(400, 1), *company], 16, seed=threads)
         index = batch.context_lens.tolist().index(400)
         generator = torch.Generator().manual_seed(5)

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.host import HostTier, Transfers
-from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.mover import HostBlockMover
 from penstock.engine.kv.pool import BlockPool
 
-SHAPE = KVShape(layers=2, kv_heads=1, head_dim=4, block_size=2, dtype=torch.int8)
+SHAPE = CacheShape.of_paged_kv(layers=2, kv_heads=1, head_dim=4, block_size=2, dtype=torch.int8)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -27,7 +27,7 @@ class TierMachine(RuleBasedStateMachine):
         self.host = HostTier(5, idle_s=3.0)
         self.pool = BlockPool(7, self.host)
         self.kv = KVCache(SHAPE, 7, torch.device("cpu"))
-        self.mover = BlockMover(self.kv, 5)
+        self.mover = HostBlockMover(self.kv, 5)
         self.held: list[int] = []
         self.names: dict[bytes, int] = {}
         self.unwritten: dict[int, int] = {}
@@ -76,15 +76,14 @@ class TierMachine(RuleBasedStateMachine):
         if transfers is not None:
             self.mover.run(transfers)
         for block, number in self.unwritten.items():
-            self.kv.values[:, :, block] = number
-            assert self.kv.scales is not None
-            self.kv.scales[:, :, block] = float(number)
+            self.kv.tensors[0][:, :, block] = number
+            self.kv.tensors[1][:, :, block] = float(number)
         self.unwritten.clear()
         for name, number in self.names.items():
             block = self.pool.find(name)
             if block is not None:
-                assert (self.kv.values[:, :, block] == number).all(), "a name leads to another content"
-                assert self.kv.scales is not None and (self.kv.scales[:, :, block] == float(number)).all()
+                assert (self.kv.tensors[0][:, :, block] == number).all(), "a name leads to another content"
+                assert (self.kv.tensors[1][:, :, block] == float(number)).all()
 
     @rule()
     def a_step_fails(self) -> None:
@@ -175,11 +174,11 @@ def test_idle_blocks_are_copied_ahead_and_then_cost_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_whole_blocks_move(dtype: torch.dtype) -> None:
-    kv = KVCache(KVShape(3, 2, 6, 4, dtype), 5, torch.device("cpu"))
+    kv = KVCache(CacheShape.of_paged_kv(3, 2, 6, 4, dtype), 5, torch.device("cpu"))
     for tensor in kv.tensors:
         tensor.view(torch.uint8).random_(0, 255)
     before = [tensor.view(torch.uint8).clone() for tensor in kv.tensors]
-    mover = BlockMover(kv, 3)
+    mover = HostBlockMover(kv, 3)
     mover.run(Transfers(out=[(1, 2), (4, 0)]))
     mover.run(Transfers(back={2: 0, 3: 2}))
     for tensor, was in zip(kv.tensors, before, strict=True):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError

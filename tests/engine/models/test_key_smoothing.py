@@ -26,9 +26,9 @@ def table(positions: int, factor: float = 1.0) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def layer(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def attention(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama")))
-    return replace(engine.runner.decoder.layers[0], cos_sin=table(4096))
+    return replace(engine.runner.decoder.layers[0].mixer, cos_sin=table(4096))
 
 
 def some_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,9 +49,9 @@ def test_the_inverse_undoes_the_rotation(factor: float) -> None:
     )
 
 
-def test_the_mean_key_is_subtracted_where_rope_leaves_it(layer) -> None:  # type: ignore[no-untyped-def]
-    keys, common = some_keys(layer.cos_sin[:128])
-    centre, scale = smoothing.key_smoothing(keys, layer)
+def test_the_mean_key_is_subtracted_where_rope_leaves_it(attention) -> None:  # type: ignore[no-untyped-def]
+    keys, common = some_keys(attention.cos_sin[:128])
+    centre, scale = smoothing.key_smoothing(keys, attention)
     torch.testing.assert_close(centre[:, 16:], common[:, 16:], rtol=0, atol=0.6)  # not rotated
     assert centre[:, 0].abs().max() < 0.1 * common[:, 0].abs().max(), "rotated all around"
     smoothed = (keys - centre) / scale
@@ -61,26 +61,26 @@ def test_the_mean_key_is_subtracted_where_rope_leaves_it(layer) -> None:  # type
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_smoothing_does_not_depend_on_how_long_contexts_may_get(layer, factor: float) -> None:  # type: ignore[no-untyped-def]
+def test_smoothing_does_not_depend_on_how_long_contexts_may_get(attention, factor: float) -> None:  # type: ignore[no-untyped-def]
     keys, _ = some_keys(table(64, factor))
-    whole = smoothing.key_smoothing(keys, replace(layer, cos_sin=table(4096, factor)))
+    whole = smoothing.key_smoothing(keys, replace(attention, cos_sin=table(4096, factor)))
     for positions in (64, 512, 2048):
-        short = smoothing.key_smoothing(keys, replace(layer, cos_sin=table(positions, factor)))
+        short = smoothing.key_smoothing(keys, replace(attention, cos_sin=table(positions, factor)))
         torch.testing.assert_close(short.centre, whole.centre)
         torch.testing.assert_close(short.scale, whole.scale)
     mean = table(2048, factor).mean(0)
     torch.testing.assert_close(smoothing._mean_rotation(table(64, factor)), mean, rtol=1e-3, atol=1e-4)
 
 
-def test_with_a_soft_cap_scores_do_not_move(layer) -> None:  # type: ignore[no-untyped-def]
-    capped = replace(layer, heads=replace(layer.heads, softcap=30.0))
-    keys, _ = some_keys(layer.cos_sin[:64])
+def test_with_a_soft_cap_scores_do_not_move(attention) -> None:  # type: ignore[no-untyped-def]
+    capped = replace(attention, heads=replace(attention.heads, softcap=30.0))
+    keys, _ = some_keys(attention.cos_sin[:64])
     found = smoothing.key_smoothing(keys, capped)
     assert found.centre.abs().max() == 0 and found.scale.min() < 1 < found.scale.max()
 
 
-def test_keys_that_are_all_zero_can_be_smoothed(layer) -> None:  # type: ignore[no-untyped-def]
-    found = smoothing.key_smoothing(torch.zeros(20, 2, DIM), layer)
+def test_keys_that_are_all_zero_can_be_smoothed(attention) -> None:  # type: ignore[no-untyped-def]
+    found = smoothing.key_smoothing(torch.zeros(20, 2, DIM), attention)
     assert torch.isfinite(found.scale).all() and found.scale.min() > 0
 
 
@@ -88,10 +88,10 @@ def test_keys_that_are_all_zero_can_be_smoothed(layer) -> None:  # type: ignore[
 def test_every_family_runs_with_smoothed_keys(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     wide, narrow = (make_engine(folder, kv_dtype=kv) for kv in ("auto", "int8"))
-    assert all(layer.key_smoothing is None for layer in wide.runner.decoder.layers)
+    assert all(layer.mixer.key_smoothing is None for layer in wide.runner.decoder.layers)
     for layer in narrow.runner.decoder.layers:
-        assert layer.key_smoothing is not None
-        assert (layer.key_smoothing.centre.abs().max() == 0) == (layer.heads.softcap is not None)
+        assert layer.mixer.key_smoothing is not None
+        assert (layer.mixer.key_smoothing.centre.abs().max() == 0) == (layer.mixer.heads.softcap is not None)
     assert len(generate(narrow, greedy("a", [1, 2, 3], 8))["a"]) == 8
 
 
@@ -106,7 +106,7 @@ def test_on_the_default_model_rounding_keys_costs_less_than_half(
 
     exact, smoothed = scores("auto"), scores("int8")
     monkeypatch.setattr(
-        calibration, "key_smoothing", lambda keys, layer: KeySmoothing(torch.zeros(3, 64), torch.ones(3, 64))
+        calibration, "key_smoothing", lambda keys, attention: KeySmoothing(torch.zeros(3, 64), torch.ones(3, 64))
     )
     plain = scores("int8")
     assert perplexity.distance(smoothed, exact).divergence < 0.5 * perplexity.distance(plain, exact).divergence

@@ -15,7 +15,7 @@ from penstock.engine.backends.interface import Ints
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.groups import IntGroups
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.channel import Forward, Head, Op
 from penstock.engine.parallel.layout import Place, check_layout, head_span, kv_head_span, layer_span, local_config
 from penstock.engine.parallel.shards import HEAD, Cut, ShardedGGUF, _cut_groups, head_rows, shard

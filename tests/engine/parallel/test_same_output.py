@@ -92,7 +92,7 @@ def test_speculation_and_a_small_cache_work_as_on_one_device(
     checkpoints: dict[str, Path], setting: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ranks keep keys in int8 as they are: so must the one they are compared with.
-    monkeypatch.setattr(part, "settle", lambda decoder, int8_cache: decoder)
+    monkeypatch.setattr(part, "calibrate", lambda decoder, backend, int8_cache: decoder)
     folder = checkpoints["llama-gqa"]
     repeating = greedy("again", [3, 1, 4, 1, 5] * 12, 20)
     expected = generate(make_engine(folder, **setting), *requests(), repeating)

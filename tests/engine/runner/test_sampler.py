@@ -13,6 +13,7 @@ import torch
 from penstock.engine.backends import cpu
 from penstock.engine.backends.interface import Ops
 from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.noise import gumbel, row_keys
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.request import Request, SamplingParams
@@ -34,7 +35,7 @@ def draw(
 ) -> tuple[list[int], Any]:
     """Sample each row of `logits` with its own parameters."""
     ops = ops or ReferenceOps()
-    rows = Rows(len(params), 64, logits.shape[1], DEVICE)
+    rows = Rows(len(params), 64, logits.shape[1], ReferenceBackend())
     chunks = []
     for index, p in enumerate(params):
         seq = Sequence(Request(f"r{index}", [1, 2, 3], p), 0.0, (0.0, index))

@@ -96,7 +96,7 @@ async def test_readiness_is_a_real_token_and_is_cached(serving: Serving) -> None
 async def test_readiness_fails_when_the_engine_produces_nothing(
     serving: Serving, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.gateway.process.readiness.PROBE_LIMIT_S", 0.1)
+    monkeypatch.setattr("penstock.gateway.api.operations.readiness.PROBE_LIMIT_S", 0.1)
     engine = ScriptedEngine(text)
     engine.hold = True
     async with serving(engine) as gateway:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.api.openai import models
+from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.app.asgi import App
 from penstock.gateway.http.connection import Application, Receive, Send
 from penstock.gateway.http.request import Scope
@@ -269,7 +269,7 @@ async def test_a_bug_is_a_500_with_the_request_id_and_the_server_goes_on(
         raise ZeroDivisionError("secret detail")
 
     async with serving() as gateway:
-        monkeypatch.setattr(models, "describe", broken)
+        monkeypatch.setattr(ModelEndpoints, "describe", broken)
         reply = await gateway.client.get("/v1/models")
         assert reply.status_code == 500
         error = assert_shape(reply.json())

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from penstock.config.routing import OrderName
 from penstock.routing.admission.fair_queue import Changes, FairQueue
 from penstock.routing.admission.queue import Capacity, QueueEntry, QueueState
-from penstock.routing.admission.redis import DEAD_S, SCRIPT, arguments_of, read_standing
+from penstock.routing.admission.redis import DEAD_S, SCRIPT, arguments_of, read_state
 
 
 class AnyFairQueue(Protocol):
@@ -63,7 +63,7 @@ class ScriptFairQueue:
         head = [operation, now, self._gateway, slots, kv, most, self._order, self._ageing_s, DEAD_S, tenant, rank]
         known, granted, dropped, *values = self._script(keys=["queue:"], args=[*head, *rest])
         assert known == 1 or operation == "restore"
-        state = read_standing([float(value) for value in values])
+        state = read_state([float(value) for value in values])
         return Changes([id.decode() for id in granted], [id.decode() for id in dropped]), state
 
 

@@ -20,7 +20,7 @@ _BLOCK = 32
 
 
 class CpuLora:
-    """See `LoraKernel`. What differs between steps lies at one address, so the pass can be recorded on a tape."""
+    """See `LoraKernel`. What differs between steps lies at one address, so the pass can be recorded."""
 
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""

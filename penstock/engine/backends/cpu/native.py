@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.engine.backends.cpu.build import SOURCES, BuildError, build
-from penstock.engine.backends.cpu.large_pages import Slabs
+from penstock.engine.backends.host_memory import Slabs
 
 _SPIN_US: Final = 50
 """How long an idle worker spins before it sleeps: longer than the gap between two kernels of one step."""

@@ -170,13 +170,12 @@ def _is_wide(stream: Tensor, activations: Tensor) -> bool:
 class CpuOps:
     """See `Ops`. One instance per engine: it owns the thread pool."""
 
-    name = "cpu"
     wide_stream = True
+    samples_any_dtype = False
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.fixed = False
-        """Attention gives a sequence the same bits in any company."""
+        self.batch_invariant = False
         self._ctx = handle.pointer
         self._last_batch: _BatchView | None = None
         self._caches: dict[object, _CacheView] = {}
@@ -291,7 +290,7 @@ class CpuOps:
         view = self._batch_view(batch)
         args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
-        args.fixed = self.fixed
+        args.fixed = self.batch_invariant
         args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
         args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
         args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences

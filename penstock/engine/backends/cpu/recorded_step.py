@@ -1,9 +1,9 @@
 """A step recorded once and run again in one native call: what CUDA graphs are on a GPU.
 
-The decoder's Python runs a single time with the library replaced by a recorder (see `recording`). A step then puts its
-inputs to the addresses of the recording, says how many tokens, sequences and samples it has, and runs the list of calls
-as far as it needs it: to the hidden states, to the logits, or to the tokens drawn from them. A pass that does anything
-but native calls (an expert router, a vendor's matmul) cannot be recorded, and its decoder runs as it is.
+The decoder's Python runs a single time with the library replaced by a `Recorder`. A step then writes its inputs to the
+addresses of the recording, says how many tokens, sequences and samples it has, and runs the list of calls as far as it
+needs: to the hidden states, to the logits, or to the tokens sampled from them. A pass that does anything but native
+calls (an expert router, oneDNN's matmul) cannot be recorded, and its decoder runs eagerly.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RowArrays:
     flags: npt.NDArray[np.uint8]
 
 
-class Tape:
-    """A recorded step of up to `tokens` tokens of `sequences` sequences, behind which up to `samples` are drawn.
+class RecordedStep:
+    """A recorded step of up to `tokens` tokens of `sequences` sequences, behind which up to `samples` are sampled.
 
-    First `load` or `load_decodes`, then `forward`, `logits` or `draw`; what those give lies in memory that the next run
-    overwrites, but for the tokens drawn.
+    First `load` or `load_decodes`, then `forward`, `logits` or `draw`. The next run overwrites what they return, except
+    the sampled tokens.
     """
 
     def __init__(
@@ -140,6 +140,8 @@ class Tape:
         self._decodes_at: int = self._decodes.ctypes.data
         self._row_arrays = rows
         self._decode_args = self._make_decode_args(rows, block_size)
+        self.has_head = self._logits is not None
+        """Whether logits and sampling are part of it."""
         self.timed = False
         """Whether runs add up the time of each call; see `seconds`."""
 
@@ -148,18 +150,13 @@ class Tape:
         """Memory held for what a pass makes on its way."""
         return self._arena.nbytes
 
-    @property
-    def has_head(self) -> bool:
-        """Whether logits and draws are part of it."""
-        return self._logits is not None
-
     def fits(self, tokens: int, sequences: int, samples: int) -> bool:
         """Whether a step of this size is one of those recorded."""
         return tokens <= self._tokens and sequences <= self._sequences and samples <= self._samples
 
     def load(self, step: HostBatch, at: Ints, rows: Ints, keys: Ints | None = None) -> None:
-        """Any step. `at`: packed indices of the tokens behind which something is sampled; `rows`: of those, and their
-        noise `keys`, which are not needed where all temperatures are 0."""
+        """Take the inputs of any step. `at`: packed indices of the tokens behind which something is sampled; `rows`
+        and noise `keys` of those; keys are not needed where all temperatures are 0."""
         tokens, sequences, samples = len(step.token_ids), len(step.rows), len(at)
         self._ids[:tokens] = step.token_ids
         self._positions[:tokens] = step.positions
@@ -175,8 +172,8 @@ class Tape:
         self._counts[:] = [tokens, sequences, samples]
 
     def load_decodes(self, decodes: list[int]) -> int:
-        """A step in which every sequence computes one token and samples behind it: token (-1: the one its row sampled
-        last), position and row of each, one after the other. The union of their rows' flags."""
+        """Take a step in which every sequence computes one token and samples behind it: token (-1: the one its row
+        sampled last), position and row of each, one after the other. Returns the union of their rows' flags."""
         count = len(decodes) // 3
         self._decodes[: 3 * count] = decodes
         lib = self._ops.handle.lib
@@ -198,7 +195,7 @@ class Tape:
         return self._logits[: self._counts[SAMPLES]]
 
     def draw(self) -> Ints:
-        """int64 [S]: tokens drawn behind those, as `Ops.gumbel_argmax` does; their rows remember them."""
+        """int64 [S]: tokens sampled behind those, as `Ops.gumbel_argmax` does; their rows remember them."""
         self._run(self._to_chosen)
         self._run(len(self.names), self._to_logits)
         return self._drawn[: self._counts[SAMPLES]].copy()
@@ -254,12 +251,11 @@ def _record_head(recorder: Recorder, head: Head, chosen: Tensor) -> Tensor | Non
     return None
 
 
-def record(ops: CpuOps, forward: Forward, head: Head, kv: Any, rows: RowArrays, **sizes: int) -> Tape | None:
-    """A tape of a step (see `Tape` for its sizes), or None where it does something that cannot be recorded."""
+def record(ops: CpuOps, forward: Forward, head: Head, kv: Any, rows: RowArrays, **sizes: int) -> RecordedStep | None:
+    """A recorded step (see `RecordedStep` for its sizes), or None where it does something that cannot be recorded."""
     try:
         with torch.inference_mode():
-            tape = Tape(ops, forward, head, kv, rows, **sizes)
+            return RecordedStep(ops, forward, head, kv, rows, **sizes)
     except NotRecordableError as reason:
         log.info("the forward pass is not recorded: %s", str(reason))  # the error itself would keep the cache alive
         return None
-    return tape

@@ -1,8 +1,8 @@
-"""Writing down what a decoder does: its native calls, and the memory they work on.
+"""Recording what a decoder does: its native calls, and the memory they work on.
 
-While a `Recorder` stands in for the library, nothing is computed. Every native call becomes a list of 64-bit words, as
-tape.cpp reads them; every tensor made on the way lives in an arena where it stays. Where the number of rows is an
-argument of a call, its place is noted, to be filled in before each run.
+While a `Recorder` replaces the library, nothing is computed. Every native call becomes a list of 64-bit words, as
+tape.cpp reads them; every tensor made meanwhile lives in an arena at a fixed address. Where the number of rows is an
+argument of a call, its position is noted, to be filled in before each run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STRUCT_COUNTS: Final = {
 
 
 class NotRecordableError(PenstockError):
-    """The pass did something that no tape can repeat."""
+    """The pass did something that cannot be recorded."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ _VIEWS: Final = frozenset(
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stands in for the library, and watches what torch is asked to do beside it."""
+    """Replaces the library, and watches what torch is asked to do besides."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -158,5 +158,5 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def drop_from(self, calls: int, patches: int) -> None:
-        """Forget what was recorded behind these."""
+        """Forget what was recorded after these."""
         del self.names[calls:], self.words[calls:], self.patches[patches:]

@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import moe
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.interface import Activation, Ops
+from penstock.engine.models.layers.experts import ExpertMlp, Router
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.layers.moe import ExpertMlp, Router
 
 
 @dataclass(frozen=True, slots=True)

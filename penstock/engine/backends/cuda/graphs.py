@@ -8,6 +8,7 @@ the rows, so the next step can be launched before anybody has looked at them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
-from penstock.engine.adapters.runtime import slots_of
+from penstock.engine.adapters.runtime import is_narrow, slots_of
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.runner.inputs import chunk_tokens, entries
-from penstock.engine.runner.rows import FLOATS, Rows
+from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.inputs import chunk_tokens, entries, sampling_chunks
+from penstock.engine.runner.resources import RunnerResources
+from penstock.engine.runner.rows import FLOATS, Flag, Rows
+from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
 _PINNED_BUFFERS = 3
@@ -35,6 +39,72 @@ def buckets_up_to(limit: int) -> list[int]:
     """Batch sizes worth a graph: fine steps where a step is short, steps of eight above."""
     sizes = [1, 2, 3, 4, 6, 8, *range(16, limit, 8), limit]
     return sorted({size for size in sizes if size <= limit})
+
+
+class GraphExecutor(EagerExecutor):
+    """Replays decode steps; all others are launched kernel by kernel."""
+
+    phase = "graphs"
+    prefers_single_tokens = True
+
+    def __init__(self, resources: RunnerResources) -> None:
+        super().__init__(resources)
+        self.graphs = DecodeGraphs(
+            resources.decoder,
+            resources.kv,
+            resources.rows,
+            max_rows=resources.max_rows,
+            max_tokens=resources.max_verified,
+        )
+        self.adapted_graphs: DecodeGraphs | None = None
+        """For steps in which some sequence uses an adapter."""
+        self.narrow_graphs: DecodeGraphs | None = None
+        """For steps in which all adapters are narrow; see `LoadedAdapter`."""
+        adapters = resources.adapters
+        if adapters is not None and isinstance(adapters.kernel, GraphLora):
+            self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)
+            if adapters.narrow is not None:
+                self.narrow_graphs = self.graphs.with_adapters(adapters.narrow, adapters.kernel)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> PendingStep:
+        graphs = self._graphs_for(batch)
+        if graphs is None:
+            return self._launch(batch, self._inputs.pack(batch), self._begin_adapters(batch) or self._decoder)
+        # The graph samples plain rows itself; others are sampled again from its logits.
+        step = PendingStep(batch, self._rows, sampling_chunks(batch))
+        logits, tokens = graphs.replay(batch)
+        if self._rows.needs(batch, ~Flag.RANDOM):
+            self._sample(step, logits, self._inputs.sampling(batch))
+        else:
+            (step.tokens,), step.event = self._backend.to_host(tokens)
+        return step
+
+    def prepare(self, token_budget: int) -> None:
+        for graphs in self._all():
+            graphs.capture_all()
+
+    def release(self) -> Callable[[], None]:
+        sizes = [(graphs, graphs.forget()) for graphs in self._all()]
+
+        def capture_again() -> None:
+            for graphs, captured in sizes:
+                for size in captured:
+                    graphs.capture(size)
+
+        return capture_again
+
+    def _all(self) -> list[DecodeGraphs]:
+        found = (self.graphs, self.adapted_graphs, self.narrow_graphs)
+        return [graphs for graphs in found if graphs is not None]
+
+    def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
+        """The graphs that can run a batch; None when it has to be launched kernel by kernel."""
+        if not self.graphs.fits(batch):
+            return None
+        if self._adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
+            return self.graphs
+        return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
 class _PackedInputs:
@@ -92,7 +162,7 @@ class DecodeGraphs:
         max_tokens: int = 0,
         lora: GraphLora | None = None,
     ) -> None:
-        """`max_tokens`: largest step, when it may hold more tokens than rows (guesses to verify)."""
+        """`max_tokens`: largest step, when it may hold more tokens than rows (draft tokens to verify)."""
         self.decoder = decoder
         self.lora = lora
         self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
@@ -120,7 +190,7 @@ class DecodeGraphs:
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
 
-        Of several tokens of one row (guesses being verified) the last one's sample stays in the row.
+        Of several tokens of one row (draft tokens being verified) the last one's sample stays in the row.
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
         count = batch.num_tokens

@@ -28,7 +28,7 @@ from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
 from penstock.engine.backends.cuda.kernels.tiled_lora import expand_kernel, shrink_kernel, tiles_kernel
-from penstock.engine.runner.upload import Staging
+from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
@@ -65,7 +65,7 @@ class TritonLora:
         self._bank = torch.zeros(slots, layout.width(rank) * layout.unit, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._staging = Staging(device)
+        self._staging = staging_for(device)
         self._step: _Step | None = None
         self._tiles: tuple[Tensor, Tensor, Tensor] | None = None
         """Of the pass that has begun: the tokens of its tiles, their ranks [sites, tiles], and, if it is captured, the

@@ -16,15 +16,15 @@ from penstock.engine.backends.cuda.kernels import activation, decode, filters, m
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
-_FIXED_ROWS = 256
+_INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
 
 
 class TritonOps:
     """See `Ops`."""
 
-    name = "triton"
     wide_stream = False
+    samples_any_dtype = True
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.device = device
@@ -34,8 +34,8 @@ class TritonOps:
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self.processors = 132
-        self.fixed = False
-        """One launch shape for any number of sequences, so that none sees its company in its results."""
+        self.batch_invariant = False
+        """One launch shape for any number of sequences; see `Ops`."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class TritonOps:
     ) -> Tensor:
         out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
         group = layout.heads // layout.kv_heads
-        if self.fixed and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
-            self._attend_fixed(q, layout, batch, k_cache, v_cache, out, kv_scales)
+        if self.batch_invariant and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
+            self._attend_invariant(q, layout, batch, k_cache, v_cache, out, kv_scales)
             return out
         if batch.num_decodes:
             shape = decode.choose(
@@ -98,7 +98,7 @@ class TritonOps:
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
         return out
 
-    def _attend_fixed(
+    def _attend_invariant(
         self,
         q: Tensor,
         layout: HeadLayout,
@@ -110,9 +110,9 @@ class TritonOps:
     ) -> None:
         """Every token decodes; how its keys are shared out is decided by its own context."""
         shape = decode.fixed(layout.head_dim, k_cache.element_size())
-        for begin in range(0, q.shape[0], _FIXED_ROWS):
-            part = slice(begin, begin + _FIXED_ROWS)
-            count = min(_FIXED_ROWS, q.shape[0] - begin)
+        for begin in range(0, q.shape[0], _INVARIANT_ROWS):
+            part = slice(begin, begin + _INVARIANT_ROWS)
+            count = min(_INVARIANT_ROWS, q.shape[0] - begin)
             few = dataclasses.replace(
                 batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
             )

@@ -35,8 +35,9 @@ def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 class ReferenceOps:
     """See `Ops`."""
 
-    name = "reference"
     wide_stream = True
+    samples_any_dtype = False
+    batch_invariant = False
 
     def widen(self, x: Tensor) -> Tensor:
         return x.float()

@@ -1,17 +1,13 @@
-"""Linear layers: y = x W^T + b, in the form that is fastest where they run.
+"""Linear layers: y = x W^T + b. Backends make them; here is what a decoder asks of one.
 
-On CPU, weights are prepacked once into oneDNN's blocked layout (2 to 4 times faster than packing at every call); on
-CUDA they stay dense. A layer is a plain callable: no module machinery on the hot path.
+A layer is a plain callable: no module machinery on the hot path.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class Linear(Protocol):
@@ -61,31 +57,6 @@ class InlineLinear(Linear, Protocol):
         ...
 
 
-class DenseLinear:
-    """Row-major weights, the vendor library's matmul."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.weight_bytes = weight.numel() * weight.element_size()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class PackedLinear:
-    """oneDNN weights in their blocked layout."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        self.bias = bias
-        self.weight_bytes = weight.numel() * weight.element_size()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
-
-
 class SoftCapped:
     """A head whose logits are kept within +-cap by cap * tanh(logits / cap). Float32: a cap near 30 leaves bfloat16
     steps of an eighth between the best tokens."""
@@ -97,14 +68,3 @@ class SoftCapped:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x).float().div_(self.cap).tanh_().mul_(self.cap)
-
-
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Choose the form for the device and dtype of `weight`."""
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return PackedLinear(weight, bias)
-    if weight.is_cuda and importlib.util.find_spec("triton") is not None:
-        from penstock.engine.backends.cuda.linear import CudaLinear
-
-        return CudaLinear(weight, bias)
-    return DenseLinear(weight, bias)

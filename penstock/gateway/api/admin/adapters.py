@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -13,9 +14,8 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus, name_probl
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import Name
-from penstock.gateway.process.service import Service
 from penstock.protocol.errors import InvalidRequest, NotFound
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 
 
 class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -38,68 +38,74 @@ _load = msgspec.json.Decoder(AdapterLoadRequest)
 _pin = msgspec.json.Decoder(AdapterPinRequest)
 
 
-async def list_adapters(service: Service, exchange: Exchange) -> None:
-    found = [
-        describe(model, status) for model in service.registry for status in (model.backend.adapters or {}).values()
-    ]
-    await exchange.reply_json({"object": "list", "data": found})
+class AdapterEndpoints:
+    """LoRA adapters of the models that run here."""
 
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        forget_answers: Callable[[str], Awaitable[object]],
+        engine_wait_s: float,
+        body_limit: int,
+    ) -> None:
+        self._registry = registry
+        self._forget_answers = forget_answers
+        self._engine_wait_s = engine_wait_s
+        self._body_limit = body_limit
 
-async def load_adapter(service: Service, exchange: Exchange) -> None:
-    request = decode(_load, await exchange.body(service.settings.body_limit))
-    problem = name_problem(request.name)
-    if problem is not None:
-        raise InvalidRequest(f"Invalid `name`: {problem}.", param="name")
-    model = _base(service, request.model)
-    owner = next((other for other in service.registry if request.name in other.adapter_names), model)
-    if service.registry.named(request.name) or owner is not model:
-        raise InvalidRequest(f"`{request.name}` is already the name of another model.", param="name", code="name_taken")
-    await model.backend.wait_ready(service.settings.engine_wait_s)
-    spec = AdapterSpec(request.name, request.source, request.pinned)
-    status = await model.backend.load_adapter(spec)
-    await _forget_answers(service, request.name)
-    await exchange.reply_json(describe(model, status))
+    async def list_adapters(self, exchange: Exchange) -> None:
+        found = [
+            describe(model, status) for model in self._registry for status in (model.backend.adapters or {}).values()
+        ]
+        await exchange.reply_json({"object": "list", "data": found})
 
+    async def load_adapter(self, exchange: Exchange) -> None:
+        request = decode(_load, await exchange.body(self._body_limit))
+        problem = name_problem(request.name)
+        if problem is not None:
+            raise InvalidRequest(f"Invalid `name`: {problem}.", param="name")
+        model = self._base(request.model)
+        owner = next((other for other in self._registry if request.name in other.adapter_names), model)
+        if self._registry.named(request.name) or owner is not model:
+            raise InvalidRequest(
+                f"`{request.name}` is already the name of another model.", param="name", code="name_taken"
+            )
+        await model.backend.wait_ready(self._engine_wait_s)
+        spec = AdapterSpec(request.name, request.source, request.pinned)
+        status = await model.backend.load_adapter(spec)
+        await self._forget_answers(request.name)
+        await exchange.reply_json(describe(model, status))
 
-async def _forget_answers(service: Service, adapter: str) -> None:
-    """What this name stands for has changed."""
-    if service.recall is not None:
-        await service.recall.store.evict(model=adapter)
+    async def pin_adapter(self, exchange: Exchange) -> None:
+        request = decode(_pin, await exchange.body(self._body_limit))
+        model, name = self._owner(exchange)
+        await exchange.reply_json(describe(model, await model.backend.pin_adapter(name, request.pinned)))
 
+    async def unload_adapter(self, exchange: Exchange) -> None:
+        model, name = self._owner(exchange)
+        await model.backend.unload_adapter(name)
+        await self._forget_answers(name)
+        await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
 
-async def pin_adapter(service: Service, exchange: Exchange) -> None:
-    request = decode(_pin, await exchange.body(service.settings.body_limit))
-    model, name = _owner(service, exchange)
-    await exchange.reply_json(describe(model, await model.backend.pin_adapter(name, request.pinned)))
+    def _base(self, name: str | None) -> ServedModel:
+        if name is not None:
+            model = self._registry.route(name).model
+            if model.adapter:
+                raise InvalidRequest(f"`{name}` is itself an adapter.", param="model")
+            return model
+        models = list(self._registry)
+        if len(models) > 1:
+            raise InvalidRequest("Several models are served here; say whose adapter it is with `model`.", param="model")
+        return models[0]
 
-
-async def unload_adapter(service: Service, exchange: Exchange) -> None:
-    model, name = _owner(service, exchange)
-    await model.backend.unload_adapter(name)
-    await _forget_answers(service, name)
-    await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
+    def _owner(self, exchange: Exchange) -> tuple[ServedModel, str]:
+        name = exchange.path.removeprefix("/v1/admin/adapters/")
+        for model in self._registry:
+            if name in model.adapter_names:
+                return model, name
+        raise NotFound(f"No adapter is called `{name[:256]}`.", param="name")
 
 
 def describe(model: ServedModel, status: AdapterStatus) -> dict[str, Any]:
     fields = dataclasses.asdict(status)
     return {"id": fields.pop("name"), "object": "adapter", "model": model.name, **fields}
-
-
-def _base(service: Service, name: str | None) -> ServedModel:
-    if name is not None:
-        model = service.registry.route(name).model
-        if model.adapter:
-            raise InvalidRequest(f"`{name}` is itself an adapter.", param="model")
-        return model
-    models = list(service.registry)
-    if len(models) > 1:
-        raise InvalidRequest("Several models are served here; say whose adapter it is with `model`.", param="model")
-    return models[0]
-
-
-def _owner(service: Service, exchange: Exchange) -> tuple[ServedModel, str]:
-    name = exchange.path.removeprefix("/v1/admin/adapters/")
-    for model in service.registry:
-        if name in model.adapter_names:
-            return model, name
-    raise NotFound(f"No adapter is called `{name[:256]}`.", param="name")

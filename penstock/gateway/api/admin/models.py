@@ -12,14 +12,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.config.load import model_name
-from penstock.gateway.api.admin.replicas import ask
-from penstock.gateway.api.openai.models import describe
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.api.admin.supervisor import Supervisor
+from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.schemas import Name
-from penstock.gateway.process.service import Service
 from penstock.protocol.control import Load, Unload
 from penstock.protocol.errors import InvalidRequest, NotFound
+from penstock.routing.registry import ModelRegistry
 
 
 class ModelLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -35,50 +37,71 @@ class ModelLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 _load = msgspec.json.Decoder(ModelLoadRequest)
 
 
-async def admin_models(service: Service, exchange: Exchange) -> None:
-    data = [
-        {**describe(service, exchange.caller, model), "replicas": len(model.backend.replicas)}
-        for model in service.registry
-    ]
-    for progress in service.control.loading.values() if service.control is not None else ():
-        data.append(
-            {
-                "id": progress.model,
-                "object": "model",
-                "ready": False,
-                "state": "loading",
-                "phase": progress.phase,
-                "fraction": round(progress.fraction, 3),
-            }
-        )
-    await exchange.reply_json({"object": "list", "data": data})
+class ModelAdminEndpoints:
+    """Loads and unloads models."""
 
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        models: ModelEndpoints,
+        routes: Routes,
+        admissions: Admissions,
+        supervisor: Supervisor,
+        engine_wait_s: float,
+        body_limit: int,
+    ) -> None:
+        self._registry = registry
+        self._models = models
+        self._routes = routes
+        self._admissions = admissions
+        self._supervisor = supervisor
+        self._engine_wait_s = engine_wait_s
+        self._body_limit = body_limit
 
-async def load_model(service: Service, exchange: Exchange) -> None:
-    """Answers when the model does, which may take as long as a download."""
-    request = decode(_load, await exchange.body(service.settings.body_limit))
-    name = request.name or model_name(request.source)
-    if service.registry.named(name) or any(name in model.adapter_names for model in service.registry):
-        raise InvalidRequest(f"`{name}` is already the name of a model.", param="name", code="name_taken")
-    described = {**request.options, "source": request.source, "name": name}
-    await ask(service, lambda number: Load(number, described))
-    model = service.registry.route(name).model
-    await model.backend.wait_ready(service.settings.engine_wait_s)
-    await exchange.reply_json(describe(service, exchange.caller, model))
+    async def admin_models(self, exchange: Exchange) -> None:
+        data = [
+            {**self._models.describe(exchange.caller, model), "replicas": len(model.backend.replicas)}
+            for model in self._registry
+        ]
+        for progress in self._supervisor.loading.values():
+            data.append(
+                {
+                    "id": progress.model,
+                    "object": "model",
+                    "ready": False,
+                    "state": "loading",
+                    "phase": progress.phase,
+                    "fraction": round(progress.fraction, 3),
+                }
+            )
+        await exchange.reply_json({"object": "list", "data": data})
 
+    async def load_model(self, exchange: Exchange) -> None:
+        """Answers when the model does, which may take as long as a download."""
+        request = decode(_load, await exchange.body(self._body_limit))
+        name = request.name or model_name(request.source)
+        if self._registry.named(name) or any(name in model.adapter_names for model in self._registry):
+            raise InvalidRequest(f"`{name}` is already the name of a model.", param="name", code="name_taken")
+        described = {**request.options, "source": request.source, "name": name}
+        await self._supervisor.ask(lambda number: Load(number, described))
+        model = self._registry.route(name).model
+        await model.backend.wait_ready(self._engine_wait_s)
+        await exchange.reply_json(self._models.describe(exchange.caller, model))
 
-async def unload_model(service: Service, exchange: Exchange) -> None:
-    """New requests do not find it any more; answers when what it ran has ended."""
-    name = exchange.path.removeprefix("/v1/admin/models/")
-    model = next((model for model in service.registry if model.name == name), None)
-    if model is None:
-        raise NotFound(f"No model that runs here is called `{name[:256]}`.", param="model")
-    if model.time_slice:
-        raise InvalidRequest(f"`{name}` takes turns with others (time_slice); it can be put to sleep.", param="model")
-    needs = [other.name for other in service.registry if name in other.fallback]
-    needs += [rules.name for rules in service.routes.rules.values() if name in (rules.small, rules.large)]
-    needs += [other for other, smaller in service.admissions.smaller.items() if smaller == name]
-    if needs:
-        raise InvalidRequest(f"`{name}` is needed by {', '.join(f'`{other}`' for other in needs)}.", param="model")
-    await ask(service, lambda number: Unload(number, name))
-    await exchange.reply_json({"id": name, "object": "model", "deleted": True})
+    async def unload_model(self, exchange: Exchange) -> None:
+        """New requests do not find it any more; answers when what it ran has ended."""
+        name = exchange.path.removeprefix("/v1/admin/models/")
+        model = next((model for model in self._registry if model.name == name), None)
+        if model is None:
+            raise NotFound(f"No model that runs here is called `{name[:256]}`.", param="model")
+        if model.time_slice:
+            raise InvalidRequest(
+                f"`{name}` takes turns with others (time_slice); it can be put to sleep.", param="model"
+            )
+        needs = [other.name for other in self._registry if name in other.fallback]
+        needs += [rules.name for rules in self._routes.rules.values() if name in (rules.small, rules.large)]
+        needs += [other for other, smaller in self._admissions.smaller.items() if smaller == name]
+        if needs:
+            raise InvalidRequest(f"`{name}` is needed by {', '.join(f'`{other}`' for other in needs)}.", param="model")
+        await self._supervisor.ask(lambda number: Unload(number, name))
+        await exchange.reply_json({"id": name, "object": "model", "deleted": True})

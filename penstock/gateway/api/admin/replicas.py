@@ -5,18 +5,17 @@ The supervisor carries operations out, so they need a server started by `penstoc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
-from penstock.protocol.control import Drain, Operation, Restart, Scale, Stop
+from penstock.protocol.control import Drain, Restart, Scale, Stop
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
 
@@ -45,48 +44,48 @@ _restart = msgspec.json.Decoder(RestartRequest)
 _drain = msgspec.json.Decoder(DrainRequest)
 
 
-async def list_replicas(service: Service, exchange: Exchange) -> None:
-    found = [entry for model in service.registry for entry in describe(model)]
-    found += [entry for remote in service.registry.remotes.values() for entry in describe_remote(remote)]
-    await exchange.reply_json({"object": "list", "data": found})
+class ReplicaEndpoints:
+    """The engines behind models."""
 
+    def __init__(self, registry: ModelRegistry, supervisor: Supervisor, body_limit: int) -> None:
+        self._registry = registry
+        self._supervisor = supervisor
+        self._body_limit = body_limit
 
-async def scale_model(service: Service, exchange: Exchange) -> None:
-    request = decode(_scale, await exchange.body(service.settings.body_limit))
-    model = _model(service, exchange, "/scale")
-    if model.time_slice:
-        raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
-    await ask(service, lambda number: Scale(number, model.name, request.replicas))
-    await _reply(exchange, model)
+    async def list_replicas(self, exchange: Exchange) -> None:
+        found = [entry for model in self._registry for entry in describe(model)]
+        found += [entry for remote in self._registry.remotes.values() for entry in describe_remote(remote)]
+        await exchange.reply_json({"object": "list", "data": found})
 
+    async def scale_model(self, exchange: Exchange) -> None:
+        request = decode(_scale, await exchange.body(self._body_limit))
+        model = self._model(exchange, "/scale")
+        if model.time_slice:
+            raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
+        await self._supervisor.ask(lambda number: Scale(number, model.name, request.replicas))
+        await _reply(exchange, model)
 
-async def restart_model(service: Service, exchange: Exchange) -> None:
-    request = decode(_restart, await exchange.body(service.settings.body_limit) or b"{}")
-    model = _model(service, exchange, "/restart")
-    await ask(service, lambda number: Restart(number, model.name, request.replica or ""))
-    await _reply(exchange, model)
+    async def restart_model(self, exchange: Exchange) -> None:
+        request = decode(_restart, await exchange.body(self._body_limit) or b"{}")
+        model = self._model(exchange, "/restart")
+        await self._supervisor.ask(lambda number: Restart(number, model.name, request.replica or ""))
+        await _reply(exchange, model)
 
+    async def drain_replica(self, exchange: Exchange) -> None:
+        request = decode(_drain, await exchange.body(self._body_limit))
+        model = self._model(exchange, "/drain")
+        await self._supervisor.ask(lambda number: Drain(number, model.name, request.replica))
+        await _reply(exchange, model)
 
-async def drain_replica(service: Service, exchange: Exchange) -> None:
-    request = decode(_drain, await exchange.body(service.settings.body_limit))
-    model = _model(service, exchange, "/drain")
-    await ask(service, lambda number: Drain(number, model.name, request.replica))
-    await _reply(exchange, model)
+    async def drain_server(self, exchange: Exchange) -> None:
+        await self._supervisor.ask(lambda number: Stop(number))
+        await exchange.reply_json({"object": "server", "state": "draining"}, 202)
 
-
-async def drain_server(service: Service, exchange: Exchange) -> None:
-    await ask(service, lambda number: Stop(number))
-    await exchange.reply_json({"object": "server", "state": "draining"}, 202)
-
-
-async def ask(service: Service, operation: Callable[[int], Operation]) -> None:
-    """Have the supervisor do something; returns when it is done."""
-    if service.control is None:
-        raise InvalidRequest(
-            "This gateway was not started by `penstock serve`; whoever started its engines can start and stop them.",
-            code="not_supervised",
-        )
-    await service.control.ask(operation)
+    def _model(self, exchange: Exchange, verb: str) -> ServedModel:
+        model = self._registry.route(exchange.path.removeprefix("/v1/admin/models/").removesuffix(verb)).model
+        if model.adapter:
+            raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")
+        return model
 
 
 async def _reply(exchange: Exchange, model: ServedModel) -> None:
@@ -147,10 +146,3 @@ def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
         }
         for member in model.members
     ]
-
-
-def _model(service: Service, exchange: Exchange, verb: str) -> ServedModel:
-    model = service.registry.route(exchange.path.removeprefix("/v1/admin/models/").removesuffix(verb)).model
-    if model.adapter:
-        raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")
-    return model

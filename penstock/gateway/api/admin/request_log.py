@@ -8,7 +8,6 @@ import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
 from penstock.metering.request_store import RequestStore
@@ -25,21 +24,24 @@ class RequestsQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 100
 
 
-async def list_requests(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(RequestsQuery, exchange.scope)
-    store = None if service.request_log is None else service.request_log.sink
-    if not isinstance(store, RequestStore):
-        raise ServiceUnavailable("This gateway has no request log that it could read; see `request_log.url`.")
-    try:
-        entries = await store.read(
-            since=moment(asked.since),
-            tenant=asked.tenant,
-            finish_reason=asked.finish_reason,
-            limit=asked.limit,
-        )
-    except LedgerError as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
-    except DatabaseError as error:
-        raise ServiceUnavailable("The request log cannot be read at the moment.") from error
-    await exchange.reply_json({"object": "list", "data": [msgspec.to_builtins(entry) for entry in entries]})
+class RequestLogEndpoints:
+    """The request log."""
+
+    def __init__(self, store: RequestStore) -> None:
+        self._store = store
+
+    async def list_requests(self, exchange: Exchange) -> None:
+        asked = decode_query(RequestsQuery, exchange.scope)
+        try:
+            entries = await self._store.read(
+                since=moment(asked.since),
+                tenant=asked.tenant,
+                finish_reason=asked.finish_reason,
+                limit=asked.limit,
+            )
+        except LedgerError as error:
+            message = str(error)
+            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+        except DatabaseError as error:
+            raise ServiceUnavailable("The request log cannot be read at the moment.") from error
+        await exchange.reply_json({"object": "list", "data": [msgspec.to_builtins(entry) for entry in entries]})

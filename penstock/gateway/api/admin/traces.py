@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.process.service import Service
+from penstock.gateway.workers.group import WorkerGroup
 from penstock.protocol.errors import NotFound
 from penstock.telemetry.timeline import TraceQuery
 
@@ -22,21 +22,27 @@ class TracesQuery(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 20
 
 
-async def list_traces(service: Service, exchange: Exchange) -> None:
-    asked = decode_query(TracesQuery, exchange.scope)
-    found = await service.traces(TraceQuery(asked.limit, _visible(exchange)))
-    await exchange.reply_json({"object": "list", "data": found})
+class TraceEndpoints:
+    """Timelines of recent requests."""
 
+    def __init__(self, workers: WorkerGroup, kept: int) -> None:
+        self._workers = workers
+        self._kept = kept
 
-async def get_trace(service: Service, exchange: Exchange) -> None:
-    request_id: str = exchange.scope["path_params"]["request"]
-    found = await service.traces(TraceQuery(1, _visible(exchange), request_id))
-    if not found:
-        raise NotFound(
-            f"No timeline of a request `{request_id[:128]}` is kept here; the newest "
-            f"{service.settings.telemetry.recent_requests} are (`telemetry.recent_requests`)."
-        )
-    await exchange.reply_json(found[0])
+    async def list_traces(self, exchange: Exchange) -> None:
+        asked = decode_query(TracesQuery, exchange.scope)
+        found = await self._workers.traces(TraceQuery(asked.limit, _visible(exchange)))
+        await exchange.reply_json({"object": "list", "data": found})
+
+    async def get_trace(self, exchange: Exchange) -> None:
+        request_id: str = exchange.scope["path_params"]["request"]
+        found = await self._workers.traces(TraceQuery(1, _visible(exchange), request_id))
+        if not found:
+            raise NotFound(
+                f"No timeline of a request `{request_id[:128]}` is kept here; the newest "
+                f"{self._kept} are (`telemetry.recent_requests`)."
+            )
+        await exchange.reply_json(found[0])
 
 
 def _visible(exchange: Exchange) -> str | None:

@@ -10,41 +10,70 @@ import msgspec
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
 from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.accounting.encoder_work import find_encoder, metered
+from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import EmbeddingsRequest
-from penstock.gateway.process.service import Service
+from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
+from penstock.routing.encoders import Encoders
 
 _decoder = msgspec.json.Decoder(EmbeddingsRequest)
 _FORMS = "`input` must be a string, a list of strings, a list of token ids or a list of lists of token ids."
 
 
-async def embeddings(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user, None)
-    inputs = _inputs(request)
-    embedder = find_encoder(service, exchange, request.model)
-    most = service.encoders.configs[embedder.name].max_texts
-    if len(inputs) > most:
-        raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
-    info = await embedder.open()
-    _check(request, embedder, info)
-    ids = [_fitted(text, request, embedder, info) for text in await _ids(service, exchange, embedder, info, inputs)]
-    tokens = sum(map(len, ids))
-    # Lines of batches let everybody else go first.
-    work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
-    numbers = await metered(service, exchange, embedder, len(ids), tokens, work)
-    size = info.dimensions * FLOAT_BYTES
-    vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    await exchange.reply_json({"object": "list", "data": data, "model": embedder.name, "usage": usage})
+class EmbeddingEndpoints:
+    """Vectors of texts."""
+
+    def __init__(
+        self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails | None, body_limit: int
+    ) -> None:
+        self._encoders = encoders
+        self._encoder_work = encoder_work
+        self._guardrails = guardrails
+        self._body_limit = body_limit
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        request = decode(_decoder, await exchange.body(self._body_limit))
+        identify(exchange, request.user, None)
+        inputs = _inputs(request)
+        embedder = self._encoder_work.find(exchange, request.model)
+        most = self._encoders.configs[embedder.name].max_texts
+        if len(inputs) > most:
+            raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
+        info = await embedder.open()
+        _check(request, embedder, info)
+        ids = [_fitted(text, request, embedder, info) for text in await self._ids(exchange, embedder, info, inputs)]
+        tokens = sum(map(len, ids))
+        # Lines of batches let everybody else go first.
+        work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
+        numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
+        size = info.dimensions * FLOAT_BYTES
+        vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        data = [
+            {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        await exchange.reply_json({"object": "list", "data": data, "model": embedder.name, "usage": usage})
+
+    async def _ids(
+        self, exchange: Exchange, embedder: Embedder, info: EngineInfo, inputs: list[str | list[int]]
+    ) -> list[list[int]]:
+        texts = [text for text in inputs if isinstance(text, str)]
+        if texts:
+            if self._guardrails is not None:
+                texts = [await self._guardrails.prompt(exchange, text) for text in texts]
+            return await embedder.tokenize(texts)
+        first, last = embedder.text.first, embedder.text.last
+        found = []
+        for ids in inputs:
+            assert isinstance(ids, list)
+            check_token_ids(ids, info.vocab_size, "input")
+            whole = ids[0] == first and ids[-1] == last and len(ids) > 1
+            found.append(ids if whole else [first, *ids, last])
+        return found
 
 
 def _inputs(request: EmbeddingsRequest) -> list[str | list[int]]:
@@ -83,24 +112,6 @@ def _check(request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> 
             f"`truncate_prompt_tokens` is -1 or from 3 to {info.max_model_len} for this model.",
             param="truncate_prompt_tokens",
         )
-
-
-async def _ids(
-    service: Service, exchange: Exchange, embedder: Embedder, info: EngineInfo, inputs: list[str | list[int]]
-) -> list[list[int]]:
-    texts = [text for text in inputs if isinstance(text, str)]
-    if texts:
-        if service.guardrails is not None:
-            texts = [await service.guardrails.prompt(exchange, text) for text in texts]
-        return await embedder.tokenize(texts)
-    first, last = embedder.text.first, embedder.text.last
-    found = []
-    for ids in inputs:
-        assert isinstance(ids, list)
-        check_token_ids(ids, info.vocab_size, "input")
-        whole = ids[0] == first and ids[-1] == last and len(ids) > 1
-        found.append(ids if whole else [first, *ids, last])
-    return found
 
 
 def _fitted(ids: list[int], request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> list[int]:

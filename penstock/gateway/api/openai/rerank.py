@@ -9,57 +9,71 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.accounting.encoder_work import find_encoder, metered
+from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import RerankRequest
-from penstock.gateway.process.service import Service
+from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
+from penstock.routing.encoders import Encoders
 
 _decoder = msgspec.json.Decoder(RerankRequest)
 
 
-async def rerank(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user, None)
-    if not request.query.strip():
-        raise InvalidRequest("`query` is empty.", param="query")
-    if not request.documents:
-        raise InvalidRequest("`documents` is empty.", param="documents")
-    texts = [document if isinstance(document, str) else document.text for document in request.documents]
-    embedder = find_encoder(service, exchange, request.model)
-    most = service.encoders.configs[embedder.name].max_texts
-    if len(texts) > most:
-        raise InvalidRequest(f"There are {len(texts)} documents; at most {most} go in one request.", param="documents")
-    query = request.query
-    if service.guardrails is not None:
-        query = await service.guardrails.prompt(exchange, query)
-        texts = [await service.guardrails.prompt(exchange, text) for text in texts]
-    info = await embedder.open()
-    asked, *lengths = [min(len(ids), info.max_model_len) for ids in await embedder.tokenize([query, *texts])]
-    if asked >= info.max_model_len:
-        raise ContextLengthExceeded(limit=info.max_model_len, prompt_tokens=asked, param="query")
-    # A cross-encoder reads the query again with every document.
-    tokens = sum(lengths) + asked * (len(texts) if info.scores else 1)
-    found = await metered(service, exchange, embedder, len(texts), tokens, embedder.rerank(query, texts))
-    scores = [_share(value) for value in found.values] if info.scores else found.values
-    order = sorted(range(len(texts)), key=lambda index: -scores[index])
-    results: list[dict[str, Any]] = []
-    for index in order[: request.top_n]:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if request.return_documents:
-            result["document"] = {"text": texts[index]}
-        results.append(result)
-    await exchange.reply_json(
-        {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "object": "list",
-            "model": embedder.name,
-            "results": results,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "meta": {"billed_units": {"input_tokens": tokens}},
-        }
-    )
+class RerankEndpoints:
+    """Ranks documents."""
+
+    def __init__(
+        self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails | None, body_limit: int
+    ) -> None:
+        self._encoders = encoders
+        self._encoder_work = encoder_work
+        self._guardrails = guardrails
+        self._body_limit = body_limit
+
+    async def rerank(self, exchange: Exchange) -> None:
+        request = decode(_decoder, await exchange.body(self._body_limit))
+        identify(exchange, request.user, None)
+        if not request.query.strip():
+            raise InvalidRequest("`query` is empty.", param="query")
+        if not request.documents:
+            raise InvalidRequest("`documents` is empty.", param="documents")
+        texts = [document if isinstance(document, str) else document.text for document in request.documents]
+        embedder = self._encoder_work.find(exchange, request.model)
+        most = self._encoders.configs[embedder.name].max_texts
+        if len(texts) > most:
+            raise InvalidRequest(
+                f"There are {len(texts)} documents; at most {most} go in one request.", param="documents"
+            )
+        query = request.query
+        if self._guardrails is not None:
+            query = await self._guardrails.prompt(exchange, query)
+            texts = [await self._guardrails.prompt(exchange, text) for text in texts]
+        info = await embedder.open()
+        asked, *lengths = [min(len(ids), info.max_model_len) for ids in await embedder.tokenize([query, *texts])]
+        if asked >= info.max_model_len:
+            raise ContextLengthExceeded(limit=info.max_model_len, prompt_tokens=asked, param="query")
+        # A cross-encoder reads the query again with every document.
+        tokens = sum(lengths) + asked * (len(texts) if info.scores else 1)
+        found = await self._encoder_work.run(exchange, embedder, len(texts), tokens, embedder.rerank(query, texts))
+        scores = [_share(value) for value in found.values] if info.scores else found.values
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])
+        results: list[dict[str, Any]] = []
+        for index in order[: request.top_n]:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if request.return_documents:
+                result["document"] = {"text": texts[index]}
+            results.append(result)
+        await exchange.reply_json(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "object": "list",
+                "model": embedder.name,
+                "results": results,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "meta": {"billed_units": {"input_tokens": tokens}},
+            }
+        )
 
 
 def _share(logit: float) -> float:

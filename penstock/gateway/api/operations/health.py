@@ -10,32 +10,40 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from penstock.gateway.api.operations.readiness import Readiness
+from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.exchange import Exchange, encode_json
-from penstock.gateway.process.service import Service
 from penstock.protocol.errors import Draining
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 
 STUCK_S = 180.0
 
 
-async def live(service: Service, exchange: Exchange) -> None:
-    models = {model.name: {"stalled_s": round(model.backend.stalled_s, 3)} for model in service.registry}
-    stuck = [model.name for model in service.registry if model.backend.stalled_s > STUCK_S]
-    body = {"status": "stuck" if stuck else "ok", "models": models}
-    await exchange.reply(503 if stuck else 200, encode_json(body))
+class HealthEndpoints:
+    """Health checks."""
 
+    def __init__(self, registry: ModelRegistry, drain: Drain) -> None:
+        self._registry = registry
+        self._drain = drain
+        self._readiness = Readiness()
 
-async def ready(service: Service, exchange: Exchange) -> None:
-    if service.drain.active:
-        raise Draining
-    models = list(service.registry)
-    problems = await asyncio.gather(*(service.readiness.problem(model) for model in models))
-    body = {
-        "status": "unavailable" if any(problems) else "ok",
-        "models": {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)},
-    }
-    headers = [(b"retry-after", b"1")] if any(problems) else []
-    await exchange.reply(503 if any(problems) else 200, encode_json(body), headers=headers)
+    async def live(self, exchange: Exchange) -> None:
+        models = {model.name: {"stalled_s": round(model.backend.stalled_s, 3)} for model in self._registry}
+        stuck = [model.name for model in self._registry if model.backend.stalled_s > STUCK_S]
+        body = {"status": "stuck" if stuck else "ok", "models": models}
+        await exchange.reply(503 if stuck else 200, encode_json(body))
+
+    async def ready(self, exchange: Exchange) -> None:
+        if self._drain.active:
+            raise Draining
+        models = list(self._registry)
+        problems = await asyncio.gather(*(self._readiness.problem(model) for model in models))
+        body = {
+            "status": "unavailable" if any(problems) else "ok",
+            "models": {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)},
+        }
+        headers = [(b"retry-after", b"1")] if any(problems) else []
+        await exchange.reply(503 if any(problems) else 200, encode_json(body), headers=headers)
 
 
 def _state(model: ServedModel, problem: str | None) -> dict[str, Any]:

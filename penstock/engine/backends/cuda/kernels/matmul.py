@@ -1,4 +1,4 @@
-"""x W^T with one order of summation, whatever the number of rows: the linear of deterministic mode.
+"""x W^T with one order of summation, whatever the number of rows: the batch-invariant linear of deterministic mode.
 
 Tiles depend on the shape of the weights alone, and there is no split over the input, so every output is one chain of
 tensor-core products over the same slices of the input in the same order. Rows beyond the last are zeros.
@@ -85,7 +85,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, pdl: bool = False)
     return out
 
 
-class FixedLinear:
+class BatchInvariantLinear:
     """See `Linear`: dense weights [out, in] on CUDA."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,15 +1,16 @@
-"""A decoder described by numbers: read from a checkpoint's `config.json` keys, refused when it is not one of ours."""
+"""The shape of a decoder, read from a checkpoint's `config.json` keys by its family's descriptor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from penstock.engine.backends.interface import Activation
-from penstock.engine.models.families import MoeConfig, integer, text_part, variation
+from penstock.engine.models.families import HFConfig, MoeConfig, family_of, integer, text_config
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.engine.backends.interface import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +40,23 @@ class ModelConfig:
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     sandwich_norms: bool = False
-    """Whether what attention and feed-forward give is normalized too, before it joins the residual stream."""
-    norm_shift: float = 0.0
-    """Added to norm weights when they are read: Gemma stores them less one."""
+    """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
+    norm_offset: float = 0.0
+    """Added to norm weights when they are read."""
     embedding_scale: float = 1.0
     attention_scale: float
-    """What products of queries and keys are multiplied by."""
+    """Factor of the products of queries and keys."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
     logit_softcap: float | None = None
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read Hugging Face `config.json` keys; a model we cannot run exactly is refused, never approximated."""
-        raw = text_part(raw)
-        varied = variation(raw)
+    def from_hf(cls, raw: HFConfig) -> ModelConfig:
+        """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
+        raw = text_config(raw)
+        family = family_of(str(raw.get("model_type", "")))
+        fields = family.fields(raw)
+        family.check_activation(raw)
         heads = integer(raw, "num_attention_heads")
         hidden = integer(raw, "hidden_size")
         layers = integer(raw, "num_hidden_layers")
@@ -61,13 +64,13 @@ class ModelConfig:
         head_dim = integer(raw, "head_dim", hidden // heads)
         if heads % kv_heads or head_dim % 2:
             raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
-        varied.setdefault("tied_embeddings", bool(raw.get("tie_word_embeddings", False)))
-        varied.setdefault("windows", (None,) * layers)
-        varied.setdefault("attention_scale", head_dim**-0.5)
-        if "rope" not in varied:
-            varied["rope"] = read_rope(raw)
+        fields.setdefault("tied_embeddings", bool(raw.get("tie_word_embeddings", False)))
+        fields.setdefault("windows", (None,) * layers)
+        fields.setdefault("attention_scale", head_dim**-0.5)
+        if "rope" not in fields:
+            fields["rope"] = read_rope(raw)
         return cls(
-            family=str(raw["model_type"]),
+            family=family.model_type,
             hidden_size=hidden,
             ffn_size=integer(raw, "intermediate_size"),
             num_layers=layers,
@@ -77,7 +80,10 @@ class ModelConfig:
             vocab_size=integer(raw, "vocab_size"),
             max_positions=integer(raw, "max_position_embeddings", 2048),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            **varied,
+            activation=family.activation,
+            sandwich_norms=bool(family.names.mixer_out_norm),
+            norm_offset=family.norm_offset,
+            **fields,
         )
 
     @property

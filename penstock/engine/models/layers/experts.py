@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import Ops
+from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.layers.mlp import GatedMlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Having every kernel compiled before the first request.
+"""Compiling every kernel before the first request.
 
 One layer of each kind is taken through every shape that steps can have: all decode batch sizes, prompts short and
 long, and both together. Nothing runs; the kernels asked for are compiled in parallel. Shapes and types decide which
@@ -8,7 +8,6 @@ kernels those are, not contents, so this needs no real cache.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,44 +15,45 @@ from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.cuda.graphs import buckets_up_to
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.cuda.kernels.common import building_kernels
+from penstock.engine.backends.interface import AttentionBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
-from penstock.engine.kv.cache import KVCache, KVShape
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The largest steps an engine takes."""
-
-    max_rows: int
-    budget: int
-    max_context: int
-    block_size: int
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.mixer import TokenMixer
 
 
 @torch.inference_mode()
 def compile_kernels(
-    decoder: Decoder, dtype: torch.dtype, limits: Limits, adapters: AdapterRuntime | None = None
+    decoder: Decoder, dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None = None
 ) -> None:
     """Compile whatever the decoder may launch, with a cache of `dtype`."""
-    from penstock.engine.backends.cuda.kernels.common import building_kernels
-
-    config, device = decoder.config, decoder.embedding.device
-    kv = KVCache(KVShape(1, config.num_kv_heads, config.head_dim, limits.block_size, dtype), 2, device)
+    device = decoder.embedding.device
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
-    kinds = {(layer.heads, type(layer.mlp)): layer for layer in decoder.layers}
+    kinds = {(_kind_of(layer.mixer), type(layer.feed_forward)): layer for layer in decoder.layers}
     with building_kernels():
         for layer in kinds.values():
-            _visit(dataclasses.replace(decoder, layers=[layer]), kv, tables, limits)
+            alone = dataclasses.replace(decoder, layers=[layer])
+            _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
         if adapters is not None:
-            _visit_adapted(adapters, kv, tables, limits)
+            alone = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
+            _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits)
 
 
-def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits: Limits) -> None:
+def _kind_of(mixer: TokenMixer) -> object:
+    """Equal for mixers that launch the same kernels."""
+    return mixer.heads if isinstance(mixer, Attention) else type(mixer)
+
+
+def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
+    shape = decoder.cache_shape(limits.block_size, dtype)
+    return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
+
+
+def _visit_adapted(adapters: AdapterRuntime, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
     """The same steps with adapters: tokens in all slots, in short and long chunks."""
-    decoder = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
     for decodes in buckets_up_to(limits.max_rows):
         adapters.kernel.begin(np.zeros(decodes, np.int32))
         _forward(decoder, kv, tables, limits, decodes, [])
@@ -62,8 +62,8 @@ def _visit_adapted(adapters: AdapterRuntime, kv: KVCache, tables: Tensor, limits
         _forward(decoder, kv, tables, limits, 1, prompts)
 
 
-def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> None:
-    device, ops, heads, cache = kv.device, decoder.ops, decoder.layers[0].heads, kv.layers[0]
+def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
+    device, ops = kv.device, decoder.ops
     for decodes in buckets_up_to(limits.max_rows):
         logits = decoder.head(_forward(decoder, kv, tables, limits, decodes, []))
         keys, floats = torch.zeros(decodes, dtype=torch.int64, device=device), torch.zeros(decodes, device=device)
@@ -78,19 +78,25 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits) -> Non
     for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
+    mixer, cache = decoder.layers[0].mixer, kv.layers[0]
+    if not isinstance(mixer, Attention):
+        return
+    heads = mixer.heads
     # Beside prompts there may be any number of decodes, not only those that have a graph.
     q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
         batch = _batch(decodes, [], tables, limits)
-        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or decoder.layers[0].kv_scales)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales)
 
 
-def _forward(decoder: Decoder, kv: KVCache, tables: Tensor, limits: Limits, decodes: int, prompts: list[int]) -> Tensor:
+def _forward(
+    decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits, decodes: int, prompts: list[int]
+) -> Tensor:
     batch = _batch(decodes, prompts, tables, limits)
     return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
 
 
-def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: Limits) -> AttentionBatch:
+def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits) -> AttentionBatch:
     lengths = torch.tensor([1] * decodes + prompts, dtype=torch.int32, device=tables.device)
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tables.device)
     starts[1:] = lengths.cumsum(0)

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.host_memory import is_host
+from penstock.engine.backends.interface import Staging
+
 _ALIGN = 16
 _DEPTH = 8
 _DTYPES = {
@@ -19,18 +22,27 @@ _DTYPES = {
 }
 
 
-class Staging:
-    """Uploads lists of arrays; on CPU the tensors alias the arrays."""
+def staging_for(device: torch.device) -> Staging:
+    """The staging that suits a device."""
+    return HostStaging() if is_host(device) else PinnedStaging(device)
+
+
+class HostStaging:
+    """See `Staging`: the tensors alias the arrays."""
+
+    def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+
+class PinnedStaging:
+    """See `Staging`: through pinned buffers that rotate."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._pinned: list[Tensor | None] = [None] * _DEPTH
         self._turn = 0
 
     def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """Device tensors with the content and dtype of `arrays` (1-D, C-contiguous)."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
         offsets: list[int] = []
         total = 0
         for array in arrays:
@@ -40,7 +52,7 @@ class Staging:
         view = pinned.numpy()
         for array, offset in zip(arrays, offsets, strict=True):
             view[offset : offset + array.nbytes] = array.view(np.uint8)
-        device = pinned[:total].to(self.device, non_blocking=True)
+        device = pinned[:total].to(self._device, non_blocking=True)
         return [
             device[offset : offset + array.nbytes].view(_DTYPES[array.dtype])
             for array, offset in zip(arrays, offsets, strict=True)

@@ -1,4 +1,4 @@
-"""The feed-forward of a layer: what the decoder asks of one, and the ordinary, dense kind. Experts are in `moe`."""
+"""The feed-forward of a layer: the interface, and the dense gated MLP. A mixture of experts is in `experts`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.engine.backends.interface import Activation, ActivationOps
 from penstock.engine.models.layers.linear import Linear
 
 
-class Mlp(Protocol):
-    """Normalized tokens [T, hidden] to what is added to the residual stream [T, hidden]."""
+class FeedForward(Protocol):
+    """Computes every token on its own: [T, hidden] normalized to [T, hidden], which is added to the residual stream."""
 
     @property
     def ops(self) -> ActivationOps:
-        """Whose norm makes the input: that of FP8 linears hands over FP8 activations with their scales."""
+        """Their norm makes the input; that of FP8 linears hands over FP8 activations with their scales."""
         ...
 
     @property
@@ -31,6 +31,14 @@ class Mlp(Protocol):
         ...
 
     def __call__(self, x: Any) -> Tensor: ...
+
+
+class FusedFeedForward(FeedForward, Protocol):
+    """One whose linears take the norm, the gate and the residual addition into their launches."""
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """`residual` plus the feed-forward of the normalized `residual`; may update it in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,13 @@ class GatedMlp:
         if in_place is not None:  # a linear that gates its outputs before it writes them
             return self.down(in_place(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for linears that are `FusedLinear` and a gate that is SiLU."""
+        gate_up: Any = self.gate_up
+        down: Any = self.down
+        out: Tensor = down.fused(gate_up.fused(residual, norm=norm, eps=eps, gated=True), residual=residual)
+        return out
 
 
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:

@@ -1,0 +1,94 @@
+"""`penstock bench engine`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.bench.options import (
+    Device,
+    DType,
+    DTypeOption,
+    Json,
+    KVDType,
+    KVDTypeOption,
+    Model,
+    Threads,
+    Weights,
+    WeightsOption,
+    console,
+)
+
+
+def engine(
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", "-w", help="Workload name; repeat for several. Default: c1, c16.")
+    ] = None,
+    model: Model = "smollm2-135m",
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights of a named shape instead of a model (see --list).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each workload; medians are shown.")] = 1,
+    warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Run short requests first.")] = True,
+    device: Device = "auto",
+    dtype: DTypeOption = DType.auto,
+    weights: WeightsOption = Weights.auto,
+    kv_dtype: KVDTypeOption = KVDType.auto,
+    threads: Threads = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")] = None,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Context window.")] = None,
+    adapters: Annotated[
+        int, typer.Option(min=0, help="Compare with and without this many random LoRA adapters, in the same run.")
+    ] = 0,
+    adapter_rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of those adapters.")] = 16,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show where steps go, of prompts and decoding: busy, idle, kernels.")
+    ] = False,
+    json_file: Json = None,
+    show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
+) -> None:
+    """
+    Offline benchmark of the engine: fixed workloads, tokens/s beside the bandwidth they reach.
+
+    Examples:
+
+        penstock bench engine
+
+        penstock bench engine -w b1 -w c16 --repeat 5 --json results.json
+
+        penstock bench engine --shape llama-8b --device cuda -w b1 -w b64 -w mix
+
+        penstock bench engine -w c16 --profile
+
+        penstock bench engine -w c16 --adapters 8 --repeat 3
+
+        penstock bench engine --list
+    """
+    if show:
+        from penstock.bench.choices import show_choices
+
+        show_choices(console())
+        return
+
+    from penstock.bench import offline
+
+    settings = offline.OfflineBenchSettings(
+        model=model,
+        shape=shape,
+        device=device,
+        dtype=dtype.value,
+        weights=weights.value,
+        kv_dtype=kv_dtype.value,
+        threads=threads,
+        max_running=max_running,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        repeat=repeat,
+        warm_up=warm_up,
+        adapters=adapters,
+        adapter_rank=adapter_rank,
+        profile=profile,
+    )
+    offline.main(settings, workload or ["c1", "c16"], json_file, console())

@@ -1,0 +1,84 @@
+"""The CUDA backend: Triton kernels, few-bit linears on them, and decode steps as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.apply import LoraKernel
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.cuda.device import TorchCudaBackend
+from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
+from penstock.engine.backends.cuda.graphs import GraphExecutor
+from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
+from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
+from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
+from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.lora import TritonLora
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.warmup import compile_kernels
+from penstock.engine.backends.interface import Backend, Executor, Ops, StepLimits, WeightPlan
+from penstock.engine.config import EngineConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.experts import ExpertMlp
+from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.runner.resources import RunnerResources
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.models.build import Weights
+
+
+class CudaBackend(TorchCudaBackend):
+    """See `Backend`."""
+
+    bounds_are_compiled = True
+    compiles = True
+    adapters_by_output = True
+
+    def _make_ops(self) -> Ops:
+        return TritonOps(self.device)
+
+    def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
+        if config.deterministic:
+            if config.weights not in ("auto", "dense"):
+                raise ConfigError("deterministic: true on CUDA needs weights: dense")
+            return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, None, self.device, dtype))
+        form = self._weight_form(config, dtype, weights)
+        if form == "dense":
+            return WeightPlan(fused_up_to=MAX_BATCH)
+        if form != "fp8":
+            quantizer = GroupQuantizer(self.device, dtype, form, config.activations)
+            return WeightPlan(quantizer, fused_up_to=MAX_BATCH)
+        if dtype != torch.bfloat16:
+            raise ConfigError("weights: fp8 needs dtype: bfloat16")
+        return WeightPlan(Fp8Quantizer(self.device, dtype), Fp8Activations(), MAX_BATCH)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return CudaLinear(weight, bias)
+
+    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
+        """The grouped kernels read dense and FP8 weights; those in fewer bits are widened."""
+        return group(stored()) or group(widened()) or stored()
+
+    def observable(self) -> Backend:
+        """Here experts are stacked, and their inputs cannot be observed one by one."""
+        return TorchCudaBackend(self.device)
+
+    def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
+        return TritonLora(layout, slots, rank, dtype, self.device)
+
+    def executor(self, resources: RunnerResources) -> Executor:
+        return GraphExecutor(resources)
+
+    def compile(
+        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
+    ) -> None:
+        compile_kernels(decoder, kv_dtype, limits, adapters)

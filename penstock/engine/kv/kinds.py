@@ -1,0 +1,99 @@
+"""Cache kinds: what a layer keeps of earlier tokens, and what that costs.
+
+A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
+before it exists, and allocates the tensors. `PagedKV` is the one that models use today: keys and values in blocks that
+sequences may share. A latent cache (MLA) is paged in the same way with one vector per token; a recurrent layer has
+`block_bytes` 0 and a state per sequence, found by the sequence's row in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.host_memory import zeros
+from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """The memory of some layers of one kind."""
+
+    layers: list[Any]
+    """What each layer's mixer is called with."""
+    blocks: list[Tensor] = field(default_factory=list)
+    """Everything a block of tokens consists of; the third axis of each is the block."""
+    states: list[Tensor] = field(default_factory=list)
+    """Everything kept per sequence; the second axis of each is the sequence's row."""
+
+
+class CacheKind(Protocol):
+    """Of one layer. Equal kinds are allocated together; `str` says what two engines must agree on to share blocks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of tokens; 0 where nothing is kept per token."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one running sequence, whatever its length; 0 where everything is kept per token."""
+        ...
+
+    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+        """Zeroed memory for `layers` layers of this kind."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKVCache:
+    """One layer's keys and values."""
+
+    k: Tensor
+    """[num_blocks, kv_heads, block_size, head_dim]; so is `v`."""
+    v: Tensor
+    scales: KVScales | None
+    """Of an int8 cache: [num_blocks, kv_heads, block_size] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values in blocks of tokens.
+
+    An int8 cache has a second tensor: one scale per token and KV head, computed from the numbers themselves when they
+    are written, so that no calibration is needed and one large token does not cost the others their precision.
+    Invariant: block `b` of the scales belongs to block `b` of the values; they move together.
+    """
+
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.kv_heads} heads of {self.head_dim} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def element_bytes(self) -> float:
+        """Of one key or value element, its share of the scale included."""
+        return self.dtype.itemsize + (SCALE_DTYPE.itemsize / self.head_dim if self.dtype == INT8 else 0)
+
+    @property
+    def block_bytes(self) -> int:
+        return round(2 * self.kv_heads * self.block_size * self.head_dim * self.element_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+        shape = (layers, 2, num_blocks, self.kv_heads, self.block_size)
+        values = zeros((*shape, self.head_dim), self.dtype, device)
+        if self.dtype != INT8:
+            return CacheTensors([PagedKVCache(k, v, None) for k, v in values], [values])
+        scales = zeros(shape, SCALE_DTYPE, device)
+        found = zip(values, scales, strict=True)
+        return CacheTensors([PagedKVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in found], [values, scales])

@@ -1,0 +1,200 @@
+"""What a family of models is: one descriptor, from which everything else about it follows.
+
+A descriptor says how the keys of a `config.json` become a `ModelConfig`, what the tensors of a checkpoint are called,
+and how a GGUF file of the family differs from that. The defaults are Llama's, so a family is a few lines. Tensor shapes
+of random checkpoints, GGUF tensor names, tensor-parallel cuts and quantization all read the descriptor. Nothing here
+needs torch: the gateway reads GGUF headers through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from penstock.engine.models.rope import RopeConfig
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.engine.backends.interface import Activation
+
+HFConfig = Mapping[str, Any]
+"""The keys of a `config.json`."""
+Windows = tuple[int | None, ...]
+"""The sliding window of each layer; None where a layer sees everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A feed-forward of many experts, of which each token visits a few."""
+
+    experts: int
+    top_k: int
+    ffn_size: int
+    normalize: bool
+    """Whether the weights of a token's experts are scaled to sum to one."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others are dense."""
+
+
+class ConfigFields(TypedDict, total=False):
+    """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
+
+    attention_scale: float
+    attention_softcap: float | None
+    embedding_scale: float
+    local_rope: RopeConfig
+    logit_softcap: float | None
+    mlp_bias: bool
+    moe: MoeConfig
+    output_bias: bool
+    qk_norm: bool
+    qkv_bias: bool
+    rope: RopeConfig
+    tied_embeddings: bool
+    windows: Windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names in a safetensors checkpoint, below `layers.N.`."""
+
+    mixer_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    mixer_out_norm: str = ""
+    feed_forward_out_norm: str = ""
+    """Of families with sandwich norms: what attention and feed-forward give is normalized too."""
+    attention: str = "self_attn."
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    mlp: str = "mlp."
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    fused_qkv: str = "qkv_proj"
+    fused_gate_up: str = "gate_up_proj"
+    """Of checkpoints that store the matrices above as one."""
+    fused: bool = False
+    """Whether the family's own checkpoints do."""
+    moe: str = "mlp."
+    """Of the block that holds a router called `gate` and `experts.N.`."""
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+
+    @property
+    def linears(self) -> frozenset[str]:
+        """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
+        parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
+        return frozenset((*parts, self.fused_qkv, self.fused_gate_up))
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFKeys:
+    """The metadata of a GGUF file, by keys without the architecture that they begin with."""
+
+    architecture: str
+    metadata: Mapping[str, Any]
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """Some writers give one number per layer; it must be the same in all of them."""
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if not isinstance(value, np.ndarray):
+            return value
+        unique = set(value.tolist())
+        if len(unique) != 1:
+            raise CheckpointError("layers of different shapes are not supported")
+        return unique.pop()
+
+    def decimal(self, name: str, default: float) -> float:
+        return short_decimal(self(name, default))
+
+
+def short_decimal(value: float) -> float:
+    """The decimal that was rounded to float32 when a GGUF file was written (1e-5, not 9.9999997e-06)."""
+    return float(f"{value:.7g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFormat:
+    """How GGUF files of a family differ from its safetensors checkpoints."""
+
+    architectures: tuple[str, ...]
+    """Values of `general.architecture`."""
+    applies: Callable[[GGUFKeys], bool] | None = None
+    """For families that share an architecture: whether a file is of this one. None: it is where no other applies."""
+    interleaved_rope: bool = False
+    """Whether the rows of query and key matrices are in interleaved rotary order."""
+    whole_head_rotated: bool = True
+    """Whether `rope.dimension_count` is the size of a head, for files that leave that out."""
+    config: Callable[[GGUFKeys, HFConfig], Mapping[str, Any]] | None = None
+    """Further `config.json` keys, given those that all families have."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+
+
+def llama_fields(raw: HFConfig) -> ConfigFields:
+    """Optional biases."""
+    bias = bool(raw.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The descriptor."""
+
+    model_type: str
+    """In `config.json`."""
+    class_name: str
+    """Of the reference implementation, for the key `architectures`."""
+    fields: Callable[[HFConfig], ConfigFields] = llama_fields
+    """What a `config.json` says beyond the keys that all families have."""
+    hidden_act: str = "silu"
+    hidden_act_keys: tuple[str, ...] = ("hidden_activation", "hidden_act")
+    """Where a `config.json` says so, the first that is set; anything else there is refused."""
+    norm_offset: float = 0.0
+    """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
+    names: TensorNames = TensorNames()
+    gguf: GGUFFormat
+    multimodal_type: str = ""
+    """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
+
+    @property
+    def activation(self) -> Activation:
+        return "gelu_tanh" if self.hidden_act.startswith("gelu") else "silu"
+
+    def check_activation(self, raw: HFConfig) -> None:
+        """CheckpointError when a configuration asks for another activation function."""
+        found = next((raw[key] for key in self.hidden_act_keys if raw.get(key)), self.hidden_act)
+        if found != self.hidden_act:
+            raise CheckpointError(
+                f"hidden_act {found!r} is not supported for {self.model_type} models; only {self.hidden_act!r} is"
+            )
+
+
+def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
+    """A positive integer of the configuration."""
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"config key {key!r} must be a positive integer, found {value!r}")
+    return value
+
+
+def layer_count(raw: HFConfig) -> int:
+    return integer(raw, "num_hidden_layers")
+
+
+def windows_by_type(raw: HFConfig, window: int | None) -> Windows | None:
+    """From `layer_types`, where it is given."""
+    kinds = raw.get("layer_types")
+    return None if kinds is None else tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def alternating_windows(raw: HFConfig, default_period: int) -> Windows:
+    """From `layer_types`, or: every n-th layer sees everything, the others `sliding_window`."""
+    window = raw.get("sliding_window")
+    period = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or default_period
+    spaced = tuple(None if (index + 1) % int(period) == 0 else window for index in range(layer_count(raw)))
+    return windows_by_type(raw, window) or spaced

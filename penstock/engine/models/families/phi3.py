@@ -1,0 +1,30 @@
+"""Phi-3 and Phi-4-mini: query, key, value and gate, up stored as one matrix each; longrope; partly rotated heads."""
+
+from __future__ import annotations
+
+from penstock.engine.models.families.family import (
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    HFConfig,
+    TensorNames,
+    layer_count,
+)
+from penstock.engine.models.rope import read_rope
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    window = raw.get("sliding_window")
+    return {"windows": (window,) * layer_count(raw), "rope": read_rope(raw, aliases=_EARLY_NAMES)}
+
+
+_EARLY_NAMES = {"su": "longrope", "yarn": "longrope"}
+"""What early checkpoints call longrope."""
+
+PHI3 = Family(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    fields=_fields,
+    names=TensorNames(fused=True),
+    gguf=GGUFFormat(architectures=("phi3",), whole_head_rotated=False),
+)

@@ -1,0 +1,18 @@
+"""Qwen3: a norm on each head of queries and keys."""
+
+from __future__ import annotations
+
+from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, HFConfig, llama_fields
+from penstock.engine.models.families.qwen2 import qwen_windows
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    return {**llama_fields(raw), "qk_norm": True, "windows": qwen_windows(raw)}
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    fields=_fields,
+    gguf=GGUFFormat(architectures=("qwen3",)),
+)

@@ -1,0 +1,71 @@
+"""Softmax attention over paged keys and values: MHA, GQA and MQA, with RoPE, sliding windows and score caps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import (
+    ActivationOps,
+    AttentionBatch,
+    HeadLayout,
+    KeySmoothing,
+    KVScales,
+    Ops,
+)
+from penstock.engine.kv.kinds import PagedKV, PagedKVCache
+from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """See `TokenMixer`. Query, key and value are one matrix."""
+
+    ops: ActivationOps
+    attention_ops: Ops
+    qkv: Linear
+    output: Linear
+    heads: HeadLayout
+    cos_sin: Tensor
+    """Rotary table [positions, rotated dimensions], shared with other layers."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    """Of these two norms."""
+    kv_scales: KVScales | None = None
+    """With an FP8 cache: what this layer's keys and values are divided by when stored."""
+    key_smoothing: KeySmoothing | None = None
+    """With an int8 cache: how this layer's keys are smoothed there."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.qkv.weight_bytes + self.output.weight_bytes
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
+        return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
+
+    def __call__(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        return self.output(self._attend(self.qkv(x), batch, cache))
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """See `FusedMixer`; for linears that are `FusedLinear`."""
+        qkv: Any = self.qkv
+        output: Any = self.output
+        attended = self._attend(qkv.fused(residual, norm=norm, eps=eps), batch, cache)
+        out: Tensor = output.fused(attended, residual=residual)
+        return out
+
+    def _attend(self, qkv: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
+        scales = cache.scales or self.kv_scales
+        q = ops.rope_and_cache(
+            qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
+        )
+        return ops.attention(q, heads, batch, k, v, scales)

@@ -1,0 +1,86 @@
+"""The executor that launches every operation of a step from Python; others fall back on it.
+
+It runs any step on any backend: pack, upload, forward pass, sampling.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import Executor
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.inputs import Packed, chunk_targets
+from penstock.engine.runner.resources import RunnerResources
+from penstock.engine.runner.rows import Flag
+from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
+from penstock.engine.runner.step import PendingStep
+from penstock.engine.scheduler import Batch
+
+_SCORED_AT_ONCE = 128
+"""Prompt positions whose logits exist at the same time; bounds the memory of prompt log-probabilities."""
+
+
+class EagerExecutor(Executor):
+    """See `Executor`."""
+
+    def __init__(self, resources: RunnerResources) -> None:
+        self._backend = resources.backend
+        self._decoder = resources.decoder
+        self._kv = resources.kv
+        self._rows = resources.rows
+        self._inputs = resources.inputs
+        self._adapters = resources.adapters
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> PendingStep:
+        return self._launch(batch, self._inputs.pack(batch), self._begin_adapters(batch) or self._decoder)
+
+    def _begin_adapters(self, batch: Batch) -> Decoder | None:
+        """The decoder with the adapters of a batch; None when none of its sequences uses one."""
+        return None if self._adapters is None else self._adapters.begin(batch)
+
+    def _launch(self, batch: Batch, packed: Packed, decoder: Decoder) -> PendingStep:
+        step = PendingStep(batch, self._rows)
+        inputs = self._inputs.upload(batch, packed)
+        hidden = decoder.forward(inputs.token_ids, inputs.attention, self._kv)
+        self._score_prompts(batch, hidden)
+        if inputs.sampling is not None:
+            self._sample(step, self._decoder.head(hidden[inputs.sample_at]), inputs.sampling)
+        return step
+
+    def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
+        ops = self._decoder.ops
+        if request.flags & ~(Flag.RANDOM | Flag.FILTER) or not ops.samples_any_dtype:
+            logits = logits.float()
+        tokens, logprobs = sample(logits, request, self._rows, ops)
+        if request.ahead is None:
+            self._rows.last_tokens[request.rows] = tokens
+        else:  # of a chunk with draft tokens, the last token's sample stays
+            last = torch.from_numpy(np.flatnonzero(np.append(request.ahead[1:] == 0, True))).to(tokens.device)
+            self._rows.last_tokens[request.rows[last]] = tokens[last]
+        step.chunks = request.chunks
+        self._send_to_host(step, tokens, logprobs)
+
+    def _send_to_host(self, step: PendingStep, tokens: Tensor, logprobs: LogprobTensors | None) -> None:
+        """Queue the copy of a step's results behind it; `PendingStep.wait` then needs only the event."""
+        if logprobs is None:
+            (step.tokens,), step.event = self._backend.to_host(tokens)
+            return
+        (step.tokens, chosen, top_ids, top), step.event = self._backend.to_host(
+            tokens, logprobs.chosen, logprobs.top_ids, logprobs.top
+        )
+        step.logprobs = LogprobTensors(chosen, top_ids, top)
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> None:
+        """Log-probabilities of prompt tokens, for the sequences that asked for them."""
+        for index, begin, wanted in chunk_targets(batch):
+            seq = batch.chunks[index].seq
+            count = seq.params.prompt_logprobs or 0
+            assert seq.prompt_logprobs is not None
+            for part in range(0, len(wanted), _SCORED_AT_ONCE):
+                targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
+                logits = self._decoder.logits(hidden[begin + part : begin + part + len(targets)])
+                scored = logprobs_of(logits, targets, count, one_by_one=self._rows.one_by_one)
+                seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))

@@ -1,0 +1,28 @@
+"""What a runner and its executor share: the model, its cache, the device rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.interface import Backend
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.inputs import InputBuilder
+from penstock.engine.runner.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerResources:
+    """See `Executor`."""
+
+    backend: Backend
+    decoder: Decoder
+    kv: KVCache
+    rows: Rows
+    inputs: InputBuilder
+    adapters: AdapterRuntime | None
+    max_rows: int
+    """Most sequences in a step; `rows` has one more, the scratch row."""
+    max_verified: int
+    """Most decoded tokens in a step that verifies draft tokens."""

@@ -1,0 +1,62 @@
+"""A step that has been launched, and what it sampled once that is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from penstock.engine.backends.interface import CopyEvent, Ints
+from penstock.engine.request import TokenLogprob
+from penstock.engine.runner.rows import Rows
+from penstock.engine.runner.sampler import LogprobTensors
+from penstock.engine.scheduler import Batch, Chunk
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculative.verification import count_accepted
+
+Sampled = tuple[Chunk, list[int], list[TokenLogprob] | None]
+"""On the host: a chunk, the tokens that a step added behind it (one, and one more for each accepted draft token), and
+their log-probabilities where they are wanted."""
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step that has been launched."""
+
+    batch: Batch
+    rows: Rows
+    chunks: list[Chunk] = field(default_factory=list)
+    """The chunk of each sampled token; see `SampleRequest`."""
+    tokens: Tensor | Ints | None = None
+    logprobs: LogprobTensors | None = None
+    event: CopyEvent | None = None
+    """Ends the copy of the tokens to the host; None: they are there."""
+
+    def last_tokens(self) -> list[tuple[Sequence, int]]:
+        """Block until the step's tokens are on the host; of each sequence the one behind its last token."""
+        return list({chunk.seq: token for chunk, token in zip(self.chunks, self._tokens(), strict=True)}.items())
+
+    def _tokens(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [] if self.tokens is None else self.tokens.tolist()
+
+    def wait(self) -> list[Sampled]:
+        """Block until the step's tokens are on the host; they come in batch order."""
+        tokens = self._tokens()
+        if self.batch.plain and self.logprobs is None:
+            return [(chunk, [token], None) for chunk, token in zip(self.chunks, tokens, strict=True)]
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = self.logprobs.to_lists([chunk.seq.params.logprobs for chunk in self.chunks])
+        sampled: list[Sampled] = []
+        at = 0
+        while at < len(tokens):
+            chunk = self.chunks[at]
+            kept = at + 1 + count_accepted(chunk.drafts, tokens[at:])
+            scores = None if logprobs is None else [score for score in logprobs[at:kept] if score is not None]
+            sampled.append((chunk, tokens[at:kept], scores or None))
+            if chunk.drafts:
+                self.rows.count(chunk.seq, tokens[at:kept])
+            at += 1 + len(chunk.drafts)
+        return sampled

@@ -1,0 +1,31 @@
+"""The supervisor as admin endpoints use it: it starts and stops engines, and says how far models are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from penstock.protocol.control import Loading, Operation
+from penstock.protocol.errors import InvalidRequest
+
+
+class Supervisor(Protocol):
+    @property
+    def loading(self) -> Mapping[str, Loading]:
+        """The models that are being loaded, by name."""
+
+    async def ask(self, operation: Callable[[int], Operation]) -> None:
+        """Have an operation carried out; returns when it is done, raises when it cannot be."""
+
+
+class NoSupervisor:
+    """Stands in where `penstock gateway` was started alone: engines are not ours to start or stop."""
+
+    loading: Mapping[str, Loading] = {}
+
+    async def ask(self, operation: Callable[[int], Operation]) -> None:
+        raise InvalidRequest(
+            "This gateway was not started by `penstock serve`, so it cannot start or stop engines; use the tool that "
+            "started them.",
+            code="not_supervised",
+        )

@@ -1,0 +1,67 @@
+"""Outside `engine/backends` nothing imports a backend or asks which one it runs on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock.engine
+
+ENGINE = Path(penstock.engine.__file__).parent
+BACKENDS = ENGINE / "backends"
+PRIVATE = ("penstock.engine.backends.cpu", "penstock.engine.backends.cuda")
+
+
+def problems(source: str) -> Iterator[str]:
+    """What in a module depends on one backend."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (f"imports {alias.name}" for alias in node.names if alias.name.startswith(PRIVATE))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            yield from (f"imports {name}" for name in names if name.startswith(PRIVATE))
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text.endswith(("device.type", "ops.name", "backend.name")) or node.attr in ("is_cuda", "is_cpu"):
+                yield f"asks for {text}"
+            elif text.startswith(("torch.cuda", "torch.backends")):
+                yield f"uses {text}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            asked = ast.unparse(node.args[0])
+            if node.func.id == "isinstance" and asked.endswith(("ops", "backend")):
+                yield f"asks for the type of {asked}"
+            if node.func.id == "hasattr" and asked.endswith(("ops", "backend", "head", "linear", "kernel")):
+                yield f"probes {asked}"
+
+
+MODULES = sorted(path for path in ENGINE.rglob("*.py") if not path.is_relative_to(BACKENDS))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ENGINE)))
+def test_a_module_outside_backends_does_not_know_its_backend(path: Path) -> None:
+    assert list(problems(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from penstock.engine.backends import cpu",
+        "from penstock.engine.backends.cuda.graphs import DecodeGraphs",
+        "import penstock.engine.backends.cpu.ops",
+        "if kv.device.type == 'cuda': pass",
+        "if x.is_cuda: pass",
+        "fast = decoder.ops.name == 'triton'",
+        "isinstance(decoder.ops, CpuOps)",
+        "hasattr(head, 'out_dtype')",
+        "torch.cuda.synchronize()",
+    ],
+)
+def test_the_check_finds(source: str) -> None:
+    assert list(problems(source))
+
+
+def test_the_check_leaves_the_interface_alone() -> None:
+    assert not list(problems("from penstock.engine.backends.interface import Backend\nbackend.in_host_memory"))
