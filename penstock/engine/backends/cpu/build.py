@@ -1,9 +1,9 @@
 """Compiles the native library on first use and keeps it in the user's cache.
 
-The kernels' sources are compiled once per instruction set, each time into its own namespace; a library holds one set or
-several, and `native` picks among them when it loads the library. A library with all sets of an architecture serves every
-machine of it: `python -m penstock.engine.backends.cpu.build --all --output DIR` makes one to ship (`prebuilt/`). Without
-one, only the set that suits this CPU is compiled.
+The kernels' sources are compiled once per instruction set, each time into its own namespace. A library holds one set
+or several, and `native` picks among them when it loads the library. One with all sets of an architecture serves every
+machine of it: `python -m penstock.engine.backends.cpu.build --all` makes one to ship with the package (`prebuilt/`).
+Without one, only the best set that this CPU runs is compiled.
 
 A library is named by the hash of sources, flags and compiler. It is written to a temporary name and renamed, under a
 file lock, so that processes that start together compile it once and none loads half a file.
@@ -203,7 +203,7 @@ def _compile(compiler: str, sets: Sequence[InstructionSet], target: Path) -> Non
         log.info("compiling the native CPU kernels for %s with %s (once per machine)", names, compiler)
     # The largest files first: a core that is left with one of them at the end would keep the others waiting.
     kernels = sorted(SOURCES.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
-    jobs = [(SOURCES / _COMMON, ())] if (SOURCES / _COMMON).exists() else []
+    jobs: list[tuple[Path, tuple[str, ...]]] = [(SOURCES / _COMMON, ())]
     for known in sets:
         flags = (*known.flags, f"-DPK_SET={known.name}")
         jobs += [(source, flags) for source in kernels if source != SOURCES / _COMMON]

@@ -85,7 +85,8 @@ class DecodeArgs(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, LoraStep, LoraArgs, RecordedCall, CountPatch, DecodeArgs,
+    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, LoraStep, LoraArgs,
+    RecordedCall, CountPatch, DecodeArgs,
 )  # fmt: skip
 
 PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
@@ -125,8 +126,10 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 class Library:
-    """The functions of one instruction set of a compiled library, under the names in `PROTOTYPES`; those that can be part
-    of a recorded step also as `<name>_recorded`."""
+    """The functions of one instruction set of a compiled library, under the names in `PROTOTYPES`.
+
+    Those that can be part of a recorded step exist a second time as `<name>_recorded`.
+    """
 
     def __init__(self, path: Path, isa: str | None = None) -> None:
         """`isa`: a set that the library contains; None takes the best one that this CPU runs."""
@@ -137,25 +140,26 @@ class Library:
             _check_layouts(path, loaded.pk_layouts().decode())
             self.runnable: list[str] = loaded.pk_runnable_sets().decode().split()
             """The instruction sets that this CPU runs, best first, whether or not the library contains them."""
-            if isa is None:
-                isa = next(name for name in self.runnable if hasattr(loaded, f"pk_create_{name}"))
-            self.set = isa
+            best = next((name for name in self.runnable if hasattr(loaded, f"pk_create_{name}")), "generic")
+            self.left_out = self.runnable[: self.runnable.index(best)] if isa is None else []
+            """Better sets that this CPU runs, but that the compiler does not know."""
+            self.set = isa = isa or best
             for name, (result, arguments) in PROTOTYPES.items():
                 function = getattr(loaded, f"{name}_{isa}")
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
                 if hasattr(loaded, f"{name}_recorded_{isa}"):
                     setattr(self, f"{name}_recorded", getattr(loaded, f"{name}_recorded_{isa}"))
-        except (OSError, AttributeError, StopIteration) as error:
+        except (OSError, AttributeError) as error:
             raise BuildError(f"the compiled library {path} cannot be loaded ({error}); delete it to rebuild") from error
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)  # for type checkers: `__init__` sets the functions
 
-    @property
-    def left_out(self) -> list[str]:
-        """Better instruction sets that this CPU runs but the library lacks: the compiler did not know them."""
-        return self.runnable[: self.runnable.index(self.set)] if self.set in self.runnable else []
+    def check_cpu(self) -> None:
+        """Raises `BuildError` when this CPU does not have the instructions."""
+        if self.set not in self.runnable:
+            raise BuildError(f"this CPU does not run {self.set}; it runs {', '.join(self.runnable)}")
 
 
 def _check_layouts(path: Path, compiled: str) -> None:
@@ -171,8 +175,7 @@ def _check_layouts(path: Path, compiled: str) -> None:
 def library(isa: str = "native") -> Library:
     """The loaded library for an instruction set; raises `BuildError` when it cannot be had."""
     loaded = Library(build(isa), None if isa == "native" else isa)
-    if loaded.set not in loaded.runnable:
-        raise BuildError(f"this CPU does not run {isa}; it runs {', '.join(loaded.runnable)}")
+    loaded.check_cpu()
     return loaded
 
 

@@ -1,7 +1,7 @@
 // What a library has once, whatever instruction sets are in it: which of them this CPU runs, and the layout of structs.
 
 #include <cstddef>
-#include <string>
+#include <cstdio>
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -18,6 +18,23 @@
 
 namespace {
 
+// Words in a buffer that stays.
+struct Text {
+    char at[8192] = "";
+    size_t used = 0;
+    __attribute__((noinline)) void word(const char* name, const char* before = " ") {
+        used += size_t(std::snprintf(at + used, sizeof at - used, "%s%s", used ? before : "", name));
+    }
+    __attribute__((noinline)) void number(size_t n) {
+        used += size_t(std::snprintf(at + used, sizeof at - used, "%zu", n));
+    }
+    __attribute__((noinline)) void field(const char* name, size_t offset) {
+        word(name);
+        word("", ":");
+        number(offset);
+    }
+};
+
 
 #if defined(__aarch64__)
 
@@ -32,8 +49,10 @@ bool has_dotprod() {
 #endif
 }
 
-std::string runnable_sets() {
-    return std::string(has_dotprod() ? "dotprod " : "") + "neon generic";
+void write_runnable_sets(Text& to) {
+    if (has_dotprod()) to.word("dotprod");
+    to.word("neon");
+    to.word("generic");
 }
 
 #elif defined(__x86_64__)
@@ -59,7 +78,7 @@ bool tiles_granted() {
 #endif
 }
 
-std::string runnable_sets() {
+void write_runnable_sets(Text& to) {
     __builtin_cpu_init();
     const Registers base = cpuid(1, 0), more = cpuid(7, 0), newest = more.eax >= 1 ? cpuid(7, 1) : Registers();
     const auto bit = [](unsigned word, int n) { return bool(word >> n & 1); };
@@ -71,19 +90,18 @@ std::string runnable_sets() {
                         __builtin_cpu_supports("avx512cd");
     const bool vnni = avx512 && bit(more.ecx, 11), bf16 = vnni && bit(newest.eax, 5), vbmi = bit(more.ecx, 1);
     const bool tiles = bit(more.edx, 24) && bit(more.edx, 22) && bit(more.edx, 25);  // TILE, BF16, INT8
-    std::string sets;
-    if (bf16 && vbmi && tiles && tiles_granted()) sets += "amx ";
-    if (bf16) sets += "avx512bf16 ";
-    if (vnni) sets += "avx512vnni ";
-    if (avx512) sets += "avx512 ";
-    if (avx2 && bit(newest.eax, 4)) sets += "avxvnni ";
-    if (avx2) sets += "avx2 ";
-    return sets + "generic";
+    if (bf16 && vbmi && tiles && tiles_granted()) to.word("amx");
+    if (bf16) to.word("avx512bf16");
+    if (vnni) to.word("avx512vnni");
+    if (avx512) to.word("avx512");
+    if (avx2 && bit(newest.eax, 4)) to.word("avxvnni");
+    if (avx2) to.word("avx2");
+    to.word("generic");
 }
 
 #else
 
-std::string runnable_sets() { return "generic"; }
+void write_runnable_sets(Text& to) { to.word("generic"); }
 
 #endif
 
@@ -92,20 +110,29 @@ std::string runnable_sets() { return "generic"; }
 // The instruction sets that this CPU runs, best first, whether or not this library contains them. The first call asks for
 // what the operating system grants on request only.
 PK_API const char* pk_runnable_sets() {
-    static const std::string sets = runnable_sets();
-    return sets.c_str();
+    static const Text text = [] {
+        Text sets;
+        write_runnable_sets(sets);
+        return sets;
+    }();
+    return text.at;
 }
 
 // What the compiler made of arguments.def: a line per struct, "name bytes field:offset ...".
 PK_API const char* pk_layouts() {
-    static const std::string text = [] {
-        std::string out;
-#define PK_STRUCT(name) { using Struct = name; out += #name " " + std::to_string(sizeof(name));
-#define PK_FIELD(type, name) out += " " #name ":" + std::to_string(offsetof(Struct, name));
+    static const Text text = [] {
+        Text out;
+#define PK_STRUCT(name)            \
+    {                              \
+        using Struct = name;       \
+        out.word(#name, "\n");     \
+        out.word("");              \
+        out.number(sizeof(Struct));
+#define PK_FIELD(type, name) out.field(#name, offsetof(Struct, name));
 #define PK_ARRAY(type, name, length) PK_FIELD(type, name)
-#define PK_END(name) out += "\n"; }
+#define PK_END(name) }
 #include "common/arguments.def"
         return out;
     }();
-    return text.c_str();
+    return text.at;
 }

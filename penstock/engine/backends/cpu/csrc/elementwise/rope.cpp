@@ -28,22 +28,22 @@ PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin,
     if (2 * half < dim) convert(head + 2 * half, out + 2 * half, dim - 2 * half);
 }
 
-// Numbers of a head, times `stretch` or, moved by `centre`, divided by it.
+// Key smoothing: a query head times `scale`; a key moved by `centre`, divided by `scale`.
 template <class T>
-PK_INLINE void stretch_query(T* head, const float* stretch, int dim) {
+PK_INLINE void scale_query(T* head, const float* scale, int dim) {
     int i = 0;
-    for (; i + VL <= dim; i += VL) store(head + i, load(head + i) * load(stretch + i));
-    if (int rest = dim - i) store_part(head + i, load_part(head + i, rest) * load_part(stretch + i, rest), rest);
+    for (; i + VL <= dim; i += VL) store(head + i, load(head + i) * load(scale + i));
+    if (int rest = dim - i) store_part(head + i, load_part(head + i, rest) * load_part(scale + i, rest), rest);
 }
 
-PK_INLINE void frame_key(float* key, const float* centre, const float* stretch, int dim) {
+PK_INLINE void smooth_key(float* key, const float* centre, const float* scale, int dim) {
     int i = 0;
-    for (; i + VL <= dim; i += VL) store(key + i, quotient(load(key + i) - load(centre + i), load(stretch + i)));
-    for (; i < dim; ++i) key[i] = (key[i] - centre[i]) / stretch[i];
+    for (; i + VL <= dim; i += VL) store(key + i, quotient(load(key + i) - load(centre + i), load(scale + i)));
+    for (; i < dim; ++i) key[i] = (key[i] - centre[i]) / scale[i];
 }
 
 template <class T, class C>
-void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, float* framed, int64_t begin,
+void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, float* smoothed, int64_t begin,
                  int64_t end) {
     const int dim = a.head_dim, half = a.rotary / 2, group = a.heads / a.kv_heads;
     const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
@@ -58,17 +58,17 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
             if (norm) scale_row(head, norm, head, dim, rms_factor(square_sum(head, dim), dim, a.eps));
             if (h < a.heads) {
                 rotate(head, head, cos, sin, half, dim);
-                if (a.stretch) stretch_query(head, a.stretch + h / group * dim, dim);
+                if (a.key_scale) scale_query(head, a.key_scale + h / group * dim, dim);
             } else {
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
-                if (a.stretch) {
-                    rotate(head, framed, cos, sin, half, dim);
-                    frame_key(framed, a.centre + (h - a.heads) * dim, a.stretch + (h - a.heads) * dim, dim);
+                if (a.key_scale) {
+                    rotate(head, smoothed, cos, sin, half, dim);
+                    smooth_key(smoothed, a.key_centre + (h - a.heads) * dim, a.key_scale + (h - a.heads) * dim, dim);
                     if constexpr (kScaled<C>)
-                        store_scaled(framed, key, dim, key_scales, block, h - a.heads, offset);
+                        store_scaled(smoothed, key, dim, key_scales, block, h - a.heads, offset);
                     else
-                        convert(framed, key, dim);
+                        convert(smoothed, key, dim);
                 } else if constexpr (kScaled<C>) {
                     rotate(head, head, cos, sin, half, dim);
                     store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
@@ -106,8 +106,8 @@ PK_FUNCTION(int, pk_rope_and_cache)(Context* ctx, const RopeArgs* args) {
         dispatch_cache(a.cache_dtype, [&](auto* c) {
             using C = elem<decltype(c)>;
             ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int t) {
-                float* framed = a.stretch ? ctx->scratch[t].floats(a.head_dim) : nullptr;
-                rope_tokens<T, C>(a, q_norm, k_norm, framed, begin, end);
+                float* smoothed = a.key_scale ? ctx->scratch[t].floats(a.head_dim) : nullptr;
+                rope_tokens<T, C>(a, q_norm, k_norm, smoothed, begin, end);
             });
         });
     });
