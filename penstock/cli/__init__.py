@@ -1,4 +1,4 @@
-"""The `penstock` command: one file per subcommand, each importing what it runs only when it runs."""
+"""The `penstock` command: one file per subcommand. Each imports its dependencies only when it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point. What we refuse on purpose is one red line; anything else keeps its traceback."""
+    """Entry point. A `PenstockError` is shown as one red line; any other exception keeps its traceback."""
     from penstock.cli.app import app
     from penstock.errors import PenstockError
 

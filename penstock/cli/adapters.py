@@ -16,13 +16,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-AdapterName = Annotated[str, typer.Argument(help="What clients call the adapter.")]
+AdapterName = Annotated[str, typer.Argument(help="Name of the adapter, as clients send it.")]
 
 
 @app.command("list")
 def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Show every adapter and where it is.
+    Show every adapter, its state and where it is loaded.
 
     Example:
 
@@ -44,13 +44,15 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 def load(
     name: AdapterName,
     source: Annotated[str, typer.Argument(help="Folder (on the server), hf:ORG/NAME or s3://BUCKET/PREFIX.")],
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Its base, where several are served.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Base model; needed if several are served.")
+    ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Never evict it.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Load an adapter, or load it again after its files changed; returns when it can be used.
+    Load an adapter, or reload it after its files changed; returns when it is ready.
 
     Example:
 
@@ -64,7 +66,7 @@ def load(
 @app.command()
 def unload(name: AdapterName, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Forget an adapter; requests that run with it finish.
+    Unload an adapter; running requests that use it may finish.
 
     Example:
 
@@ -77,12 +79,12 @@ def unload(name: AdapterName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 @app.command()
 def pin(
     name: AdapterName,
-    off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Allow it to be evicted again.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Keep an adapter in memory whatever else is used, or stop doing so.
+    Pin an adapter in memory so that it is never evicted, or unpin it.
 
     Examples:
 

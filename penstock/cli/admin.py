@@ -1,4 +1,4 @@
-"""Asking the admin API of a running server."""
+"""Requests to the admin API of a running server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def call(
     method: str, url: str, key: str | None, path: str, body: dict[str, Any] | None = None, *, under: str = "/v1/admin"
 ) -> Any:
-    """The answer to one request; a refusal is raised in the server's words."""
+    """The JSON reply to one request; an error reply is raised with the server's message."""
     import httpx
 
-    # Loading may have to download: no limit on the answer.
+    # Loading may include a download: no limit on the reply.
     return fetch(method, url, key, path, body, under=under, timeout=httpx.Timeout(10.0, read=None)).json()
 
 
@@ -38,7 +38,7 @@ def fetch(
     timeout: httpx.Timeout,
     **form: Any,
 ) -> httpx.Response:
-    """`form`: what is sent when it is not JSON, as httpx takes it."""
+    """The reply to one request. `form`: httpx arguments for a body that is not JSON."""
     import httpx
 
     from penstock.errors import PenstockError
@@ -55,7 +55,8 @@ def fetch(
 
 
 def refusal(answer: httpx.Response) -> str:
+    """The error message of a reply."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{answer.url} answered HTTP {answer.status_code}"
+        return f"{answer.url} returned HTTP {answer.status_code}"

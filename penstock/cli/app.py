@@ -33,11 +33,11 @@ Serve large language models: an OpenAI-compatible server with its own inference 
 
 Examples:
 
-    penstock serve                      the default model on http://127.0.0.1:8000
+    penstock serve                      serve the default model on http://127.0.0.1:8000
 
-    penstock chat "Hello"               talk to it
+    penstock chat "Hello"               chat with it
 
-    penstock doctor                     what this machine can do
+    penstock doctor                     check this machine
 """
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""`penstock batch`: files of requests, answered by a running server when it has room."""
+"""`penstock batch`: files of requests that a running server answers when it has capacity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)]
-BatchId = Annotated[str, typer.Argument(help="The batch, as `submit` and `list` say it.")]
+BatchId = Annotated[str, typer.Argument(help="Id of the batch, as shown by `submit` and `list`.")]
 _RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -33,15 +33,15 @@ def submit(
         Path, typer.Argument(help="JSON lines: custom_id, method, url, body.", exists=True, dir_okay=False)
     ],
     endpoint: Annotated[
-        str | None, typer.Option(help="Where its requests go; that of the first line if not given.")
+        str | None, typer.Option(help="Endpoint of the requests; by default that of the first line.")
     ] = None,
-    window: Annotated[str, typer.Option(help="How long it may take, such as 90m, 24h or 7d.")] = "24h",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it is over.")] = False,
+    window: Annotated[str, typer.Option(help="Time limit of the batch, such as 90m, 24h or 7d.")] = "24h",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the batch has ended.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Send a file and run the requests in it.
+    Upload a file and run the requests in it.
 
     Examples:
 
@@ -70,7 +70,7 @@ def submit(
 @app.command()
 def status(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Show how far a batch is.
+    Show the progress of a batch.
 
     Example:
 
@@ -96,14 +96,14 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 def fetch(
     batch: BatchId,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; to the screen if not given.")
+        Path | None, typer.Option("--output", "-o", help="File to write; standard output by default.")
     ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The requests that failed instead.")] = False,
+    errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed requests instead.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Fetch the answers of a batch that is over.
+    Fetch the answers of a finished batch.
 
     Examples:
 
@@ -129,7 +129,7 @@ def fetch(
 @app.command()
 def cancel(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Stop a batch; the answers it has are kept.
+    Cancel a batch; answers that are complete are kept.
 
     Example:
 
@@ -170,4 +170,4 @@ def _endpoint_of(file: Path) -> str:
         with file.open(encoding="utf-8-sig") as lines:
             return str(json.loads(next(lines))["url"])
     except (StopIteration, ValueError, KeyError, TypeError) as error:
-        raise PenstockError(f"{file}: the first line is not a request with a `url`; say --endpoint") from error
+        raise PenstockError(f"{file}: the first line is not a request with a `url`; give --endpoint") from error

@@ -1,4 +1,4 @@
-"""`penstock cache`: the answers that a running server keeps, and forgetting them."""
+"""`penstock cache`: size of a running server's response cache, and clearing it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tenant = Annotated[str | None, typer.Option(help="Only answers of this tenant.")
 @app.command()
 def show(tenant: Tenant = None, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    How many answers there are.
+    Show the number and size of the cached answers.
 
     Example:
 
@@ -44,14 +44,14 @@ def clear(
     key: Key = None,
 ) -> None:
     """
-    Forget answers: of one tenant, of one model, or all.
+    Delete cached answers: of one tenant, of one model, or all.
 
     Example:
 
         penstock cache clear --tenant acme --model smollm2-135m
     """
     gone = call("DELETE", url, key, f"/cache{_query(tenant=tenant, model=model)}")
-    typer.echo(f"{gone['answers']} answers forgotten")
+    typer.echo(f"{gone['answers']} answers deleted")
 
 
 def _query(**asked: str | None) -> str:

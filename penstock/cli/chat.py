@@ -10,31 +10,31 @@ import typer
 
 def chat(
     message: Annotated[
-        str | None, typer.Argument(help="One question; without it the conversation is interactive. - reads stdin.")
+        str | None, typer.Argument(help="A single question (- reads stdin); without it, an interactive conversation.")
     ] = None,
     url: Annotated[
         str, typer.Option("--url", "-u", envvar="PENSTOCK_URL", help="Address of the server.")
     ] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model; the server's first by default.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model; by default the server's first.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="0 always picks the likeliest; small models ramble near 1.")
+        float, typer.Option("--temperature", "-t", help="0: always the likeliest token; small models ramble near 1.")
     ] = 0.3,
     top_p: Annotated[
-        float | None, typer.Option(help="Choose among the likeliest tokens of this total probability.")
+        float | None, typer.Option(help="Sample from the likeliest tokens with this total probability.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer, no timings.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer, without timings.")] = False,
 ) -> None:
     """
     Chat with a running server.
 
-    Each answer is followed by its time to the first token and its tokens per second.
+    After each answer, its time to first token and its tokens per second are shown.
 
-    In a conversation, /reset starts over, /system TEXT changes the system prompt, /exit or Ctrl-D leaves, Ctrl-C
-    stops an answer.
+    In a conversation, /reset starts over, /system TEXT changes the system prompt, Ctrl-C stops an answer, and /exit or
+    Ctrl-D quits.
 
     Examples:
 

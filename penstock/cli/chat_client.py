@@ -1,6 +1,6 @@
-"""The client behind `penstock chat`: one streamed request per turn, timed as a user would.
+"""The client of `penstock chat`: one streamed request per turn, with the latencies a user sees.
 
-Speaks plain HTTP with the OpenAI-compatible API and knows nothing of the server's inside, so it works against any.
+It uses only the OpenAI-compatible HTTP API, so it works with any such server.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Message: TypeAlias = dict[str, str]
 
 
 class ChatError(PenstockError):
-    """The server could not be reached, or refused."""
+    """The server could not be reached, or refused the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What goes into the request when it is given."""
+    """Optional request fields."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass(slots=True)
 class Answer:
-    """One finished answer and how long it took."""
+    """One answer and its timings."""
 
     text: str = ""
     first_s: float | None = None
@@ -65,12 +65,12 @@ class Answer:
 
 
 class Client:
-    """A connection to a server. Errors are `ChatError`s that say what to do."""
+    """A connection to a server. Errors are raised as `ChatError`, with a remedy."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        # Reading has no limit of its own: the server sends comments while it works, and ends by itself.
+        # No read timeout: the server sends keep-alive comments while it works and enforces its own limits.
         timeout = httpx.Timeout(10.0, read=None)
         try:
             self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
@@ -96,11 +96,11 @@ class Client:
             return str(msgspec.json.decode(reply.content)["data"][0]["id"])
         except (msgspec.MsgspecError, LookupError, TypeError) as error:
             raise ChatError(
-                f"{self._url} does not answer like a model server (its /v1/models makes no sense)"
+                f"{self._url} is not an OpenAI-compatible server: its /v1/models is not readable"
             ) from error
 
     def stream(self, model: str, messages: list[Message], options: Options, answer: Answer) -> Iterator[str]:
-        """Pieces of the answer as they come; `answer` is complete when this ends."""
+        """Yields pieces of the answer as they arrive; `answer` is complete when this ends."""
         body = {
             "model": model,
             "messages": messages,
@@ -123,23 +123,25 @@ class Client:
                         yield piece
         except httpx.HTTPError as error:
             if answer.text:
-                raise ChatError(f"the connection broke in the middle of the answer ({error})") from error
+                raise ChatError(f"the connection was lost in the middle of the answer ({error})") from error
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: httpx.HTTPError) -> ChatError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
-            return ChatError(f"no server answers at {self._url}; start one with `penstock serve`, or give its --url")
+            return ChatError(
+                f"no server at {self._url}; start one with `penstock serve`, or give its address with --url"
+            )
         return ChatError(f"{self._url}: {type(error).__name__}: {error}")
 
 
 def _take(line: str, answer: Answer) -> str:
-    """What one SSE line adds to the answer."""
+    """The text that one SSE line adds to the answer."""
     if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
         return ""
     try:
         chunk = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
-        raise ChatError(f"the server sent something that is not JSON: {data[:80]}") from error
+        raise ChatError(f"the server sent invalid JSON: {data[:80]}") from error
     if "error" in chunk:
         raise ChatError(str((chunk["error"] or {}).get("message", chunk["error"])))
     if chunk.get("usage"):
@@ -155,7 +157,7 @@ def _refusal(status: int, body: bytes) -> str:
     try:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP {status})"
     except (msgspec.MsgspecError, LookupError, TypeError):
-        return f"the server answered HTTP {status}: {body[:200].decode(errors='replace')}"
+        return f"the server returned HTTP {status}: {body[:200].decode(errors='replace')}"
 
 
 def one_shot(client: Client, model: str, system: str | None, options: Options, message: str, *, quiet: bool) -> None:
@@ -169,11 +171,12 @@ def one_shot(client: Client, model: str, system: str | None, options: Options, m
 
 
 def converse(client: Client, model: str, system: str | None, options: Options) -> None:
-    """Read, answer, repeat. A refused turn is taken back, so that the conversation can go on."""
+    """The interactive loop. A refused turn is removed, so that the conversation can continue."""
     import readline  # noqa: F401  (line editing and history for input())
 
     console = stderr()
-    console.print(f"Talking to {model}. /reset starts over, /system TEXT, /exit leaves.", style="dim", markup=False)
+    help = f"Chat with {model}. /reset starts over, /system TEXT sets the system prompt, /exit quits."
+    console.print(help, style="dim", markup=False)
     messages = _opening(system)
     while True:
         try:

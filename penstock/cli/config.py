@@ -1,4 +1,4 @@
-"""`penstock config`: every setting documented, an example file, a check of a file."""
+"""`penstock config`: the reference of all settings, an example file, and a check of a file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 
 def config(
-    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a file and stop.")] = None,
+    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check a file and exit.")] = None,
     example: Annotated[bool, typer.Option("--example", help="Print an example file with every key.")] = False,
 ) -> None:
     """
-    Show every setting with its default, check a file, or write an example.
+    Show every setting with its default, check a file, or print an example file.
 
-    Settings come from penstock.yaml, then from variables (PENSTOCK_SERVER__PORT=9000), then from flags.
+    Flags override environment variables (PENSTOCK_SERVER__PORT=9000), which override penstock.yaml.
 
     Examples:
 

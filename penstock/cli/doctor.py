@@ -1,4 +1,4 @@
-"""`penstock doctor`: what this machine can do, and what to do about what it cannot."""
+"""`penstock doctor`: checks whether this machine can serve, and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """
-    Check Python, torch, devices, kernels, memory, disk, model cache, port and limits; say what to do.
+    Check Python, torch, devices, kernels, memory, disk, model cache, port and limits, and suggest fixes.
 
-    Exit status: 0 when everything needed is there (warnings included), 1 when something fails.
+    Exit status: 0 when no check fails (warnings are allowed), 1 otherwise.
 
     Examples:
 
@@ -31,7 +31,7 @@ def doctor(
     from penstock.supervisor.diagnostics import CheckState, examine
 
     config = load(config_file)
-    with stderr().status("looking around"):
+    with stderr().status("checking"):
         findings = examine(config)
     if json_output:
         import msgspec

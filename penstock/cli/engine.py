@@ -38,38 +38,38 @@ class _Role(StrEnum):
 
 def engine(
     model: Annotated[
-        str, typer.Argument(help="A model or an encoder of the configuration, or a source.")
+        str, typer.Argument(help="A model or encoder from the configuration, or a source.")
     ] = "smollm2-135m",
     endpoint: Annotated[
-        str, typer.Option("--endpoint", "-e", help="Where to listen: ipc://PATH or tcp://HOST:PORT.")
+        str, typer.Option("--endpoint", "-e", help="Endpoint to listen on: ipc://PATH or tcp://HOST:PORT.")
     ] = "tcp://127.0.0.1:5555",
     config_file: ConfigFile = None,
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
     role: Annotated[
-        _Role, typer.Option(help="prefill computes prompts for engines that decode; both does everything itself.")
+        _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Secret key of this engine; needed beyond this machine.")
+        Path | None, typer.Option(metavar="FILE", help="CURVE secret key; needed to listen beyond this machine.")
     ] = None,
     curve_clients: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Public keys of the gateways admitted, one per line.")
+        Path | None, typer.Option(metavar="FILE", help="CURVE public keys of the allowed gateways, one per line.")
     ] = None,
     make_curve_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, stop.")
+        Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, exit.")
     ] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
 ) -> None:
     """
-    Run one engine: token ids in, token ids out; or vectors, when it is an encoder.
+    Run one engine: token ids in, token ids out; for an encoder, vectors out.
 
-    `penstock serve` starts these by itself; run one by hand to put it on another machine.
+    `penstock serve` starts engines itself; run one by hand to place it on another machine.
 
-    SIGTERM finishes the running requests, then stops; twice stops at once.
+    SIGTERM finishes the running requests, then stops; a second SIGTERM stops at once.
 
     Examples:
 

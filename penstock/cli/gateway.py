@@ -1,4 +1,4 @@
-"""`penstock gateway`: one gateway process, or several on one port, in front of engines that already run."""
+"""`penstock gateway`: one gateway process, or several on one port, for engines that already run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gateway(
             "--engine",
             "-e",
             metavar="MODEL=ENDPOINT",
-            help="Where the engine of a model or encoder is; repeated for others, and for replicas.",
+            help="Endpoint of an engine or encoder; repeat it for more models and for replicas.",
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -31,10 +31,10 @@ def gateway(
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Secret key of this gateway, for engines that ask for one.")
+        Path | None, typer.Option(metavar="FILE", help="CURVE secret key of this gateway, for encrypted engines.")
     ] = None,
     curve_engines: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Public keys of engines: lines of MODEL and key.")
+        Path | None, typer.Option(metavar="FILE", help="CURVE public keys of the engines: lines of MODEL and key.")
     ] = None,
     control: Annotated[Path | None, typer.Option(hidden=True, help="Socket of the supervisor.")] = None,
     resolved: Resolved = None,
@@ -42,12 +42,12 @@ def gateway(
     coordinator: Annotated[
         Path | None, typer.Option("--desk", hidden=True, help="Socket of the coordinator of this port's workers.")
     ] = None,
-    worker: Annotated[int, typer.Option(hidden=True, help="Which of the workers this is.")] = 0,
+    worker: Annotated[int, typer.Option(hidden=True, help="Number of this worker.")] = 0,
 ) -> None:
     """
-    Run a gateway: HTTP in front of engines started with `penstock engine`.
+    Run a gateway: the HTTP server for engines started with `penstock engine`.
 
-    `penstock serve` does both.
+    `penstock serve` starts both.
 
     Examples:
 
@@ -106,7 +106,7 @@ def gateway(
 
 
 def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None, engines: Path | None) -> None:
-    """Several gateways on one port, started again when they die."""
+    """Runs several gateways on one port and restarts them when they die."""
     import asyncio
 
     from penstock.cli.terminal import stderr
@@ -159,7 +159,7 @@ def _curve(key: Path | None, engines: Path | None) -> dict[str, CurveClient]:
     if key is None and engines is None:
         return {}
     if key is None or engines is None:
-        raise ConfigError("--curve-key and --curve-engines are given together")
+        raise ConfigError("--curve-key and --curve-engines must be given together")
     try:
         secret = key.read_text().strip()
         lines = [line.split() for line in engines.read_text().splitlines()]
@@ -169,7 +169,7 @@ def _curve(key: Path | None, engines: Path | None) -> dict[str, CurveClient]:
     found = {}
     for number, words in enumerate(lines, start=1):
         if words and len(words) != 2:
-            raise ConfigError(f"{engines}:{number}: a line is the name of a model and the public key of its engine")
+            raise ConfigError(f"{engines}:{number}: expected the name of a model and the public key of its engine")
         if words:
             found[words[0]] = CurveClient(server_public_key=words[1], secret_key=secret)
     return found

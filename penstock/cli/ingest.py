@@ -1,4 +1,4 @@
-"""`penstock ingest`: the documents of a folder into a collection of a running server."""
+"""`penstock ingest`: uploads documents from folders into a collection of a running server."""
 
 from __future__ import annotations
 
@@ -23,19 +23,25 @@ TRIES = 8
 def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Folders and files: text, Markdown, HTML, PDF.", exists=True)],
     collection: Annotated[
-        str, typer.Option("--collection", "-c", help="Its name; made when it does not exist. The folder's when empty.")
+        str,
+        typer.Option(
+            "--collection",
+            "-c",
+            help="Collection, created if it does not exist; by default named after the first folder or file.",
+        ),
     ] = "",
     url: Url = DEFAULT_URL,
     key: Key = None,
     prune: Annotated[
-        bool, typer.Option(help="Delete documents of earlier runs whose files are gone from these folders.")
+        bool, typer.Option(help="Delete documents of earlier runs that are not among the given files.")
     ] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until everything can be found.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until all documents are indexed.")] = True,
 ) -> None:
     """
-    Put documents into a collection, to be searched and cited in answers.
+    Upload documents into a collection, to be searched and cited in answers.
 
-    A file is recognized by its path: running it again sends what changed, and the server reads only that.
+    A document is identified by its path inside the given folder. Running the command again uploads every file; the
+    server indexes only those whose content changed. Hidden and empty files are skipped.
 
     Examples:
 
@@ -48,16 +54,17 @@ def ingest(
     import asyncio
 
     from penstock.errors import PenstockError
+    from penstock.knowledge.readers.media import SUFFIXES
 
     files = dict(_files(paths))
     if not files:
-        raise PenstockError("there are no documents: .txt, .md, .html, .pdf and .rst files are read")
+        raise PenstockError(f"no documents found; these file types are read: {', '.join(sorted(SUFFIXES))}")
     name = collection or (paths[0].resolve().name if paths[0].is_dir() else paths[0].stem)
     asyncio.run(_Run(url, key, name, wait).everything(files, prune))
 
 
 def _files(paths: list[Path]) -> Iterator[tuple[str, Path]]:
-    """Names of documents, and where they are. Hidden files and folders stay out."""
+    """Names and paths of the documents, without hidden files and folders."""
     from penstock.knowledge.readers.media import SUFFIXES
 
     for root in paths:
@@ -72,7 +79,7 @@ def _files(paths: list[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def document_id(name: str) -> str:
-    """The same for the same name, and fit for a URL."""
+    """An id that depends only on the name and can be used in a URL."""
     import hashlib
 
     return f"file_{hashlib.sha256(name.encode()).hexdigest()[:24]}"
@@ -108,7 +115,7 @@ class _Run:
             await self._ask(client, "POST", "/v1/collections", json={"name": self._collection})
 
     async def _send_all(self, client: httpx.AsyncClient, files: dict[str, Path], progress: Progress) -> set[str]:
-        """Ids of the documents that the server has to read."""
+        """Uploads all files; returns the ids of new and changed documents, which the server has to index."""
         import asyncio
 
         bar = progress.add_task("sending", total=len(files))
@@ -136,7 +143,7 @@ class _Run:
     async def _read_all(self, client: httpx.AsyncClient, changed: set[str], progress: Progress) -> None:
         import asyncio
 
-        bar = progress.add_task("reading", total=len(changed))
+        bar = progress.add_task("indexing", total=len(changed))
         while changed:
             waiting = {
                 document["id"] for status in ("queued", "processing") async for document in self._listed(client, status)
@@ -184,7 +191,7 @@ class _Run:
     async def _ask(
         self, client: httpx.AsyncClient, method: str, path: str, *, missing: bool = False, **request: Any
     ) -> Any:
-        """The answer; None for a 404 when that is expected. Waits while the server is busy or its encoder starts."""
+        """The JSON reply; None for an expected 404. Retries while the server is busy or its encoder is starting."""
         import asyncio
 
         import httpx

@@ -1,4 +1,5 @@
-"""`penstock keys` and `penstock tenants`: who may use the server. They work on the store, running server or not."""
+"""`penstock keys` and `penstock tenants`: API keys and their owners. They change the store directly, whether or not a
+server is running."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OwnLimits = Annotated[
     typer.Option(
         "--limit",
         metavar="NAME=VALUE",
-        help="A limit of its own, such as daily_budget=5; none takes it away. May be repeated.",
+        help="A limit, such as daily_budget=5; the value none removes it. May be repeated.",
     ),
 ]
 
@@ -31,7 +32,7 @@ keys = typer.Typer(
     name="keys",
     no_args_is_help=True,
     help="""
-    API keys. As long as there is none, everybody on this machine may use the server, and nobody else.
+    Manage API keys. Until the first key is created, the server accepts every request, but only from this machine.
 
     Examples:
 
@@ -54,7 +55,7 @@ tenants = typer.Typer(
     name="tenants",
     no_args_is_help=True,
     help="""
-    Tenants: who owns keys, limits, budgets and data.
+    Manage tenants, the owners of keys, limits, budgets and data.
 
     Examples:
 
@@ -73,18 +74,18 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @keys.command("create")
 def create_key(
-    tenant: Annotated[str, typer.Option(help="Tenant it belongs to; made when it does not exist.")] = "default",
-    user: Annotated[str, typer.Option(help="User inside the tenant; none: whoever the request names.")] = "",
-    name: Annotated[str, typer.Option(help="A note to recognize it by.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the key; created if it does not exist.")] = "default",
+    user: Annotated[str, typer.Option(help="User of the key; by default each request names its user.")] = "",
+    name: Annotated[str, typer.Option(help="A label for the key.")] = "",
     scope: Annotated[
         list[str] | None, typer.Option(help="inference, admin or metrics; may be repeated. Default: inference.")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="How long it works: 12h, 30d, 8w; for ever by default.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Lifetime: 12h, 30d, 8w; by default unlimited.")] = None,
     limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Make a key and print it. It is shown this once; only its beginning and a hash are kept."""
+    """Create a key and print it. It is shown only once; the store keeps its prefix and a hash."""
     expires_at = None if expires is None else time.time() + _seconds(expires)
     limits = _limits(limit)
 
@@ -99,23 +100,23 @@ def create_key(
 
     text = _with_store(config_file, settings, work)
     typer.echo(text)
-    typer.echo("Keep it: it cannot be shown again. Clients send it as their API key.", err=True)
+    typer.echo("Store this key now: it cannot be shown again. Clients send it as their API key.", err=True)
 
 
 @keys.command("list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only keys of this tenant.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show the keys there are, without their secrets."""
+    """List the keys, without their secrets."""
     from rich.console import Console
     from rich.table import Table
 
     async def work(config: Config, store: IdentityStore) -> list[ApiKey]:
         return await store.keys(tenant)
 
-    table = Table("key", "tenant", "user", "name", "scopes", "made", "state", "limits", box=None, pad_edge=False)
+    table = Table("key", "tenant", "user", "name", "scopes", "created", "state", "limits", box=None, pad_edge=False)
     for key in _with_store(config_file, settings, work):
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
         table.add_row(
@@ -126,13 +127,13 @@ def list_keys(
 
 @keys.command("update")
 def update_key(
-    key: Annotated[str, typer.Argument(help="The key's beginning, as `keys list` shows it.")],
-    name: Annotated[str | None, typer.Option(help="A note to recognize it by.")] = None,
+    key: Annotated[str, typer.Argument(help="Prefix of the key, as shown by `penstock keys list`.")],
+    name: Annotated[str | None, typer.Option(help="A label for the key.")] = None,
     limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Change a key's name or limits. Running gateways notice within seconds."""
+    """Change a key's label or limits. Running gateways apply it within seconds."""
     limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> ApiKey:
@@ -143,31 +144,31 @@ def update_key(
 
 @keys.command("revoke")
 def revoke_key(
-    key: Annotated[str, typer.Argument(help="The key's beginning, as `keys list` shows it.")],
+    key: Annotated[str, typer.Argument(help="Prefix of the key, as shown by `penstock keys list`.")],
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Make a key useless. Running gateways notice within seconds."""
+    """Revoke a key for good. Running gateways apply it within seconds."""
     from penstock.errors import PenstockError
 
     async def work(config: Config, store: IdentityStore) -> bool:
         return await store.revoke_key(key)
 
     if not _with_store(config_file, settings, work):
-        raise PenstockError(f"there is no key {key} that still works; see `penstock keys list`")
+        raise PenstockError(f"there is no active key {key}; see `penstock keys list`")
     typer.echo(f"{key} is revoked")
 
 
 @tenants.command("create")
 def create_tenant(
-    id: Annotated[str, typer.Argument(help="Short name, used in keys and accounts.")],
-    name: Annotated[str, typer.Option(help="Name for people.")] = "",
-    tier: Annotated[str, typer.Option(help="Tier of the configuration; its default when empty.")] = "",
+    id: Annotated[str, typer.Argument(help="Id of the tenant, used in keys and usage reports.")],
+    name: Annotated[str, typer.Option(help="Display name.")] = "",
+    tier: Annotated[str, typer.Option(help="Tier from the configuration; by default auth.default_tier.")] = "",
     limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Make a tenant."""
+    """Create a tenant."""
     limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> None:
@@ -175,20 +176,22 @@ def create_tenant(
         await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits))
 
     _with_store(config_file, settings, work)
-    typer.echo(f"tenant {id} made; its first key: penstock keys create --tenant {id}")
+    typer.echo(f"tenant {id} created; create its first key with: penstock keys create --tenant {id}")
 
 
 @tenants.command("update")
 def update_tenant(
-    id: Annotated[str, typer.Argument(help="The tenant.")],
-    name: Annotated[str | None, typer.Option(help="Name for people.")] = None,
-    tier: Annotated[str | None, typer.Option(help="Tier of the configuration.")] = None,
-    disable: Annotated[bool | None, typer.Option("--disable/--enable", help="Whether its keys stop working.")] = None,
+    id: Annotated[str, typer.Argument(help="Id of the tenant.")],
+    name: Annotated[str | None, typer.Option(help="Display name.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Tier from the configuration.")] = None,
+    disable: Annotated[
+        bool | None, typer.Option("--disable/--enable", help="Disable the tenant's keys, or enable them again.")
+    ] = None,
     limit: OwnLimits = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Change a tenant's name, tier or limits, or switch it off. Running gateways notice within seconds."""
+    """Change a tenant's name, tier or limits, or disable it. Running gateways apply it within seconds."""
     limits = _limits(limit)
 
     async def work(config: Config, store: IdentityStore) -> None:
@@ -201,7 +204,7 @@ def update_tenant(
 
 @tenants.command("list")
 def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> None:
-    """Show the tenants there are."""
+    """List the tenants."""
     from rich.console import Console
     from rich.table import Table
 
@@ -227,7 +230,7 @@ def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> N
 def _with_store(
     config_file: Path | None, settings: list[str] | None, work: Callable[[Config, IdentityStore], Awaitable[T]]
 ) -> T:
-    """Run `work(config, store)` on the configured store."""
+    """Runs `work(config, store)` on the configured store."""
     import asyncio
 
     from penstock.cli.terminal import flags
@@ -281,7 +284,7 @@ def _limits(given: list[str] | None) -> AllowanceChange | None:
     try:
         return msgspec.convert(named, AllowanceChange, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--limit: {error}; there are {', '.join(AllowanceChange.__struct_fields__)}") from error
+        raise ConfigError(f"--limit: {error}; allowed: {', '.join(AllowanceChange.__struct_fields__)}") from error
 
 
 def _none() -> Allowance:
@@ -309,6 +312,6 @@ def _state(key: ApiKey) -> str:
     if key.revoked_at is not None:
         return "revoked"
     if key.expires_at is None:
-        return "works"
+        return "active"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.expires_at))
     return f"until {when}" if key.usable(time.time()) else f"expired {when}"

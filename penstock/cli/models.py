@@ -1,4 +1,4 @@
-"""`penstock models`: the models of a running server, and whether they are awake."""
+"""`penstock models`: lists, loads, unloads, sleeps and wakes the models of a running server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelName = Annotated[str, typer.Argument(help="What clients call the model.")]
+ModelName = Annotated[str, typer.Argument(help="Name of the model, as clients send it.")]
 
 
 @app.command("list")
@@ -41,7 +41,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 @app.command()
 def sleep(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Let a model finish what it runs, then free its memory; its process stays.
+    Put a model to sleep: finish its running requests, then free its memory. Its process stays up.
 
     Example:
 
@@ -53,7 +53,7 @@ def sleep(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 @app.command()
 def wake(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Load a sleeping model again; returns when it answers.
+    Wake a sleeping model; returns when it is ready.
 
     Example:
 
@@ -64,8 +64,8 @@ def wake(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 @app.command()
 def load(
-    source: Annotated[str, typer.Argument(help="A known name, hf:ORG/NAME, a folder or a .gguf file of the server.")],
-    name: Annotated[str | None, typer.Option(help="What clients call it; made from the source by default.")] = None,
+    source: Annotated[str, typer.Argument(help="A known name, hf:ORG/NAME, or a folder or .gguf file on the server.")],
+    name: Annotated[str | None, typer.Option(help="Name for clients; by default derived from the source.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A key of models[N] in the configuration; may be repeated."),
@@ -74,7 +74,7 @@ def load(
     key: Key = None,
 ) -> None:
     """
-    Serve one more model, until it is unloaded or the server stops; returns when it answers.
+    Load another model, until it is unloaded or the server stops; returns when it is ready.
 
     Example:
 
@@ -109,7 +109,7 @@ def load(
 @app.command()
 def unload(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Let a model finish what it runs, then end its engines; clients do not find it any more.
+    Unload a model: clients can no longer use it, running requests finish, then its engines stop.
 
     Example:
 

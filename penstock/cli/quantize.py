@@ -1,4 +1,4 @@
-"""`penstock quantize`: a model in few bits, with what it costs."""
+"""`penstock quantize`: writes a quantized checkpoint and measures its loss of quality."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.engine.quantization.quantize import Progress, Recipe
 
 WINDOW = 512
-"""Tokens of one piece of calibration text."""
+"""Tokens per window of calibration text."""
 
 
 class _Target(StrEnum):
@@ -28,29 +28,31 @@ class _Target(StrEnum):
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Model alias, source or path.")] = "smollm2-135m",
-    to: Annotated[_Target, typer.Option("--to", help="What to make of the matrices.")] = _Target.gptq,
+    to: Annotated[_Target, typer.Option("--to", help="Format of the quantized weights.")] = _Target.gptq,
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Text to calibrate on.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New folder; ./MODEL-FORM by default.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New folder; by default ./MODEL-FORMAT.")] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale in 4 bits: 128, 64 or 32; the largest that fits.")
+        int | None, typer.Option(help="Group size of 4-bit scales: 128, 64 or 32; by default the largest that fits.")
     ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="GPTQ without zero points.")] = False,
-    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ with the largest inputs first.")] = False,
-    tokens: Annotated[int, typer.Option(min=64, help="Calibration tokens used at most.")] = 16384,
+    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ in order of decreasing activations.")] = False,
+    tokens: Annotated[int, typer.Option(min=64, help="Maximum number of calibration tokens.")] = 16384,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Text to measure perplexity on.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--perplexity/--no-perplexity", help="Measure before and after.")] = True,
+    measure: Annotated[
+        bool, typer.Option("--perplexity/--no-perplexity", help="Measure perplexity before and after.")
+    ] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")] = None,
 ) -> None:
     """
-    Write a checkpoint in few bits that `penstock serve` and other programs load, and say what it costs.
+    Quantize a model into a checkpoint that `penstock serve` and other programs can load, and report its perplexity.
 
-    int8 and fp8 round to nearest with one scale per output. gptq-int4 and awq-int4 calibrate on text and are compared
-    with rounding to nearest in the same bits.
+    int8 and fp8 round to nearest with per-channel scales. gptq-int4 and awq-int4 calibrate on text; the report compares
+    them with rounding to nearest in 4 bits.
 
     Examples:
 
@@ -83,7 +85,7 @@ def quantize(
 
 
 def calibration_text() -> str:
-    """The text shipped with Penstock."""
+    """The calibration text shipped with Penstock."""
     from importlib import resources
 
     return (resources.files("penstock.engine.quantization") / "calibration.txt").read_text(encoding="utf-8")
@@ -127,7 +129,7 @@ def _run(
 
 @contextmanager
 def _bar(console: Console, name: str) -> Iterator[Progress]:
-    """Layers done; plain lines where there is no terminal."""
+    """A progress bar over layers; without a terminal, plain lines."""
     if not console.is_terminal:
         tenths = -1
 
@@ -153,7 +155,8 @@ def _bar(console: Console, name: str) -> Iterator[Progress]:
 
 
 def _report(path: Path, folder: Path, recipe: Recipe, text: str | None, device: str, threads: int | None) -> None:
-    """Perplexity and size: the source, rounding to nearest, and what was made; all computed in dense numbers."""
+    """Prints perplexity and size of the source, of rounding to nearest, and of the result, all run with dequantized
+    weights."""
     from rich.console import Console
 
     from penstock.bench import perplexity, report
@@ -170,7 +173,9 @@ def _report(path: Path, folder: Path, recipe: Recipe, text: str | None, device: 
         group = pick_group(source.config, recipe.group)
         forms.append((f"round to nearest, groups of {group}", RoundedCheckpoint(source, group, recipe.symmetric), None))
     forms.append((recipe.method, open_checkpoint(folder), _size(folder)))
-    rows = report.table("Perplexity and size", "weights", "perplexity", "loss", "divergence", "same first choice", "MB")
+    rows = report.table(
+        "Perplexity and size", "weights", "perplexity", "loss", "KL divergence", "top-1 agreement", "MB"
+    )
     reference = None
     for name, checkpoint, size in forms:
         config = EngineConfig(

@@ -1,4 +1,4 @@
-"""`penstock replicas`, `scale`, `restart` and `drain`: the engines of a running server, through its admin API."""
+"""`penstock replicas`, `scale`, `restart` and `drain`: the replicas of a running server, through its admin API."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 from penstock.cli.admin import DEFAULT_URL, Key, Url, call
 
-Model = Annotated[str, typer.Argument(help="What clients call the model.")]
-Replica = Annotated[str | None, typer.Option("--replica", "-r", help="Which one, as `penstock replicas` names it.")]
+Model = Annotated[str, typer.Argument(help="Name of the model, as clients send it.")]
+Replica = Annotated[str | None, typer.Option("--replica", "-r", help="Replica, as shown by `penstock replicas`.")]
 
 
 def replicas(url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
-    Show every replica of every model: whether it is up, its breaker, what it runs.
+    Show every replica of every model: its state, circuit breaker and load.
 
     Example:
 
@@ -26,12 +26,12 @@ def replicas(url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 def scale(
     model: Model,
-    count: Annotated[int, typer.Argument(min=1, metavar="N", help="How many replicas.")],
+    count: Annotated[int, typer.Argument(min=1, metavar="N", help="Number of replicas.")],
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Run N replicas of a model: start more, or drain those that are too many. Returns when it is done.
+    Set the number of replicas of a model: start new ones, or drain and stop surplus ones. Returns when done.
 
     Example:
 
@@ -41,13 +41,13 @@ def scale(
 
 
 def restart(
-    model: Annotated[str | None, typer.Argument(help="What clients call the model; every model by default.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Name of the model; by default every model.")] = None,
     replica: Replica = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Drain the replicas of a model and start them again, one after the other; requests go on meanwhile.
+    Rolling restart: drain and restart the replicas of a model one after the other, while the others serve.
 
     Examples:
 
@@ -60,7 +60,7 @@ def restart(
     from penstock.errors import PenstockError
 
     if model is None and replica is not None:
-        raise PenstockError("say whose replica it is: penstock restart MODEL --replica NAME")
+        raise PenstockError("--replica needs a model: penstock restart MODEL --replica NAME")
     found = call("GET", url, key, "/replicas")["data"]
     here = dict.fromkeys(entry["model"] for entry in found if not entry["remote"])
     for name in [model] if model is not None else here:
@@ -69,14 +69,16 @@ def restart(
 
 def drain(
     model: Annotated[
-        str | None, typer.Argument(help="What clients call the model; the whole server by default.")
+        str | None, typer.Argument(help="Name of the model; without it, the whole server is drained and stopped.")
     ] = None,
     replica: Replica = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Let a replica finish what it runs and stop; `penstock restart` brings it back. Without a model, stop the server so.
+    Drain a replica: it finishes its running requests and stops, until `penstock restart` starts it again.
+
+    Without a model, drain and stop the whole server.
 
     Examples:
 
@@ -88,10 +90,10 @@ def drain(
 
     if model is None:
         if replica is not None:
-            raise PenstockError("say whose replica it is: penstock drain MODEL --replica NAME")
+            raise PenstockError("--replica needs a model: penstock drain MODEL --replica NAME")
         typer.echo(f"the server is {call('POST', url, key, '/drain')['state']}")
     elif replica is None:
-        raise PenstockError("say which replica: penstock drain MODEL --replica NAME")
+        raise PenstockError("give the replica to drain: penstock drain MODEL --replica NAME")
     else:
         _tell(model, "drain", {"replica": replica}, url, key)
 

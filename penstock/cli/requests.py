@@ -1,4 +1,4 @@
-"""`penstock requests`: the newest records of the request log, when it is in a database."""
+"""`penstock requests`: the newest entries of the request log, when it is stored in a database."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def requests(
-    since: Annotated[str, typer.Option(help="1h, 7d, or a date.")] = "1h",
+    since: Annotated[str, typer.Option(help="Start of the period: 1h, 7d, or a date.")] = "1h",
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
-    finish_reason: Annotated[str | None, typer.Option(help="Only these: stop, length, error, abort, ...")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most records; the newest are shown.")] = 100,
+    finish_reason: Annotated[str | None, typer.Option(help="Only this finish reason: stop, length, error, ...")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries; the newest are shown.")] = 100,
     output: Annotated[Literal["table", "jsonl"], typer.Option("--output", "-o", help="table or jsonl.")] = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """
-    Show the newest requests, from the request log.
+    Show the newest requests from the request log.
 
     Examples:
 
@@ -44,7 +44,9 @@ def requests(
     config = load(config_file, flags=flags(settings))
     url = config.request_log.url or config.store.url
     if url.startswith(("kafka:", "clickhouse", "off")):
-        raise ConfigError("request_log.url is not a database of ours: read the records where they go")
+        raise ConfigError(
+            "the request log is not in a SQLite or PostgreSQL database (request_log.url); query its own destination"
+        )
 
     async def run() -> list[LogEntry]:
         store = RequestStore(lambda: open_database(url))
@@ -70,10 +72,10 @@ def _table(entries: list[LogEntry]) -> None:
     from rich.table import Table
 
     if not entries:
-        typer.echo("No requests in that time.")
+        typer.echo("No requests in this period.")
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("time", "request", "tenant", "user", "model", "route", "end"):
+    for name in ("time", "request", "tenant", "user", "model", "route", "finish"):
         table.add_column(name, no_wrap=True)
     for name in ("prompt", "cached", "completion", "ttft ms", "total ms"):
         table.add_column(name, justify="right")

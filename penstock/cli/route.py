@@ -1,4 +1,4 @@
-"""`penstock route`: explain what a route would do, measure it on labelled prompts, train its classifier."""
+"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains its classifier."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from penstock.routing.selection.prompts import Prompt
     from penstock.routing.selection.selector import RouteRules
 
-route = typer.Typer(help="Choosing a model by what is asked (`model: auto`).", no_args_is_help=True)
+route = typer.Typer(help="Model selection by the content of a request (`model: auto`).", no_args_is_help=True)
 
 Threshold = Annotated[float, typer.Option(min=0, max=1, help="Score above which the large model answers.")]
 Prompts = Annotated[
     Path | None,
-    typer.Option("--prompts", help="Labelled prompts: small or large, TAB, kind, TAB, prompt. Default: our own."),
+    typer.Option("--prompts", help="Labelled prompts: small or large, TAB, kind, TAB, prompt. Default: built in."),
 ]
 ClassifierFile = Annotated[
-    Path | None, typer.Option("--classifier", exists=True, dir_okay=False, help="Made by `penstock route train`.")
+    Path | None, typer.Option("--classifier", exists=True, dir_okay=False, help="Trained with `penstock route train`.")
 ]
 Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key with the scope `inference`.")]
 
@@ -36,7 +36,7 @@ def explain(
     threshold: Threshold = 0.6,
 ) -> None:
     """
-    Say which model would answer a question, and why.
+    Show which model would answer a question, and why.
 
     Examples:
 
@@ -64,13 +64,15 @@ def evaluate(
     prompts: Prompts = None,
     threshold: Threshold = 0.6,
     classifier: ClassifierFile = None,
-    price_ratio: Annotated[float, typer.Option(min=1, help="Price of the large model over the small one's.")] = 10.0,
-    show_wrong: Annotated[bool, typer.Option("--show-wrong", help="List what was decided wrongly.")] = False,
+    price_ratio: Annotated[
+        float, typer.Option(min=1, help="Price of the large model divided by the small one's.")
+    ] = 10.0,
+    show_wrong: Annotated[bool, typer.Option("--show-wrong", help="List the wrong decisions.")] = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Accuracy and money saved on labelled prompts, those kept back for testing apart.
+    Measure accuracy and savings on labelled prompts, separately for training and test prompts.
 
     Examples:
 
@@ -92,8 +94,8 @@ def evaluate(
         vectors = _embed([prompt.text for prompt in found], trained.encoder, url, key)
         opinions = {p.text: trained.probability(p.text, row) for p, row in zip(found, vectors, strict=True)}
     console = Console()
-    table = Table("part", "prompts", "right", "too small", "too large", "to the large model", "saved", box=None)
-    for name, kept in (("seen", False), ("kept back", True)):
+    table = Table("set", "prompts", "correct", "too small", "too large", "sent to large", "saved", box=None)
+    for name, kept in (("training", False), ("test", True)):
         part = [prompt for prompt in found if prompt.for_testing == kept]
         if not part:
             continue
@@ -105,25 +107,25 @@ def evaluate(
         for prompt, selection in result.wrong if show_wrong else ():
             console.print(f"  {name}: {selection.size} instead of {prompt.size}: {prompt.text}", highlight=False)
     console.print(table)
-    console.print(f"Saved: against sending everything to a model {price_ratio:g} times as dear.")
+    console.print(f"Saved: compared with sending everything to the large model at {price_ratio:g} times the price.")
 
 
 @route.command()
 def train(
-    output: Annotated[Path, typer.Argument(help="Where the classifier goes (JSON).")],
+    output: Annotated[Path, typer.Argument(help="File to write the classifier to (JSON).")],
     prompts: Prompts = None,
     feedback: Annotated[
         Path | None,
         typer.Option(help='More examples, a JSON object per line: {"prompt": …, "size": "small", "rating": "down"}.'),
     ] = None,
-    encoder: Annotated[str, typer.Option(help="Embedding model of the server.")] = "minilm",
+    encoder: Annotated[str, typer.Option(help="Embedding model that the server serves.")] = "minilm",
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
-    Train a classifier from labelled prompts, with embeddings of a running server.
+    Train a classifier on labelled prompts, with embeddings from a running server.
 
-    A small model's answer that was rated down counts as a prompt for the large one; one rated up confirms its model.
+    With --feedback, a bad rating of the small model labels the prompt as large; a good rating confirms the model.
 
     Examples:
 
@@ -147,8 +149,10 @@ def train(
     right = ((features[kept] @ np.array(weights) + bias > 0) == labels[kept]).mean() if kept.any() else float("nan")
     made: Classifier = Classifier(encoder, weights, bias, int((~kept).sum()), float(right))
     made.save(output)
-    console.print(f"{output}: trained on {made.trained_on} prompts, {right:.1%} right on {int(kept.sum())} kept back.")
-    console.print(f"Use it: routes[0].classifier: {output}")
+    console.print(
+        f"{output}: trained on {made.trained_on} prompts, {right:.1%} correct on {int(kept.sum())} test prompts."
+    )
+    console.print(f"To use it, set routes[0].classifier: {output}")
 
 
 def _rules(threshold: float) -> RouteRules:

@@ -1,4 +1,4 @@
-"""`penstock serve`: everything on this machine, supervised."""
+"""`penstock serve`: gateways and engines on this machine, under one supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.cli.options import ConfigFile, Device, LogLevel, PipelineParallel,
 def serve(
     model: Annotated[
         list[str] | None,
-        typer.Argument(help="Model names of the configuration, or sources; all of the configuration by default."),
+        typer.Argument(help="Models from the configuration, or sources; by default all models of the configuration."),
     ] = None,
     config_file: ConfigFile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
@@ -26,9 +26,9 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """
-    Serve models on this machine: gateways, and an engine process per model, restarted when they die.
+    Serve models on this machine: gateways and one engine process per model, restarted when they die.
 
-    The first run fetches the model. Ctrl-C finishes running requests, then stops; twice stops at once.
+    The first run downloads the model. Ctrl-C finishes running requests, then stops; a second Ctrl-C stops at once.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Talking to the terminal: the console, errors, and progress bars of downloads. rich is imported on first use."""
+"""Terminal output: the console for messages, errors, and download progress. rich is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stderr() -> Console:
-    """Where everything goes that is not the answer itself."""
+    """The console for everything that is not the result itself."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
@@ -28,7 +28,7 @@ def show_error(message: str) -> None:
 
 
 def flags(settings: list[str] | None, **named: object) -> dict[str, str]:
-    """Options of a command as configuration keys: `--set server.port=9000`, and the named ones that were given.
+    """Configuration keys from the options of a command: `--set server.port=9000`, and the `named` options given.
 
     In `named`, `__` stands for a dot and `each` for every item of a list (`models__each__device`).
     """
@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def download_bar(console: Console, name: str) -> Iterator[Progress]:
-    """A progress bar that appears with the first report; plain lines where there is no terminal."""
+    """A progress bar that appears with the first report; without a terminal, plain lines."""
     if not console.is_terminal:
         yield _plain_progress(console, name)
         return
@@ -92,7 +92,7 @@ def _plain_progress(console: Console, name: str) -> Progress:
 
 
 def resolve_models(config: Config, console: Console) -> dict[str, Path]:
-    """The local path of every model, fetching what is not here, with progress."""
+    """The local path of every model; downloads missing models and shows progress."""
     from penstock.sources.resolve import resolve
 
     paths = {}

@@ -1,4 +1,4 @@
-"""The supervisor's events on a terminal: bars while starting, a banner when ready, prefixed lines afterwards."""
+"""Shows the supervisor's events on a terminal: progress bars, a banner when ready, prefixed log lines afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 
 
 class TerminalReporter(Reporter):
-    """Writes to `console`. With JSON logs, lines of children pass unchanged, so that the output stays parseable."""
+    """Writes to `console`. With JSON logs, lines of children are passed on unchanged, so the output stays parseable."""
 
     def __init__(self, console: Console, config: Config, *, bars: bool = True) -> None:
         self._console = console
@@ -51,9 +51,9 @@ class TerminalReporter(Reporter):
     def engine_started(self, child: str, info: EngineInfo) -> None:
         phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info.startup.items())
         if not info.num_blocks and not info.dimensions:
-            self._note(f"{child}: asleep until it is asked for")
+            self._note(f"{child}: asleep until a request needs it")
         else:
-            where = info.device if info.ranks == 1 else f"{info.ranks} ranks from {info.device} on"
+            where = info.device if info.ranks == 1 else f"{info.ranks} ranks starting at {info.device}"
             self._note(f"{child}: up on {where}, {info.dtype} ({phases})")
         if self._bars is not None and child in self._tasks:
             self._bars.update(self._tasks[child], phase="ready", completed=100, total=100)
@@ -70,7 +70,7 @@ class TerminalReporter(Reporter):
         if self._json:
             self._event("restarting", child=child, how=how, delay_s=restart_in_s)
             return
-        text = Text.assemble((f"{child} ", "bold"), f"died ({how}); starting it again in {restart_in_s:g} s")
+        text = Text.assemble((f"{child} ", "bold"), f"died ({how}); restarting in {restart_in_s:g} s")
         self._console.print(text, style="yellow", soft_wrap=True)
 
     def draining(self, limit_s: float) -> None:
@@ -105,9 +105,9 @@ class TerminalReporter(Reporter):
         rows = Table.grid(padding=(0, 2))
         counts = Counter(info.model for info in engines)
         for info in {info.model: info for info in engines}.values():
-            size = f"{info.max_model_len} tokens of context, {info.num_blocks * info.block_size} in its KV cache"
+            size = f"context {info.max_model_len} tokens, KV cache {info.num_blocks * info.block_size} tokens"
             if not info.num_blocks:
-                size = "asleep until it is asked for"
+                size = "asleep until a request needs it"
             times = f"{counts[info.model]} replicas, each " if counts[info.model] > 1 else ""
             rows.add_row("Model", Text(f"{info.model}  ({times}{info.device}, {info.dtype}, {size})"))
         if server.workers > 1:
@@ -120,7 +120,7 @@ class TerminalReporter(Reporter):
         self._console.print(Text(f"Penstock is ready after {seconds:.1f} s", style="bold green"))
         self._console.print(rows)
         curl = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
-        self._console.print(curl, markup=False, soft_wrap=True)  # one line, so that it can be copied
+        self._console.print(curl, markup=False, soft_wrap=True)  # on one line, for copying
         self._console.print()
 
     def _note(self, text: str) -> None:

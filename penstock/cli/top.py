@@ -1,4 +1,4 @@
-"""`penstock top`: what a running server does, live in the terminal."""
+"""`penstock top`: live metrics of a running server in the terminal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def top(
     url: Url = DEFAULT_URL,
     key: Key = None,
     interval: Annotated[float, typer.Option("--interval", "-i", min=0.1, help="Seconds between two readings.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One frame, after one interval, and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame after one interval, and exit.")] = False,
 ) -> None:
     """
-    Watch a running server: throughput, latency, queue, KV cache, replicas. Ctrl-C leaves.
+    Watch a running server: throughput, latency, queue, KV cache, replicas. Ctrl-C quits.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""One frame of `penstock top`: figures of an interval as tables. Draws nothing itself."""
+"""The screen of `penstock top`: builds the tables of one interval; the command draws them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTFT, ITL = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_second
 
 
 class Screen:
-    """Frames of one server; remembers how fast it was, for the little chart."""
+    """Builds the frames of one server; keeps past throughput for the sparkline."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -60,8 +60,8 @@ def _totals(interval: Interval) -> Table:
             ("prefix hits", share(interval.ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"))),
         ),
         (
-            ("first token", percentiles(interval, TTFT)),
-            ("between tokens", percentiles(interval, ITL)),
+            ("TTFT", percentiles(interval, TTFT)),
+            ("inter-token", percentiles(interval, ITL)),
             ("charged", f"${3600 * interval.rate('penstock_usage_cost_dollars_total'):,.2f}/h"),
             ("hardware", f"${3600 * now.sum('penstock_engine_cost_dollars_per_second'):,.2f}/h"),
         ),
@@ -76,7 +76,7 @@ def _replicas(interval: Interval) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("model", "replica", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "KV", "tok/s", "first p95", "between p95", "preempted", "GPU", "GPU memory"):
+    for name in ("running", "waiting", "KV", "tok/s", "TTFT p95", "ITL p95", "preempted", "GPU", "GPU memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for labels, up in sorted(now.series("penstock_engine_up"), key=lambda item: sorted(item[0].items())):
         where = dict(labels)

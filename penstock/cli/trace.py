@@ -1,4 +1,4 @@
-"""`penstock trace`: where the time of one request went, as bars; without an id, the newest requests."""
+"""`penstock trace`: the timeline of one request as bars; without an id, a list of the newest requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Key = Annotated[
     str | None,
-    typer.Option(envvar="PENSTOCK_API_KEY", help="API key; with the scope `admin`, anybody's.", show_envvar=True),
+    typer.Option(envvar="PENSTOCK_API_KEY", help="API key; the scope `admin` shows all tenants.", show_envvar=True),
 ]
 COLORS = {
     "receive": "cyan",
@@ -28,23 +28,23 @@ COLORS = {
 }
 LEAST_WIDTH = 12
 FIGURES = 36
-"""Columns that names and numbers take."""
+"""Terminal columns taken by names and numbers."""
 
 
 def trace(
     request_id: Annotated[
-        str | None, typer.Argument(help="The `x-request-id` of an answer; without it the newest are listed.")
+        str | None, typer.Argument(help="The `x-request-id` of a reply; without it, the newest requests are listed.")
     ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
     output: Annotated[str, typer.Option("--output", "-o", help="bars or json.")] = "bars",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many are listed.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of requests to list.")] = 20,
 ) -> None:
     """
     Show where the time of a request went.
 
-    A running server remembers its newest requests (`telemetry.recent_requests`). Phases of the engine are by its own
-    clock.
+    A running server keeps its newest requests (`telemetry.recent_requests`). The engine's phases are measured by the
+    engine's own clock.
 
     Examples:
 
@@ -130,7 +130,7 @@ def _listing(data: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("time", "request", "tenant", "model", "end"):
+    for name in ("time", "request", "tenant", "model", "finish"):
         table.add_column(name, overflow="fold")
     for name in ("tokens", "ttft", "total ms"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`penstock usage`: what was used and what it cost, from the ledger."""
+"""`penstock usage`: usage and cost from the ledger."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def usage(
     by: Annotated[
         str, typer.Option(help="tenant, user, feature, model, adapter, tier, key, day, hour; several with commas.")
     ] = "tenant,model",
-    since: Annotated[str, typer.Option(help="24h, 30d, or a date.")] = "30d",
-    until: Annotated[str | None, typer.Option(help="The same; now by default.")] = None,
+    since: Annotated[str, typer.Option(help="Start of the period: 24h, 30d, or a date.")] = "30d",
+    until: Annotated[str | None, typer.Option(help="End of the period; by default now.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     output: Annotated[
         Literal["table", "csv", "chart"], typer.Option("--output", "-o", help="table, csv or chart.")
@@ -26,7 +26,7 @@ def usage(
     settings: Settings = None,
 ) -> None:
     """
-    Show what was used and what it cost.
+    Show usage and cost.
 
     Examples:
 
@@ -79,7 +79,7 @@ def _table(rows: list[Row]) -> None:
     from rich.table import Table
 
     if not rows:
-        typer.echo("Nothing was used in that time.")
+        typer.echo("No usage in this period.")
         return
     table = Table(box=None, pad_edge=False)
     for name in rows[0]:
@@ -100,13 +100,13 @@ def _csv(rows: list[Row]) -> None:
 
 
 def _chart(rows: list[Row]) -> None:
-    """A bar per row: its cost, or its tokens when nothing costs anything."""
+    """A bar per row: its cost, or its tokens when nothing has a price."""
     from rich.bar import Bar
     from rich.console import Console
     from rich.table import Table
 
     if not rows:
-        typer.echo("Nothing was used in that time.")
+        typer.echo("No usage in this period.")
         return
     sums = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
     paid = any(float(row["cost"]) for row in rows)
@@ -115,7 +115,7 @@ def _chart(rows: list[Row]) -> None:
         label = " ".join(str(value) or "-" for name, value in row.items() if name not in sums)
         pairs.append((label, float(row["cost"] if paid else int(row["prompt_tokens"]) + int(row["completion_tokens"]))))
     if all(label[:2].isdigit() for label, _ in pairs):
-        pairs.sort()  # days and hours in their order
+        pairs.sort()  # days and hours in chronological order
     largest = max(max(size for _, size in pairs), 1e-12)
     grid = Table(box=None, pad_edge=False, show_header=False)
     for label, size in pairs:

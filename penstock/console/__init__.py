@@ -1,7 +1,7 @@
-"""The web console: a single page of static files over the same HTTP API that every client uses.
+"""The web console: a single page of static files that uses the same HTTP API as every client.
 
-It has no state on the server and no rights of its own: what its user may see is what their key may see. So any gateway
-worker can serve it, and there is no second way in.
+It has no state on the server and no rights of its own: it can do exactly what the user's key allows. So any gateway
+worker can serve it, and it adds no second access path to protect.
 """
 
 from penstock.console.app import Console

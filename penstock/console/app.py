@@ -1,4 +1,4 @@
-"""The console in front of the gateway's application: `/console/…` is answered here, everything else passes through."""
+"""ASGI middleware that serves the console: it answers `/console/…` and passes everything else to the gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""`unsafe-eval`: templates become functions in the browser. No text of a model ever is a template."""
+"""`unsafe-eval`: Vue compiles templates in the browser. Text from a model is never used as a template."""
 _ALWAYS: Headers = [
     (b"content-security-policy", _POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -23,7 +23,7 @@ _ALWAYS: Headers = [
 
 
 class Console:
-    """An ASGI application around another one."""
+    """An ASGI application that wraps another one."""
 
     def __init__(self, inner: Application) -> None:
         self._inner = inner
@@ -48,7 +48,7 @@ class Console:
                 scope, send, 404, [(b"content-type", b"text/plain; charset=utf-8")], b"There is no such page.\n"
             )
             return
-        # Asked for again each time, answered in a few bytes while it is the same: an update is seen at once.
+        # Browsers revalidate every time, which costs a few bytes while the file is unchanged: updates show at once.
         headers: Headers = [
             (b"etag", asset.tag.encode()),
             (b"cache-control", b"no-cache"),
@@ -68,7 +68,7 @@ def _encoded(scope: Scope, asset: Asset, headers: Headers) -> tuple[Headers, byt
 
 
 def _wants_a_page(scope: Scope) -> bool:
-    """Browsers name HTML; programs that ask for `/` get the API's own answer."""
+    """Whether the client is a browser, which accepts HTML; other clients get the API's own reply for `/`."""
     return "text/html" in _header(scope, b"accept")
 
 

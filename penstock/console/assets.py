@@ -1,7 +1,7 @@
-"""The console's files: our own, and the parts of the UI library that it uses, read from the installed package.
+"""The console's files: its own, and the parts of the UI library it uses, read from the installed package.
 
-Everything is looked up in a table made at start, so a path from outside never becomes a path on disk. A file is read
-once, off the event loop, and kept with its tag and its compressed form.
+Names are looked up in a table built at startup, so a path from a request never becomes a path on disk. A file is read
+once, off the event loop, and kept with its ETag and its compressed form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TAKEN = {
     "lib/quasar.important.css": "static/quasar.important.prod.css",
     "lib/fonts.css": "static/fonts.css",
 }
-"""What the console loads, and where it lies in the library."""
+"""Files that the console loads, and their paths in the library."""
 _TAKEN_FOLDERS = {"lib/fonts": "static/fonts", "lib/echarts": "elements/echart/dist"}
 _COMPRESSED = {".js", ".css", ".html", ".svg"}
 
@@ -64,12 +64,10 @@ class Assets:
 
 
 def library_folder() -> Path:
-    """Where the UI library is installed; it is not imported."""
+    """The folder of the installed UI library; the library is not imported."""
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or not found.submodule_search_locations:
-        raise ConfigError(
-            f"the console needs the package {_LIBRARY}; install Penstock again, or set server.console: false"
-        )
+        raise ConfigError(f"the console needs the package {_LIBRARY}; reinstall Penstock, or set server.console: false")
     return Path(found.submodule_search_locations[0])
 
 

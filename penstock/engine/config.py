@@ -34,7 +34,7 @@ class EngineConfig:
     dense."""
     activations: ActivationForm = "auto"
     """How linears on `int8` and `int4` weights round what they are applied to. On CPU per row and block of 32, to one
-    int8 digit or to two (about 16 bits); `auto`: see `quantization.cpu_blocks`. On CUDA `auto` does not round, and
+    int8 digit or to two (about 16 bits); `auto`: see `BlockQuantizer`. On CUDA `auto` does not round, and
     `int8` rounds per token for weights that are `int8` with a scale per output."""
     max_model_len: int | None = None
     """Context window; the checkpoint's own when not set."""
@@ -56,15 +56,15 @@ class EngineConfig:
     host_memory: int = 0
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0
-    """Blocks that nobody used for this long are copied to the host before their place is needed."""
+    """Blocks unused for this long are copied to the host before their place is needed."""
     prefix_cache: bool = True
     deterministic: bool = False
-    """A request's tokens and log-probabilities are the same bits whatever else runs; slower."""
+    """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
     speculation: SpeculationForm = "off"
-    """Guess tokens ahead and verify several in one step, where that is measured to pay. `ngram`: guesses from the
-    text itself. `draft`: from `draft_model`. What is generated stays the same."""
+    """Verify several draft tokens in one step, where that is measured to pay. `ngram`: draft tokens from the text
+    itself. `draft`: from `draft_model`. What is generated stays the same."""
     speculation_depth: int = 6
-    """Most guesses per sequence and step."""
+    """Most draft tokens per sequence and step."""
     draft_model: str | None = None
     """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
     tensor_parallel: int = 1
@@ -91,10 +91,10 @@ class EngineConfig:
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""
 
     def max_verified(self, max_running: int) -> int:
-        """Most decoded tokens in a step that verifies guesses; 0 without speculation."""
+        """Most decoded tokens in a step that verifies draft tokens; 0 without speculation."""
         if self.speculation == "off":
             return 0
-        # Few sequences can have many guesses each; beyond that, more than one step's worth of rows never pays.
+        # Few sequences can have many draft tokens each; beyond that, more than one step's worth of rows never pays.
         return max(max_running, min(max_running * (1 + self.speculation_depth), 64))
 
     @property

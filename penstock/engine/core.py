@@ -7,8 +7,8 @@ steps. `step()` below is the whole loop.
 Overlap: on CUDA the step just launched is still running when `step()` goes on to collect the one before it, so the
 host schedules and emits while the device computes. A sequence that turns out to have stopped has by then been computed
 one token too far; that token is dropped. On CPU nothing is gained by that, and each step is collected at once.
-Neither is a step launched ahead around one that verifies guesses (speculation): it needs to know all tokens before it,
-and the next one needs to know how many of its guesses held.
+A step that verifies draft tokens (speculation) is not launched ahead either: it needs to know all tokens before it, and
+the next step needs to know how many were accepted.
 
 A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
 run again one by one so that only the one that raises again is failed.
@@ -119,7 +119,7 @@ class Engine:
         return load_engine(config, progress, checkpoint, grammars, find_adapter)
 
     def close(self) -> None:
-        """End what runs beside it: the other ranks, the meter. The engine cannot be used afterwards."""
+        """Stop the other ranks and the meter. The engine cannot be used afterwards."""
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -223,7 +223,7 @@ class Engine:
             self.speculation.reset_counters()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
-        """Guesses to verify in the next step; what is in flight is collected first if there shall be any."""
+        """Draft tokens to verify in the next step; if there are any, steps in flight are collected first."""
         speculation = self.speculation
         if speculation is None or (self._in_flight and not speculation.plan(self.scheduler.decoding())):
             return {}
@@ -261,7 +261,7 @@ class Engine:
             batch.masks = self._constraints.begin(batch)
             self._in_flight.append(self.runner.run(batch))
         except ReplicaLost:
-            raise  # no sequence is to blame, and none can be run again here
+            raise  # no sequence caused it, and none can be run again here
         except torch.OutOfMemoryError as error:
             self._shrink(batch, error)
         except Exception as error:
@@ -282,7 +282,7 @@ class Engine:
                 continue
             reason = _append(seq, tokens)
             if chunk.drafts:
-                # What was computed behind a wrong guess will be overwritten.
+                # What was computed behind a rejected draft token will be overwritten.
                 seq.computed = chunk.start + len(tokens)
             self._generation_tokens += len(tokens)
             delta = Delta(seq.id, tokens)
@@ -369,7 +369,7 @@ class Engine:
         self.runner.backend.memory.trim()
 
     def _recover(self, batch: Batch, message: str) -> None:
-        """A step raised. A sequence that was alone in it is to blame; otherwise try each of them alone."""
+        """A step raised. A sequence that was alone in it caused that; otherwise try each of them alone."""
         sequences = self._unwind(batch)
         if len(batch.chunks) > 1 or batch.speculative:
             self.scheduler.isolate(sequences)

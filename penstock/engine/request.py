@@ -89,14 +89,14 @@ class Request:
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     speculation: bool = True
-    """False: never guess ahead for this request, even where the engine speculates. The text is the same."""
+    """False: no draft tokens for this request, even where the engine speculates. The text is the same."""
     adapter: str = ""
     """Name of the adapter to run with; empty for the base model."""
     produced: list[int] = field(default_factory=list)
     """Tokens that another engine has generated for this request already. Generation goes on behind them: limits,
     penalties and the grammar count them as output, and they are not delivered again."""
     affinity: str = ""
-    """Requests with the same word here had better run on the same engine; for routers, engines ignore it."""
+    """Requests with the same value should run on the same engine; for routers, engines ignore it."""
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because somebody else can answer; for
     routers too."""
@@ -204,7 +204,7 @@ class Load:
     host_hit_tokens: int = 0
     """Prompt tokens that came back from the host; they count in `prefix_hit_tokens` too."""
     drafts: int = 0
-    """Times that guesses of a sequence were verified (speculation)."""
+    """Times that draft tokens of a sequence were verified (speculation)."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     adapters: AdapterLoad | None = None
@@ -225,7 +225,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself once it is ready."""
+    """An engine's description of itself once it is ready."""
 
     model: str
     instance: str
@@ -247,4 +247,4 @@ class EngineInfo:
     """Whether an encoder scores pairs of texts (a cross-encoder)."""
     role: Role = "both"
     kv_format: str = ""
-    """Engines that say the same here can use each other's KV blocks; empty: nobody can use this one's."""
+    """Engines with the same value can use each other's KV blocks; empty: this one exchanges none."""

@@ -4,13 +4,13 @@ There is no prefill or decode phase: a sequence has tokens that are not computed
 them, at most `token_budget` over all sequences. Sequences with one token left to compute (decodes) go first, then
 unfinished prompts in chunks, then waiting requests.
 
-Order is by `key = arrival + priority * ageing_s`: a request of priority p stands where it would if it had come
+Order is by `key = arrival + priority * ageing_s`: a request of priority p is treated as if it had arrived
 p * ageing_s seconds later, so urgent ones overtake, and nothing waits for ever. When blocks run out the sequence with
 the largest key is preempted: its blocks go back to the pool (most stay findable by name) and it waits again with its
 old key. The clock is passed in; the scheduler is a plain object without I/O.
 
-With speculation a decode may carry guessed tokens (drafts) behind its last real one. They take only what is left over:
-budget, blocks and positions that nobody else needs in this step.
+With speculation a decode may carry draft tokens behind its last real one. They take only budget, blocks and positions
+that no other sequence needs in this step.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Chunk:
     samples: bool
     """The chunk reaches the end of the sequence, so the step also samples its next token."""
     drafts: tuple[int, ...] = ()
-    """Guessed tokens after the last real one, part of `length`; the step samples behind each of them too."""
+    """Draft tokens after the last real one, part of `length`; the step samples behind each of them too."""
 
     @property
     def decodes(self) -> bool:
-        """Whether only the last real token is computed, with or without guesses behind it."""
+        """Whether only the last real token is computed, with or without draft tokens behind it."""
         return self.length == 1 + len(self.drafts)
 
 
@@ -57,7 +57,7 @@ class Batch:
 
     chunks: list[Chunk]
     num_decodes: int
-    """Tokens that belong to decodes, guesses included: each attends on its own."""
+    """Tokens that belong to decodes, draft tokens included: each attends on its own."""
     num_tokens: int
     masks: PendingMasks | None = None
     """For its sequences with a grammar; set when the step is launched."""
@@ -65,14 +65,14 @@ class Batch:
     """Blocks to copy to and from the host before the step."""
 
     speculative: bool = False
-    """Whether some chunk carries guesses."""
+    """Whether some chunk carries draft tokens."""
     plain: bool = False
-    """Whether every chunk is one token without guesses, behind which one is sampled."""
+    """Whether every chunk is one token without draft tokens, behind which one is sampled."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], transfers: Transfers | None = None) -> Batch:
         """`chunks` in any order."""
-        tokens = decodes = samples = guesses = 0
+        tokens = decodes = samples = drafted = 0
         ordered = True
         for chunk in chunks:
             length, drafts = chunk.length, len(chunk.drafts)
@@ -80,12 +80,12 @@ class Batch:
                 ordered = ordered and decodes == tokens
                 decodes += length
             tokens += length
-            guesses += drafts
+            drafted += drafts
             samples += chunk.samples
         if not ordered:
             chunks.sort(key=lambda chunk: not chunk.decodes)
-        plain = guesses == 0 and tokens == samples == len(chunks)
-        return cls(chunks, decodes, tokens, transfers=transfers, speculative=guesses > 0, plain=plain)
+        plain = drafted == 0 and tokens == samples == len(chunks)
+        return cls(chunks, decodes, tokens, transfers=transfers, speculative=drafted > 0, plain=plain)
 
 
 class Scheduler:
@@ -182,9 +182,9 @@ class Scheduler:
             return []
         return [seq for seq in self.running if self._remaining(seq) == 1]
 
-    def reserve(self, seq: Sequence, guesses: int) -> int:
-        """Take blocks for guesses behind a sequence's last token; for how many there is room and nobody suffers."""
-        count = min(guesses, seq.limit - seq.length - 1)
+    def reserve(self, seq: Sequence, drafts: int) -> int:
+        """Take blocks for draft tokens behind a sequence's last token; returns how many fit without costing others."""
+        count = min(drafts, seq.limit - seq.length - 1)
         end = seq.length + count
         missing = self.allocator.blocks_for(end) - len(seq.blocks)
         if missing > 0 and self.allocator.pool.free - missing < len(self.running):
@@ -195,7 +195,7 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Sequence, list[int]] | None = None) -> Batch | None:
         """Choose the next step's chunks and take the blocks they need. None when nothing can run.
 
-        `drafts`: guesses to verify, for sequences without pending tokens.
+        `drafts`: draft tokens to verify, for sequences without pending tokens.
         """
         self.allocator.tick(now)
         if self._suspects:
@@ -224,7 +224,7 @@ class Scheduler:
         self._wait(seq)
 
     def isolate(self, sequences: list[Sequence]) -> None:
-        """After a failed step: run each of its sequences alone once, so that only the guilty one fails."""
+        """After a failed step: run each of its sequences alone once, so that only the one that raises fails."""
         for seq in sequences:
             if seq in self.running:
                 self.preempt(seq)
@@ -236,11 +236,11 @@ class Scheduler:
         if length >= seq.limit:
             return 0
         if seq.pending and seq.matcher is not None:
-            return 0  # what its grammar allows next depends on a token that has not been seen yet
+            return 0  # what its grammar allows next depends on a token that is not known yet
         return length - seq.computed
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences that waited for their adapter elsewhere take their places in the queue again."""
+        """Put sequences that waited for their adapter back into the queue, at their old places."""
         for seq in sequences:
             heapq.heappush(self._waiting, (seq.key, seq))
 
@@ -250,7 +250,7 @@ class Scheduler:
             heapq.heappush(self._waiting, (seq.key, seq))
 
     def _tidy(self) -> None:
-        """Heaps keep ended sequences until they come up, which a far deadline does much later; not too many of them."""
+        """Heaps keep ended sequences until they come up, which may be much later; bound how many."""
         most = 2 * len(self._live) + self.SLACK
         if len(self._waiting) > most:
             self._waiting = [entry for entry in self._waiting if not entry[1].finished]
@@ -293,16 +293,16 @@ class Scheduler:
                 if victim is seq:
                     break
             else:
-                guesses: tuple[int, ...] = ()
+                verified: tuple[int, ...] = ()
                 if seq in drafts:
-                    guesses = self._affordable(seq, drafts[seq], spare)
-                    spare -= len(guesses)
-                chunks[seq] = self._chunk(seq, length, guesses)
-                budget -= length + len(guesses)
+                    verified = self._affordable(seq, drafts[seq], spare)
+                    spare -= len(verified)
+                chunks[seq] = self._chunk(seq, length, verified)
+                budget -= length + len(verified)
         return list(chunks.values()), budget
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
-        """As many guesses as leave every decode its token of the budget; their blocks are taken."""
+        """As many draft tokens as leave every decode its token of the budget; their blocks are taken."""
         return tuple(drafts[: self.reserve(seq, min(len(drafts), spare))])
 
     def _admit(self, budget: int, now: float) -> Chunk | None:

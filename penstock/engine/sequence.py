@@ -101,7 +101,7 @@ class Sequence:
         return self.length - self.prompt_len
 
     def barred_stops(self, ahead: int = 0) -> tuple[int, ...]:
-        """Stop tokens that may not be sampled behind `ahead` guesses, because the minimum length is not reached.
+        """Stop tokens that may not be sampled behind `ahead` draft tokens, because the minimum length is not reached.
 
         To be asked when the token being sampled is already counted as pending.
         """

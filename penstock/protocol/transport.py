@@ -38,7 +38,7 @@ class CurveServer:
         if key is None and clients is None:
             return None
         if key is None or clients is None:
-            raise ConfigError("--curve-key and --curve-clients are given together")
+            raise ConfigError("--curve-key and --curve-clients must be given together")
         try:
             admitted = [line.strip() for line in clients.read_text().splitlines() if line.strip()]
             return cls(key.read_text().strip(), admitted)

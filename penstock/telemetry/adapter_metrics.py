@@ -1,4 +1,4 @@
-"""Metrics of LoRA adapters, for engines that have any: who runs and waits, what the slots hold, what loading costs."""
+"""Metrics of LoRA adapters, for engines that have any: running and waiting adapters, slots, loading."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 _Samples = tuple[str, str, str, Callable[[AdapterLoad], float]]
 _METRICS: tuple[_Samples, ...] = (
-    ("gauge", "slots", "Adapters that fit into device memory.", lambda load: load.slots),
+    ("gauge", "slots", "Adapter slots in device memory.", lambda load: load.slots),
     ("gauge", "on_device", "Adapters in device memory.", lambda load: load.on_device),
     ("gauge", "on_host", "Adapters in host memory.", lambda load: load.on_host),
-    ("gauge", "loading", "Adapters being read.", lambda load: load.loading),
-    ("counter", "loads_total", "Adapters read.", lambda load: load.loads),
-    ("counter", "load_failures_total", "Adapters that could not be read.", lambda load: load.failures),
-    ("counter", "load_seconds_total", "Time spent reading adapters.", lambda load: load.load_seconds),
-    ("counter", "copies_total", "Adapters brought to the device.", lambda load: load.copies),
-    ("counter", "evictions_total", "Adapters that lost their slot to another.", lambda load: load.evictions),
-    ("counter", "host_evictions_total", "Adapters dropped from host memory.", lambda load: load.host_evictions),
+    ("gauge", "loading", "Adapters being loaded.", lambda load: load.loading),
+    ("counter", "loads_total", "Adapters loaded.", lambda load: load.loads),
+    ("counter", "load_failures_total", "Adapters that failed to load.", lambda load: load.failures),
+    ("counter", "load_seconds_total", "Time spent loading adapters.", lambda load: load.load_seconds),
+    ("counter", "copies_total", "Adapters copied to the device.", lambda load: load.copies),
+    ("counter", "evictions_total", "Adapters evicted from their device slot.", lambda load: load.evictions),
+    ("counter", "host_evictions_total", "Adapters evicted from host memory.", lambda load: load.host_evictions),
 )
 
 
@@ -47,7 +47,7 @@ def add_adapter_samples(
     registry.sampled(
         "gauge",
         "vllm:lora_requests_info",
-        "Adapters of running and waiting requests; the value is when that was.",
+        "Adapters of running and waiting requests; the value is the time of the snapshot.",
         (*labels, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         lambda: [
             ((view.model, view.engine, str(load.slots), _names(load.running), _names(load.waiting)), time.time())

@@ -1,7 +1,7 @@
-"""The metrics of several processes as one: what a scrape of any of them shows.
+"""Merges the metrics of several gateway processes; a scrape of any of them shows the result.
 
-Invariant: a counter that was shown never falls because a process died: what it had counted when it was last heard stays
-(`lasting`), and its gauges go with it.
+Invariant: a counter never falls because a process died. Its last known counts are kept (`lasting`); its gauges are
+dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.telemetry.exposition import Readings
 
 
 def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
-    """One list of families, each sample summed or the largest of all processes, as its family says."""
+    """One list of families; each sample is the sum or the maximum over the processes, as its family says."""
     families: dict[str, Readings] = {}
     for readings in processes:
         for family in readings:
@@ -33,5 +33,5 @@ def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
 
 
 def lasting(readings: list[Readings]) -> list[Readings]:
-    """What of a process's readings outlives it: what it counted itself."""
+    """The part of a process's metrics that is kept after its death: what it counted itself."""
     return [family for family in readings if family.merge == "sum" and family.kind in ("counter", "histogram")]

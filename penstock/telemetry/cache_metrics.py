@@ -1,4 +1,4 @@
-"""What the response caches did."""
+"""Metrics of the response caches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class CacheMetrics:
         )
         self._refusals = registry.counter(
             "penstock_cache_refusals_total",
-            "Near questions that the verifier of the semantic cache held to be different.",
+            "Similar questions that the verifier of the semantic cache rejected.",
             ("reason",),
         )
         self.gave_up = registry.counter(
-            "penstock_cache_timeouts_total", "Lookups in the semantic cache that took too long."
+            "penstock_cache_timeouts_total", "Semantic cache lookups that timed out."
         ).child()
         self.suspected = registry.counter(
-            "penstock_cache_suspected_false_hits_total", "Semantic hits that a user did not like."
+            "penstock_cache_suspected_false_hits_total", "Semantic cache hits with negative user feedback."
         ).child()
         self.saved_tokens = registry.counter(
-            "penstock_cache_saved_tokens_total", "Completion tokens that were not generated again."
+            "penstock_cache_saved_tokens_total", "Completion tokens served from the cache."
         ).child()
 
     def looked(self, cache: Literal["exact", "semantic"], *, hit: bool) -> None:

@@ -1,7 +1,7 @@
-"""The request that is being answered: its id and its place in a distributed trace (W3C Trace Context).
+"""The current request: its id and its place in a distributed trace (W3C Trace Context).
 
-Set once per request, read by whatever runs inside it: log records get the ids, and calls to other servers carry them on
-(`outgoing_headers`). What a client sends is accepted as its trace; without tracing it is passed on untouched.
+Set once per request and read by everything that runs inside it: log records get the ids, and calls to other servers
+carry them on (`outgoing_headers`). A client's trace context is accepted; without tracing it is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STATE_LENGTH = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Our span in a trace, and the caller's above it."""
+    """Our span in a trace, and the caller's span as its parent."""
 
     trace_id: str
     span_id: str
@@ -44,9 +44,9 @@ current: ContextVar[RequestContext | None] = ContextVar("penstock request", defa
 
 
 def read_trace(traceparent: bytes | None, tracestate: bytes | None) -> TraceContext | None:
-    """What a client says of its trace; None when it says nothing that can be understood.
+    """The client's trace context; None when it is missing or invalid.
 
-    `span_id` is the caller's: passed on like this, its trace goes on as if we were not there."""
+    `span_id` is the caller's: passed on unchanged, the trace continues as if this server were not in it."""
     found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None:
         return None
@@ -58,18 +58,18 @@ def read_trace(traceparent: bytes | None, tracestate: bytes | None) -> TraceCont
 
 
 def begin_span(caller: TraceContext | None, share: float) -> TraceContext:
-    """A span of our own: in the caller's trace, sampled as the caller is, or the first of a new one, of which `share`
-    are sampled."""
+    """A new span: in the caller's trace, sampled if the caller is, or the root of a new trace, sampled with probability
+    `share`."""
     span_id = secrets.token_hex(8)
     if caller is not None:
         return TraceContext(caller.trace_id, span_id, caller.span_id, caller.sampled, caller.state)
     trace_id = secrets.token_hex(16)
-    # Decided by the id, as other tracers do, so that processes that see the same trace agree.
+    # Decided by the trace id, as other tracers do, so that all processes that see a trace agree.
     return TraceContext(trace_id, span_id, sampled=int(trace_id[16:], 16) < share * 2**64)
 
 
 def sampled_trace() -> str | None:
-    """The id of the trace around us, when it is recorded."""
+    """The id of the current trace, if it is sampled."""
     context = current.get()
     if context is None or context.trace is None or not context.trace.sampled:
         return None
@@ -77,7 +77,7 @@ def sampled_trace() -> str | None:
 
 
 def outgoing_headers() -> dict[str, str]:
-    """What a call to another server carries so that its logs and spans can be found from this request."""
+    """Headers for a call to another server, which connect its logs and spans with this request."""
     context = current.get()
     if context is None:
         return {}

@@ -1,4 +1,4 @@
-"""Metrics of what happens between a question and the model: conversations, tools, moderation, quality."""
+"""Metrics of conversations, server-side tools, moderation and answer quality."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class ContextMetrics:
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.turns = registry.counter(
-            "penstock_conversation_turns_total", "Turns of stored conversations that were answered and kept."
+            "penstock_conversation_turns_total", "Turns answered and stored in conversations."
         ).child()
         self._dropped = registry.counter(
-            "penstock_conversation_dropped_turns_total", "Turns that left a prompt to make room.", ("how",)
+            "penstock_conversation_dropped_turns_total", "Turns removed from prompts to fit the window.", ("how",)
         )
         self._summaries = registry.counter(
-            "penstock_conversation_summaries_total", "Times that old turns were condensed.", ("when", "outcome")
+            "penstock_conversation_summaries_total", "Summaries made of old turns.", ("when", "outcome")
         )
 
         self._tools = registry.counter(
-            "penstock_tool_calls_total", "Calls of tools that the gateway runs.", ("tool", "outcome")
+            "penstock_tool_calls_total", "Tool calls run by the gateway.", ("tool", "outcome")
         )
         self._tool_seconds = registry.histogram(
-            "penstock_tool_call_seconds", "Time that such calls took.", SECONDS, ("tool",)
+            "penstock_tool_call_seconds", "Duration of tool calls run by the gateway.", SECONDS, ("tool",)
         )
 
         self._judged = registry.counter(
-            "penstock_judged_answers_total", "Sampled answers, by whether a model graded them.",
+            "penstock_judged_answers_total", "Answers sampled for grading by a model, by outcome.",
             ("model_name", "route", "outcome"),
         )  # fmt: skip
         self._relevance, self._groundedness = (
@@ -44,10 +44,10 @@ class ContextMetrics:
         )
 
         self._moderated = registry.counter(
-            "penstock_moderation_checks_total", "Texts shown to moderation models.", ("rule", "stage", "outcome")
+            "penstock_moderation_checks_total", "Texts checked by moderation models.", ("rule", "stage", "outcome")
         )
         self._moderation_seconds = registry.histogram(
-            "penstock_moderation_seconds", "Time that moderation models took.", SECONDS, ("rule",)
+            "penstock_moderation_seconds", "Duration of moderation checks.", SECONDS, ("rule",)
         )
 
     def moderated(self, rule: str, stage: str, outcome: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What encoders did: calls, texts and tokens as the gateway's callers saw them, and whether their engines are up."""
+"""Metrics of encoders: texts, tokens and durations as clients see them, and whether their engines are up."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EncoderMetrics:
         self._texts = registry.counter("penstock_encoder_texts_total", "Texts encoded for clients.", _LABELS)
         self._tokens = registry.counter("penstock_encoder_tokens_total", "Tokens of those texts.", _LABELS)
         self._seconds = registry.histogram(
-            "penstock_encoder_request_seconds", "Time the encoder took for a request.", SECONDS, _LABELS
+            "penstock_encoder_request_seconds", "Duration of encoder requests.", SECONDS, _LABELS
         )
         registry.sampled(
-            "gauge", "penstock_encoder_up", "1 when the encoder's engine takes requests.", _LABELS,
+            "gauge", "penstock_encoder_up", "1 when the encoder's engine accepts requests.", _LABELS,
             lambda: [((view.name,), int(view.up)) for view in encoders()],
         )  # fmt: skip
         registry.sampled(

@@ -1,8 +1,8 @@
-"""What engines say of themselves, under the names that autoscalers already scrape.
+"""Metrics that engines report, under the vLLM names that autoscalers already scrape.
 
-Everything comes from an engine's newest load snapshot at scrape time: nothing is counted twice, and a counter starts
-again from zero when its engine restarts, as Prometheus expects. Several gateway processes see the same engines, so
-merged values are the largest, not the sum.
+Everything is read from an engine's newest load snapshot at scrape time, so nothing is counted twice, and a counter
+starts from zero when its engine restarts, as Prometheus expects. Several gateway processes see the same engines, so
+their values are merged by maximum, not by sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EngineView:
     load: Load
     awake: bool = True
     cost_per_hour: float = 0.0
-    """Dollars that its hardware costs."""
+    """Hardware cost in dollars."""
 
 
 Engines = Callable[[], Iterable[EngineView]]
@@ -56,26 +56,31 @@ _LOADS: tuple[tuple[str, str, str, Callable[[Load], float]], ...] = (
     (
         "counter",
         "vllm:spec_decode_num_drafts_total",
-        "Times that guessed tokens of a sequence were verified.",
+        "Verifications of draft tokens.",
         lambda load: load.drafts,
     ),
     (
         "counter",
         "vllm:spec_decode_num_draft_tokens_total",
-        "Tokens guessed and verified.",
+        "Draft tokens verified.",
         lambda load: load.draft_tokens,
     ),
     (
         "counter",
         "vllm:spec_decode_num_accepted_tokens_total",
-        "Guessed tokens that held.",
+        "Draft tokens accepted.",
         lambda load: load.accepted_tokens,
     ),
     ("gauge", "penstock_kv_blocks_used", "KV blocks held by sequences.", lambda load: load.used_blocks),
     ("gauge", "penstock_kv_blocks_cached", "Free KV blocks with a reusable prefix.", lambda load: load.cached_blocks),
-    ("gauge", "penstock_kv_blocks", "KV blocks in all.", lambda load: load.total_blocks),
+    ("gauge", "penstock_kv_blocks", "KV blocks in total.", lambda load: load.total_blocks),
     ("gauge", "penstock_kv_host_blocks_used", "KV blocks in host memory.", lambda load: load.host_blocks),
-    ("gauge", "penstock_kv_host_blocks", "KV blocks that host memory holds.", lambda load: load.total_host_blocks),
+    (
+        "gauge",
+        "penstock_kv_host_blocks",
+        "Capacity of the host tier in KV blocks.",
+        lambda load: load.total_host_blocks,
+    ),
     (
         "counter",
         "penstock_kv_blocks_offloaded_total",
@@ -98,15 +103,15 @@ _LOADS: tuple[tuple[str, str, str, Callable[[Load], float]], ...] = (
 )
 
 _VIEWS: tuple[tuple[str, str, Callable[[EngineView], float]], ...] = (
-    ("penstock_engine_up", "1 when the engine takes requests.", lambda view: int(view.ready)),
+    ("penstock_engine_up", "1 when the engine accepts requests.", lambda view: int(view.ready)),
     (
         "penstock_engine_awake",
-        "1 when the engine holds its weights, 0 while it sleeps.",
+        "1 when the engine is awake, 0 while it sleeps.",
         lambda view: int(view.ready and view.awake),
     ),
     (
         "penstock_engine_cost_dollars_per_second",
-        "What the engine's hardware costs, running or idle.",
+        "Cost of the engine's hardware, busy or idle.",
         lambda view: view.cost_per_hour / 3600,
     ),
 )
@@ -114,7 +119,7 @@ _VIEWS: tuple[tuple[str, str, Callable[[EngineView], float]], ...] = (
 _DEVICES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
     ("penstock_gpu_memory_used_bytes", "Used memory of a GPU.", lambda device: device.memory_used),
     ("penstock_gpu_memory_total_bytes", "Memory of a GPU.", lambda device: device.memory_total),
-    ("penstock_gpu_utilization_ratio", "Share of time in which a GPU was busy, 0 to 1.", lambda device: device.busy),
+    ("penstock_gpu_utilization_ratio", "GPU utilization, 0 to 1.", lambda device: device.busy),
 )
 
 

@@ -1,11 +1,10 @@
 """Counters, gauges and histograms that cost a fraction of a microsecond, rendered as Prometheus text.
 
-The event loop is the only writer, so there are no locks; labels are rendered once, when a child is made, and the text
-of what nobody touched since the last scrape is kept, so that a scraper polling every 50 ms costs little. That,
-and sums over thousands of streams per second, is why this is not the client library (the tests parse our output with
-it).
+The event loop is the only writer, so there are no locks. Labels are rendered once, when a child is created, and the
+text of unchanged children is reused, so that a scraper polling every 50 ms costs little. That, and updates from
+thousands of streams per second, is why this is not prometheus_client (the tests parse our output with it).
 
-A family says how its values combine when several processes answer on one port (`merge`).
+`merge` says how the values of a family combine when several processes serve one port.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import msgspec
 
 _MOST_RENDERED = 1024
 MOST_CHILDREN = 4096
-"""Label combinations of one family; what comes later is counted under the label `other`. A last resort: labels whose
-values clients choose are bounded where they are chosen."""
+"""Maximum of label combinations per family; further ones are counted under the label `other`. A last resort: labels
+whose values clients choose are bounded at their source."""
 OTHER = "other"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-"""The format in which histograms also name a trace per bucket (exemplars)."""
+"""The format that supports exemplars: a trace per histogram bucket."""
 
 EOF = "# EOF\n"
 
 Merge = Literal["sum", "max"]
-"""What several processes that answer on one port say together: the sum of what each has, or, where each sees the same
-thing (an engine), the largest."""
+"""How the values of several processes combine: the sum where each counts its own, the maximum where all see the same
+thing (an engine)."""
 
 
 def render_labels(names: Sequence[str], values: Sequence[str]) -> str:
@@ -57,7 +56,7 @@ def _escape(value: str) -> str:
 
 
 class Value:
-    """One number: a counter's or a gauge's child."""
+    """One number: the child of a counter or gauge."""
 
     __slots__ = ("value",)
 
@@ -75,7 +74,7 @@ class Value:
 
 
 class Buckets:
-    """A histogram's child."""
+    """The child of a histogram."""
 
     __slots__ = ("bounds", "count", "counts", "exemplars", "sum")
 
@@ -85,10 +84,10 @@ class Buckets:
         self.count = 0
         self.sum = 0.0
         self.exemplars: dict[int, str] | None = None
-        """Per bucket, the newest trace that fell into it, as OpenMetrics writes it."""
+        """The newest trace of each bucket, as OpenMetrics text."""
 
     def observe(self, value: float, count: int = 1, trace: str | None = None) -> None:
-        """Record `value`, `count` times (several tokens may share one measured interval)."""
+        """Records `value` `count` times (several tokens may share one measured interval)."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += count
         self.count += count
@@ -100,18 +99,18 @@ class Buckets:
 
 
 class Readings(msgspec.Struct, frozen=True, array_like=True):
-    """A family as one process read it: its head, and its samples by the text before their number."""
+    """The values of a family in one process: its head, and its samples by the text before the number."""
 
     head: str
     kind: str
     merge: Merge
     samples: dict[str, float]
     exemplars: dict[str, str] = {}
-    """Traces of a histogram's buckets, by the same text, as OpenMetrics writes them."""
+    """Exemplars of histogram buckets by the same text, as OpenMetrics text."""
 
 
 class Family(ABC):
-    """A metric name with its help text; `samples` reads it: the text before each number, and the number."""
+    """A metric with its help text; `samples` yields pairs of the text before a number, and the number."""
 
     kind = "untyped"
     merge: Merge = "sum"
@@ -138,7 +137,7 @@ class _Scalar(Family):
         self._prefixes: list[str] = []
         """In the order of the children."""
         self._written: list[float] = []
-        """What each child was when it was last written, and the line that says so: few change between two scrapes."""
+        """Last rendered value of each child; its line is reused while it stays the same, as most do between scrapes."""
         self._lines: list[str] = []
         self._text = ""
         if not self.labels:
@@ -181,7 +180,7 @@ class Gauge(_Scalar):
 
 
 class _HistogramText:
-    """How one child is written; the text is kept while its count stays the same."""
+    """Renders one child; the text is reused while its count stays the same."""
 
     __slots__ = ("_buckets", "_child", "_count", "_sum", "_text", "_written")
 
@@ -249,7 +248,7 @@ class Histogram(Family):
 
 
 class Sampled(Family):
-    """Values read from elsewhere at scrape time: `read` yields (label values, number)."""
+    """Values read at scrape time: `read` yields (label values, number)."""
 
     def __init__(
         self,
@@ -271,18 +270,18 @@ class Sampled(Family):
             prefix = self._rendered.get(values)
             if prefix is None:
                 if len(self._rendered) >= _MOST_RENDERED:
-                    self._rendered.clear()  # labels that keep changing must not pile up
+                    self._rendered.clear()  # labels that keep changing must not accumulate
                 prefix = self._rendered[values] = f"{self.name}{render_labels(self.labels, values)} "
             yield prefix, value
 
 
 def openmetrics_head(head: str, kind: str) -> str:
-    """In that format a counter's family has no `_total` in its name; its samples do."""
+    """The head of a family in OpenMetrics, where a counter's family name has no `_total` (its samples do)."""
     return head.replace("_total ", " ") if kind == "counter" else head
 
 
 def render(readings: Iterable[Readings], openmetrics: bool = False) -> bytes:
-    """Families, whosever they are, as text."""
+    """Renders families of any process as text."""
     parts: list[str] = []
     for family in readings:
         parts.append(openmetrics_head(family.head, family.kind) if openmetrics else family.head)
@@ -300,7 +299,7 @@ T = TypeVar("T")
 
 
 class MetricRegistry:
-    """The families of one process, in the order they were made."""
+    """The metric families of one process, in the order of registration."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}
@@ -328,7 +327,7 @@ class MetricRegistry:
         self._add(Sampled(kind, name, help, labels, read, merge))
 
     def once(self, read: Callable[[], Iterable[T]]) -> Callable[[], Sequence[T]]:
-        """`read`, but called at most once per scrape, however many families ask for what it gives."""
+        """Wraps `read` so that it is called at most once per scrape, however many families use it."""
         kept: list[T] = []
         seen = -1
 
@@ -355,7 +354,7 @@ class MetricRegistry:
         return "".join(parts).encode()
 
     def readings(self) -> list[Readings]:
-        """Everything, for other processes to add theirs."""
+        """All values of this process, to be merged with those of others."""
         self._round += 1
         return [
             Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars())

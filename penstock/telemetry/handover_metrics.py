@@ -1,4 +1,4 @@
-"""Metrics of prompts handed over, for engines that do: how many, how much, how long, how often it came to nothing."""
+"""Metrics of prefill/decode disaggregation, for engines with a role: handovers, bytes, durations, fallbacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ if TYPE_CHECKING:
     from penstock.telemetry.engine_metrics import EngineView
 
 _METRICS: tuple[tuple[str, str, str, Callable[[HandoverLoad], float]], ...] = (
-    ("gauge", "handover_waiting", "Requests whose KV blocks are on their way.", lambda load: load.waiting),
-    ("counter", "handovers_total", "Prompts that another engine computed for this one.", lambda load: load.handovers),
-    ("counter", "handover_fallbacks_total", "Prompts computed here after all.", lambda load: load.fallbacks),
-    ("counter", "handover_seconds_total", "From asking to the last block, in all.", lambda load: load.seconds),
-    ("counter", "handover_blocks_received_total", "KV blocks from other engines.", lambda load: load.blocks_in),
-    ("counter", "handover_bytes_received_total", "Their bytes.", lambda load: load.bytes_in),
-    ("counter", "handover_blocks_sent_total", "KV blocks for other engines.", lambda load: load.blocks_out),
-    ("counter", "handover_bytes_sent_total", "Their bytes.", lambda load: load.bytes_out),
+    ("gauge", "handover_waiting", "Requests waiting for KV blocks from a prefill engine.", lambda load: load.waiting),
+    (
+        "counter",
+        "handovers_total",
+        "Prompts computed by a prefill engine for this engine.",
+        lambda load: load.handovers,
+    ),
+    (
+        "counter",
+        "handover_fallbacks_total",
+        "Failed handovers; the prompt was computed here.",
+        lambda load: load.fallbacks,
+    ),
+    ("counter", "handover_seconds_total", "Time from request to last block, summed.", lambda load: load.seconds),
+    ("counter", "handover_blocks_received_total", "KV blocks received.", lambda load: load.blocks_in),
+    ("counter", "handover_bytes_received_total", "Bytes of KV blocks received.", lambda load: load.bytes_in),
+    ("counter", "handover_blocks_sent_total", "KV blocks sent.", lambda load: load.blocks_out),
+    ("counter", "handover_bytes_sent_total", "Bytes of KV blocks sent.", lambda load: load.bytes_out),
 )
 
 

@@ -1,4 +1,4 @@
-"""What collections did: documents read, searches made, and how long each step of a search took."""
+"""Metrics of collections: ingested documents, searches, and the duration of each step of a search."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class KnowledgeMetrics:
 
     def __init__(self, registry: MetricRegistry) -> None:
         self._documents = registry.counter(
-            "penstock_knowledge_documents_total", "Documents read into collections.", ("status",)
+            "penstock_knowledge_documents_total", "Documents ingested into collections.", ("status",)
         )
         self._chunks = registry.counter("penstock_knowledge_chunks_total", "Chunks embedded and stored.", ())
-        self._tokens = registry.counter("penstock_knowledge_tokens_total", "Tokens of those chunks.", ())
+        self._tokens = registry.counter("penstock_knowledge_tokens_total", "Tokens of stored chunks.", ())
         self._reading = registry.histogram(
-            "penstock_knowledge_document_seconds", "Time from taking a document to its chunks being stored.",
+            "penstock_knowledge_document_seconds", "Time to ingest a document, until its chunks are stored.",
             (*SECONDS, 30.0, 120.0, 600.0), (),
         )  # fmt: skip
         self._search = registry.histogram(
-            "penstock_retrieval_seconds", "Time of a search and of its steps, which overlap.", SECONDS, ("step",)
+            "penstock_retrieval_seconds", "Duration of searches and of their steps, which overlap.", SECONDS, ("step",)
         )
 
     def ingested(self, status: str, chunks: int, tokens: int, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""Structured logs: one JSON object, or one readable line, per record; request ids in, prompt text out.
+"""Structured logs: one JSON object or one readable line per record, with request ids and without prompt text.
 
-Fields go in `extra=`; whatever is logged while a request is answered also gets its id and that of its trace. The
-request log is the logger `penstock.request`: one record per request with the fields of `RequestRecord`, which also
-feeds the request log (`metering/request_log.py`).
+Fields go in `extra=`; everything logged while a request is answered also gets the request id and the trace id. The
+logger `penstock.request` writes one record per request with the fields of `RequestRecord`, which also feeds the request
+log (`metering/request_log.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _requests = logging.getLogger("penstock.request")
 
 
 class RequestRecord(msgspec.Struct, omit_defaults=False):
-    """What is kept of a request. Never its text."""
+    """The recorded facts of a request; never its text."""
 
     request_id: str
     route: str
@@ -48,7 +48,7 @@ def log_request(record: RequestRecord, more: dict[str, Any] | None = None) -> No
 
 
 def configure(fmt: LogFormat = "text", level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send the project's logs, and warnings of libraries, to `stream` (standard error)."""
+    """Sends Penstock's logs, and warnings of libraries, to `stream` (by default standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if fmt == "json" else TextFormatter())
     root = logging.getLogger()

@@ -1,10 +1,10 @@
-"""Every metric of a gateway process: engines (`engine_metrics.py`), latencies as its clients saw them, usage
+"""The metrics of a gateway process: engines (`engine_metrics.py`), latencies as clients see them, usage
 (`usage_metrics.py`), and the gateway's own as `penstock_*`.
 
-A part of the gateway with figures of its own adds them to `Metrics.registry` once, when it is made: `counter`, `gauge`
-and `histogram` for what it counts, `sampled` for what it can be asked at scrape time. Labels must be bounded, `merge`
-says how gateway processes combine: what each counts is a sum (the default), what all of them see is taken once (`max`,
-the default of `sampled`), and docs/operations.md names it.
+A feature with metrics of its own registers them in `Metrics.registry` when it is built: `counter`, `gauge` and
+`histogram` for what it counts, `sampled` for what is read at scrape time. Labels must be bounded. `merge` says how the
+values of gateway processes combine: sum for what each counts (the default), max for what all of them see (the default
+of `sampled`). docs/operations.md lists every metric.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 MOST_SERIES = 1000
-"""Combinations of tenant, model, adapter and feature that are told apart."""
+"""Maximum of separate series by tenant, model, adapter and feature."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """The children one (model, engine) pair observes into; looked up once per request at most."""
+    """The histogram children of one (model, engine) pair; looked up at most once per request."""
 
     ttft: Buckets
     itl: Buckets
@@ -79,7 +79,7 @@ class Metrics:
         )
         self._in_flight = registry.gauge("penstock_http_requests_in_flight", "Requests being answered.", ("route",))
         self.disconnects = registry.counter(
-            "penstock_client_disconnects_total", "Requests whose client left before the end."
+            "penstock_client_disconnects_total", "Requests whose client disconnected before the end."
         ).child()
         self.stalled_readers = registry.counter(
             "penstock_stalled_readers_total", "Streams closed because the client did not read."
@@ -87,33 +87,33 @@ class Metrics:
         self.usage = UsageMetrics(registry, most_series)
         self._errors = registry.counter(
             "penstock_errors_total",
-            "Requests that failed, also those whose stream had begun.",
+            "Failed requests, including those whose stream had started.",
             ("route", "status", "code"),
         )
         self._rejections = registry.counter(
             "penstock_rejections_total", "Requests refused for lack of capacity.", ("reason",)
         )
         self._fallbacks = registry.counter(
-            "penstock_fallbacks_total", "Requests handed to another model of the chain.", ("model_name", "to", "code")
+            "penstock_fallbacks_total", "Requests sent to a fallback model.", ("model_name", "to", "code")
         )
         self._grammars = registry.counter(
-            "penstock_grammars_total", "Requests with a grammar, by what became of it.", ("outcome",)
+            "penstock_grammars_total", "Requests with a grammar, by outcome.", ("outcome",)
         )
         self.context = ContextMetrics(registry)
         self._guardrails = registry.counter(
-            "penstock_guardrails_total", "Text that a guardrail refused or redacted.", ("rule", "stage", "action")
+            "penstock_guardrails_total", "Texts refused or redacted by a guardrail.", ("rule", "stage", "action")
         )
         written, spooled, lost = (
             registry.counter(f"penstock_request_log_{name}_total", f"Request log: {help}").child()
             for name, help in (
-                ("written", "records the sink has."),
-                ("spooled", "records that went to the disk first."),
-                ("lost", "records that fitted nowhere."),
+                ("written", "entries written to the sink."),
+                ("spooled", "entries spooled to disk first."),
+                ("lost", "entries dropped because queue and spool were full."),
             )
         )
         self.request_log_written, self.request_log_spooled, self.request_log_lost = written, spooled, lost
         self.draining = registry.gauge("penstock_draining", "1 while shutting down.", merge="max").child()
-        registry.gauge("penstock_gateway_workers", "Gateway processes that answer on this port.").child().set(1)
+        registry.gauge("penstock_gateway_workers", "Gateway processes on this port.").child().set(1)
         started = registry.gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", merge="max")
         started.child().set(time.time())
         registry.sampled(
@@ -177,7 +177,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _resident_bytes() -> int:
-    """0 where the system does not tell (no /proc)."""
+    """Resident memory; 0 on systems without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE

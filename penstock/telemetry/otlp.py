@@ -1,4 +1,4 @@
-"""Where OpenTelemetry data goes, and who we are there; shared by traces and metrics. Needs `penstock[otel]`."""
+"""OTLP endpoint, headers and resource attributes, shared by traces and metrics. Needs `penstock[otel]`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 _INSTANCE = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-"""Each process counts for itself; whoever receives it adds up."""
+"""Each process reports its own values; the backend adds them up."""
 
 
 def address(config: TelemetryConfig, signal: Literal["traces", "metrics"]) -> tuple[str, dict[str, str]]:
-    """The URL for a kind of data, and the headers to send."""
+    """The URL of a signal, and the headers to send."""
     headers = dict(entry.split("=", 1) for entry in config.otlp_headers if "=" in entry)
     if len(headers) != len(config.otlp_headers):
         raise ConfigError("telemetry.otlp_headers: write each as NAME=VALUE, each name once")

@@ -1,8 +1,8 @@
-"""Latencies and tokens pushed over OTLP, under the names of OpenTelemetry's conventions for generative models.
+"""Pushes latencies and token counts over OTLP, under OpenTelemetry's semantic conventions for generative AI.
 
-For those who collect with OpenTelemetry alone; everything else is scraped from `/metrics`. The figures are the very
-histograms that are shown there. A thread reads and sends them: single numbers and copies of lists, so that the event
-loop that writes them needs no lock. Requests are not told apart by operation here, so all are `generate_content`.
+For users who collect with OpenTelemetry alone; everything else is scraped from `/metrics`, which shows the same
+histograms. A thread reads and sends them. It reads single numbers and copies lists, so the event loop that writes them
+needs no lock. The histograms do not distinguish operations, so all requests are `generate_content`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSE_S = 5.0
 _METRICS: tuple[tuple[str, str, str, tuple[tuple[Callable[[RequestMetrics], Buckets], dict[str, str]], ...]], ...] = (
     ("gen_ai.server.request.duration", "s", "Time from arrival to the last token.", ((lambda it: it.e2e, {}),)),
     ("gen_ai.server.time_to_first_token", "s", "Time to the first token.", ((lambda it: it.ttft, {}),)),
-    ("gen_ai.server.time_per_output_token", "s", "Time per token after it.", ((lambda it: it.per_token, {}),)),
+    ("gen_ai.server.time_per_output_token", "s", "Time per token after the first.", ((lambda it: it.per_token, {}),)),
     (
         "gen_ai.client.token.usage",
         "{token}",
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricPush:
-    """Sends every `every_s`, and once more at the end."""
+    """Sends the metrics every `every_s` seconds, and once more at the end."""
 
     def __init__(self, exporter: MetricExporter, config: TelemetryConfig, requests: Requests, every_s: float) -> None:
         self._exporter = exporter
@@ -75,8 +75,8 @@ class MetricPush:
             try:
                 self._exporter.export(self.data())
             except Exception:
-                # The next ones may get through; these figures are in them, too.
-                log.exception("metrics could not be sent")
+                # Values are cumulative, so the next successful export contains these too.
+                log.exception("metrics could not be exported over OTLP")
 
     def data(self) -> MetricsData:
         from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
@@ -108,7 +108,7 @@ class MetricPush:
         counts, total = list(buckets.counts), buckets.sum
         attributes = {"gen_ai.operation.name": "generate_content", "gen_ai.provider.name": "penstock", **more}
         bounds = [float(bound) for bound in buckets.bounds]
-        # The extremes are not kept: the edges of the buckets in which they lie stand for them.
+        # Minimum and maximum are not recorded; the bounds of their buckets are used instead.
         filled = [index for index, count in enumerate(counts) if count]
         least, most = (filled[0], filled[-1]) if filled else (0, 0)
         smallest = bounds[least - 1] if least else 0.0

@@ -1,4 +1,4 @@
-"""What routes decided, and by which rule."""
+"""Metrics of model selection: the decisions of routes, by rule."""
 
 from __future__ import annotations
 

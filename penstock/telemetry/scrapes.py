@@ -1,7 +1,7 @@
-"""Figures from metrics as a server shows them: two scrapes in, rates and percentiles out. No state, no I/O.
+"""Computes rates and percentiles from two scrapes of `/metrics`. No state, no I/O.
 
-A counter that fell was reset (its process restarted): what it shows now is what came since. Percentiles are of the
-requests between the two scrapes, interpolated within their bucket as Prometheus does.
+A counter that fell was reset because its process restarted: its current value is its growth. Percentiles cover the
+requests between the two scrapes and are interpolated within their bucket, as in Prometheus.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Labels = Mapping[str, str]
 
 
 class Scrape:
-    """One reading of `/metrics`."""
+    """One parsed reading of `/metrics`."""
 
     def __init__(self, text: str, at: float) -> None:
         self.at = at
@@ -42,7 +42,7 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happened between two scrapes."""
+    """The changes between two scrapes."""
 
     before: Scrape
     after: Scrape
@@ -55,7 +55,7 @@ class Interval:
         return sum(grown for _, grown in self._growth(name, where)) / self.seconds
 
     def rates(self, name: str, label: str) -> dict[str, float]:
-        """Per second, by the value of a label; what did not grow is left out."""
+        """Rates per second by the value of a label; series that did not grow are left out."""
         found: dict[str, float] = {}
         for labels, grown in self._growth(name, {}):
             if grown > 0:
@@ -67,7 +67,7 @@ class Interval:
         return self.rate(above, **where) / rate if rate else None
 
     def quantile(self, q: float, histogram: str, **where: str) -> float | None:
-        """None when nothing was observed."""
+        """A quantile of a histogram; None when nothing was observed."""
         buckets: dict[float, float] = {}
         for labels, grown in self._growth(f"{histogram}_bucket", where):
             bound = float(labels["le"])
@@ -82,7 +82,7 @@ class Interval:
 
 
 def quantile(q: float, buckets: Mapping[float, float]) -> float | None:
-    """Of cumulative counts by upper bound."""
+    """A quantile of cumulative counts by upper bound."""
     total = buckets.get(math.inf, 0.0)
     if not total:
         return None
@@ -91,7 +91,7 @@ def quantile(q: float, buckets: Mapping[float, float]) -> float | None:
         count = buckets[bound]
         if count >= rank:
             if math.isinf(bound):
-                return low  # beyond the last bound nothing is known
+                return low  # nothing is known beyond the last bound
             return low + (bound - low) * ((rank - below) / (count - below) if count > below else 1.0)
         low, below = bound, count
     return low

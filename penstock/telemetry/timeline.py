@@ -1,8 +1,8 @@
-"""Where the time of a request went: phases in the gateway, and in the engine by the engine's own clock.
+"""The timeline of a request: its phases in the gateway, and in the engine by the engine's own clock.
 
-While a request runs only points in time are noted. What is shown (`phases`) is made when somebody asks: the log of slow
-requests, an exporter of traces, `penstock trace`. The engine reports how long a request waited, computed its prompt and
-decoded; those lengths are laid back from the moment its first token reached the gateway, so clocks need not agree.
+While a request runs, only timestamps are recorded. The phases are computed on demand, for the log of slow requests, the
+trace exporter and `penstock trace`. The engine reports how long a request waited, prefilled and decoded; these
+durations are placed relative to the moment its first token reached the gateway, so the clocks need not agree.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from penstock.telemetry.context import TraceContext
 from penstock.telemetry.logging import RequestRecord
 
 MOST_PHASES = 256
-"""Of one request: one with many tools or choices must not grow without end."""
+"""Maximum per request: many tool calls or choices must not make a timeline grow without bound."""
 
 
 Detail = dict[str, str | int | float]
 Shown = dict[str, Any]
-"""A timeline as JSON has it."""
+"""A timeline as JSON values."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A stretch of a request's time, in seconds from its start."""
+    """A phase of a request, in seconds from the request's start."""
 
     name: str
     start: float
@@ -41,18 +41,18 @@ class Phase(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
-class Run(msgspec.Struct, frozen=True):
-    """One choice in an engine. Times are the gateway's clock; lengths the engine's."""
+class EngineRun(msgspec.Struct, frozen=True):
+    """One choice in an engine. Timestamps are from the gateway's clock, durations from the engine's."""
 
     engine: str
     model: str
     choice: int
     asked_at: float | None
-    """When it asked to be admitted; None where nobody is asked."""
+    """When it entered admission; None without admission."""
     submitted_at: float | None
-    """When an engine was given it; None when that never happened."""
+    """When it was sent to an engine; None if it never was."""
     ended_at: float
-    """When the gateway was done with it, however it ended."""
+    """When the gateway was done with it, whatever the outcome."""
     first_at: float | None
     last_at: float | None
     queue_s: float | None
@@ -63,7 +63,7 @@ class Run(msgspec.Struct, frozen=True):
     completion_tokens: int
     outcome: str
     purpose: str = ""
-    """What it was for, when it was not the answer itself."""
+    """Its purpose, if it was not the answer itself (for example a summary)."""
 
     def phases(self) -> Iterator[tuple[str, float, float, Detail]]:
         if self.asked_at is not None:
@@ -77,7 +77,7 @@ class Run(msgspec.Struct, frozen=True):
             yield "engine", self.submitted_at, self.ended_at, {**about, "outcome": self.outcome}
             return
         tokens: Detail = {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
-        if self.prefill_s is None:  # a server that is not ours does not say what it did until the first token
+        if self.prefill_s is None:  # a remote server does not report queue and prefill times
             yield "engine", self.submitted_at, self.first_at, {**about, **tokens}
         else:
             prefill_at = self.first_at - self.prefill_s
@@ -92,7 +92,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """One request's notes. `record` says what it was."""
+    """The recorded timestamps of one request; `record` describes the request."""
 
     __slots__ = (
         "_phases",
@@ -115,18 +115,18 @@ class Timeline:
         self.asked_model = ""
         self.response_id = ""
         self.session = ""
-        self.runs: list[Run] = []
+        self.runs: list[EngineRun] = []
         self.texts: list[tuple[str, str]] | None = None
-        """Prompts and answers, only where the configuration says that they are recorded."""
+        """Prompts and answers, only if the configuration enables recording them."""
         self._phases: list[tuple[str, float, float]] = []
 
     def note(self, name: str, start: float, end: float | None = None) -> None:
-        """A phase from `start` to `end` (now)."""
+        """Records a phase from `start` to `end` (by default now)."""
         if len(self._phases) < MOST_PHASES:
             self._phases.append((name, start, monotonic() if end is None else end))
 
     def follow(self, name: str) -> None:
-        """A phase from the end of what was noted before it until now."""
+        """Records a phase from the end of the previous one until now."""
         before = self._phases[-1][2] if self._phases else self.started_at
         self.note(name, max(before, self.runs[-1].ended_at) if self.runs else before)
 
@@ -138,7 +138,7 @@ class Timeline:
         finally:
             self.note(name, start)
 
-    def ran(self, runs: list[Run]) -> None:
+    def ran(self, runs: list[EngineRun]) -> None:
         if len(self.runs) < MOST_PHASES:
             self.runs += runs
 
@@ -147,7 +147,7 @@ class Timeline:
         return (monotonic() if self.ended_at is None else self.ended_at) - self.started_at
 
     def phases(self) -> list[Phase]:
-        """Everything noted, in order of time."""
+        """All phases in chronological order."""
         zero = self.started_at
         found = [Phase(name, start - zero, end - zero) for name, start, end in self._phases]
         for run in self.runs:
@@ -155,7 +155,7 @@ class Timeline:
         return sorted(found, key=lambda phase: (phase.start, phase.end))
 
     def shown(self) -> Shown:
-        """As the API shows it."""
+        """The timeline as the API returns it."""
         return {
             "object": "trace",
             **msgspec.structs.asdict(self.record),
@@ -172,7 +172,7 @@ class Timeline:
         }
 
     def breakdown(self) -> dict[str, float]:
-        """Milliseconds per phase, summed over those of the same name."""
+        """Milliseconds per phase name."""
         sums: dict[str, float] = {}
         for phase in self.phases():
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds * 1000
@@ -180,15 +180,15 @@ class Timeline:
 
 
 class TraceQuery(msgspec.Struct, frozen=True):
-    """Which timelines: the newest `limit` of a tenant (all tenants for None), or those of one request id."""
+    """Selects timelines: the newest `limit` of a tenant (None: of all tenants), or those of one request id."""
 
     limit: int = 1
     tenant: str | None = None
     request_id: str | None = None
 
 
-class Recent:
-    """The newest timelines of this process, `most` of them."""
+class RecentTimelines:
+    """The newest timelines of this process, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._kept: deque[Timeline] = deque(maxlen=most)
@@ -197,7 +197,7 @@ class Recent:
         self._kept.append(timeline)
 
     def find(self, query: TraceQuery) -> list[Shown]:
-        """What matches, newest first."""
+        """Matching timelines, newest first."""
         matching = (
             item
             for item in reversed(self._kept)
@@ -208,5 +208,5 @@ class Recent:
 
 
 def newest(found: list[Shown], limit: int) -> list[Shown]:
-    """Of what several processes found."""
+    """The newest timelines among those found by several processes."""
     return sorted(found, key=lambda entry: float(entry["timestamp"]), reverse=True)[:limit]

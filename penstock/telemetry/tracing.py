@@ -1,9 +1,9 @@
-"""Finished requests as OpenTelemetry spans, sent over OTLP. Off unless an endpoint is configured; needs
+"""Exports finished requests as OpenTelemetry spans over OTLP. Off unless an endpoint is configured; needs
 `penstock[otel]`.
 
-Spans are made from a request's timeline once it is over, by a thread that also sends them in batches: answering a
-request costs one entry in a queue. A full queue drops requests and counts them, so a collector that is slow or away
-holds up nobody.
+A thread builds spans from the timelines of finished requests and sends them in batches, so a request only pays for one
+entry in a queue. When the queue is full, requests are dropped and counted, so a slow or unreachable collector never
+delays anything.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""`gen_ai.operation.name` by route; of others, the last word of the route."""
+"""`gen_ai.operation.name` by route; for other routes, the last part of the route."""
 QUEUE = 4096
-"""Requests that wait to be sent."""
+"""Maximum number of requests waiting to be exported."""
 BATCH = 100
 SEND_EVERY_S = 1.0
 CLOSE_S = 5.0
-"""How long the last batch may take when the process ends."""
+"""Time limit of the last export when the process ends."""
 
 log = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Sends the spans of sampled requests."""
+    """Exports the spans of sampled requests."""
 
     def __init__(self, exporter: SpanExporter, config: TelemetryConfig, registry: MetricRegistry) -> None:
         requests = registry.counter(
-            "penstock_traced_requests_total", "Requests whose spans were sent, failed to be, or dropped.", ("outcome",)
+            "penstock_traced_requests_total", "Traced requests, by the outcome of the export.", ("outcome",)
         )
         self._sent, self._failed, self._dropped = (requests.child(name) for name in ("sent", "failed", "dropped"))
         self._resource, self._scope = resource(config), scope()
@@ -68,7 +68,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=url, headers=headers), config, registry)
 
     def export(self, timeline: Timeline) -> None:
-        """Queue a finished request, if its trace is sampled."""
+        """Queues a finished request, if its trace is sampled."""
         if timeline.trace is None or not timeline.trace.sampled:
             return
         try:
@@ -77,11 +77,11 @@ class Tracer:
             self._dropped.inc()
 
     def close(self) -> None:
-        """Send what is queued, if that is quick, and stop. Blocks for at most `CLOSE_S`."""
+        """Exports what is queued and stops. Blocks for at most `CLOSE_S`."""
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
-            return  # nobody takes what we send
+            return  # the collector does not accept anything
         self._thread.join(CLOSE_S)
         self._exporter.shutdown()
 
@@ -111,8 +111,8 @@ class Tracer:
             spans = [span for timeline in batch for span in self._spans(timeline)]
             result = self._exporter.export(spans)
         except Exception:
-            # One odd request must not end tracing for all.
-            log.exception("the spans of %d requests could not be sent", len(batch))
+            # One bad request must not stop the exporter.
+            log.exception("spans could not be exported over OTLP", extra={"requests": len(batch)})
             result = SpanExportResult.FAILURE
         (self._sent if result is SpanExportResult.SUCCESS else self._failed).inc(len(batch))
 
@@ -171,7 +171,7 @@ def span_name(timeline: Timeline) -> str:
 
 
 def attributes(timeline: Timeline) -> dict[str, Any]:
-    """What OpenTelemetry's conventions for generative models call things; ours begin with `penstock.`."""
+    """Span attributes by OpenTelemetry's semantic conventions for generative AI; our own begin with `penstock.`."""
     record = timeline.record
     found: dict[str, Any] = {
         "gen_ai.operation.name": operation(record.route),

@@ -1,8 +1,8 @@
-"""Tokens and money by tenant, model, adapter and feature, in a bounded number of series.
+"""Tokens and cost by tenant, model, adapter and feature, in a bounded number of series.
 
-Clients choose features and can be many tenants, and every combination is a series for ever. So there are `most` of
-them; after that a new combination loses its adapter and feature first (`other`), and its tenant only when that many
-again are taken. Sums over a label stay right.
+Clients choose features, there may be many tenants, and every combination is a series for the life of the process. So
+the number is limited to `most`: beyond it, a new combination loses its adapter and feature (`other`), and beyond twice
+`most` its tenant too. Sums over a label stay correct.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ class _Series:
 
 
 class UsageMetrics:
-    """What was settled, as the ledger has it."""
+    """Counts what the ledger settles."""
 
     def __init__(self, registry: MetricRegistry, most: int) -> None:
         self._most = most
         self._series: dict[tuple[str, str, str, str], _Series] = {}
-        self._requests = registry.counter(
-            "penstock_usage_requests_total", "Requests that were settled in the ledger.", LABELS
-        )
+        self._requests = registry.counter("penstock_usage_requests_total", "Requests settled in the ledger.", LABELS)
         self._tokens = registry.counter(
-            "penstock_usage_tokens_total", "Tokens that were settled; prompt includes cached.", (*LABELS, "kind")
+            "penstock_usage_tokens_total", "Tokens settled in the ledger; prompt includes cached.", (*LABELS, "kind")
         )
-        self._cost = registry.counter("penstock_usage_cost_dollars_total", "What was charged for them.", LABELS)
+        self._cost = registry.counter("penstock_usage_cost_dollars_total", "Cost of settled requests.", LABELS)
 
     def settled(
         self,

@@ -81,12 +81,12 @@ def test_version() -> None:
         (["config", "--check", "missing.yaml"], "missing.yaml: no such file"),
         (["pull", "no-such-model"], "Aliases: "),
         (["engine", "--endpoint", "tcp://0.0.0.0:5555", "."], "needs CURVE keys"),
-        (["engine", "--curve-key", "missing.key", "."], "are given together"),
+        (["engine", "--curve-key", "missing.key", "."], "must be given together"),
         (["gateway"], "--engine MODEL=ENDPOINT is needed"),
-        (["gateway", "-e", "m=tcp://h:1", "--curve-key", "k"], "are given together"),
+        (["gateway", "-e", "m=tcp://h:1", "--curve-key", "k"], "must be given together"),
         (["gateway", "--engine", "oops"], "write it as MODEL=ENDPOINT"),
         (["chat", "hello", "--url", "http://127.0.0.1:1"], "start one with `penstock serve`"),
-        (["chat", "hello", "--url", "nonsense"], "no server answers at nonsense"),
+        (["chat", "hello", "--url", "nonsense"], "no server at nonsense"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str, tmp_path: Path) -> None:

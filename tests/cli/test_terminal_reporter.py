@@ -41,7 +41,7 @@ def test_the_banner_says_everything_needed_to_use_the_server() -> None:
         '"model": "smollm2-135m"',
         "import 1.0 s, weights 2.0 s",
         "gateway │ [bold]not markup[/]",
-        "died (killed by SIGKILL); starting it again in 0.5 s",
+        "died (killed by SIGKILL); restarting in 0.5 s",
     ):
         assert expected in shown
     assert shown.count("engine small: weights") == 1

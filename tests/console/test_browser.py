@@ -61,13 +61,13 @@ async def test_a_key_is_made_and_used_and_nobody_else_gets_in(serving: Serving, 
         root = f"http://127.0.0.1:{gateway.port}"
         await page.goto(f"{root}/console/#keys")
         await page.get_by_label("New tenant").fill("acme")
-        await page.get_by_role("button", name="Make tenant").click()
+        await page.get_by_role("button", name="Create tenant").click()
         await expect(page.get_by_role("cell", name="acme", exact=True)).to_be_visible()
         await page.get_by_label("Scopes").click()
         for scope in ("metrics", "admin"):
             await page.get_by_role("option", name=scope).click()
         await page.keyboard.press("Escape")
-        await page.get_by_role("button", name="Make key").click()
+        await page.get_by_role("button", name="Create key").click()
         key = await page.locator("[data-test=new-key]").inner_text()
         async with httpx.AsyncClient(base_url=root) as client:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -81,7 +81,7 @@ async def test_a_key_is_made_and_used_and_nobody_else_gets_in(serving: Serving, 
         assert "acme" not in await page.content(), "a visitor without a key sees nothing"
         await page.get_by_label("API key").fill("psk_wrong_key")
         await page.keyboard.press("Enter")
-        await expect(page.get_by_role("alert")).to_contain_text("not known")
+        await expect(page.get_by_role("alert")).to_contain_text("not valid")
         await page.get_by_label("API key").fill(key)
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", name="Usage and cost")).to_be_visible()

@@ -61,7 +61,7 @@ def test_models_that_take_turns_start_asleep_and_the_server_is_ready(server: Ser
     encoder = {"minilm": "started when asked for"}
     assert states(server) == {"first": "sleeping", "second": "sleeping", "third": "awake", **encoder}
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
-    assert server.said("asleep until it is asked for") == 2 + 2  # as it starts, and in the banner
+    assert server.said("asleep until a request needs it") == 2 + 2  # as it starts, and in the banner
 
 
 def test_requests_to_both_at_once_are_all_answered_and_only_one_is_awake_at_a_time(server: Server) -> None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from test_triton_masks import CycleCompiler  # noqa: E402
 
-from penstock.bench.soak.run import Report, Settings, Soak  # noqa: E402
+from penstock.bench.soak.run import Report, Soak, SoakSettings  # noqa: E402
 from penstock.bench.soak.traffic import Form  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
@@ -28,7 +28,7 @@ def follows(tokens: list[int]) -> bool:
 
 def soak(device: str, seed: int, minutes: float, rounds: int | None = None) -> Report:
     forms = [Form(f"a cycle of {count}", str(count), follows) for count in (1, 9, 30)]
-    settings = Settings(seed=seed, minutes=minutes, rounds=rounds, device=device)
+    settings = SoakSettings(seed=seed, minutes=minutes, rounds=rounds, device=device)
     return Soak(settings, forms, CycleCompiler, lambda report, what: None).run()
 
 

@@ -40,8 +40,10 @@ def clock() -> Clock:
 
 
 @asynccontextmanager
-async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> AsyncIterator[list[CoordinatorClient]]:
-    """Workers at one desk, each with a connection of its own."""
+async def with_coordinator(
+    path: Path, workers: int, clock: Clock | None = None
+) -> AsyncIterator[list[CoordinatorClient]]:
+    """Workers of one coordinator, each with a connection of its own."""
     async with WorkerCoordinator(path, MemoryLimits(clock) if clock is not None else None):
         clients = [
             CoordinatorClient(path, number, readings=list, changed=lambda: None, traces=lambda query: [])
@@ -56,10 +58,14 @@ async def at_desk(path: Path, workers: int, clock: Clock | None = None) -> Async
 
 async def test_a_change_is_known_to_every_worker_when_it_was_told(tmp_path: Path) -> None:
     noted: list[int] = []
-    async with WorkerCoordinator(tmp_path / "desk"):
+    async with WorkerCoordinator(tmp_path / "coordinator"):
         clients = [
             CoordinatorClient(
-                tmp_path / "desk", number, readings=list, changed=partial(noted.append, number), traces=lambda query: []
+                tmp_path / "coordinator",
+                number,
+                readings=list,
+                changed=partial(noted.append, number),
+                traces=lambda query: [],
             )
             for number in range(4)
         ]
@@ -73,13 +79,13 @@ async def test_a_change_is_known_to_every_worker_when_it_was_told(tmp_path: Path
         await clients[0].tell_changed()  # nobody is there any more: nothing to wait for
 
 
-@pytest.fixture(params=["memory", "desk", "redis"])
+@pytest.fixture(params=["memory", "coordinator", "redis"])
 async def store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> AsyncIterator[LimitStore]:
     if request.param == "memory":
         yield MemoryLimits(clock)
         return
-    if request.param == "desk":
-        async with at_desk(tmp_path / "desk", 1, clock) as (client,):
+    if request.param == "coordinator":
+        async with with_coordinator(tmp_path / "coordinator", 1, clock) as (client,):
             yield CoordinatedLimits(client)
         return
     server = request.getfixturevalue("valkey")
@@ -245,8 +251,8 @@ async def test_while_redis_does_not_answer_one_call_tries_it_and_the_others_go_o
     await store.close()
 
 
-async def test_workers_at_a_desk_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:
-    async with at_desk(tmp_path / "desk", 3) as clients:
+async def test_workers_of_a_coordinator_share_one_limit_exactly_and_a_dead_one_holds_nobody_up(tmp_path: Path) -> None:
+    async with with_coordinator(tmp_path / "coordinator", 3) as clients:
         stores = [CoordinatedLimits(client) for client in clients]
         limit = Limit("shared", "requests", 100, 60.0)
         decisions = await asyncio.gather(

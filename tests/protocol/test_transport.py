@@ -111,7 +111,7 @@ def test_a_secret_key_is_written_once_and_read_back_with_the_admitted_clients(tm
 
 def test_curve_files_are_given_together_and_must_be_readable(tmp_path: Path) -> None:
     assert CurveServer.read(None, None) is None
-    with pytest.raises(ConfigError, match="are given together"):
+    with pytest.raises(ConfigError, match="must be given together"):
         CurveServer.read(tmp_path / "engine.key", None)
     with pytest.raises(ConfigError, match=r"engine\.key"):
         (tmp_path / "gateways.txt").write_text("")

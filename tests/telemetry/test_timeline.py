@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from penstock.telemetry.logging import RequestRecord
-from penstock.telemetry.timeline import MOST_PHASES, Run, Timeline
+from penstock.telemetry.timeline import MOST_PHASES, EngineRun, Timeline
 
 
-def run(**changes: object) -> Run:
+def run(**changes: object) -> EngineRun:
     given = {
         "engine": "0", "model": "m", "choice": 0, "asked_at": None, "submitted_at": 101.0, "ended_at": 106.0,
         "first_at": 103.0, "last_at": 105.5, "queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "prompt_tokens": 9,
         "cached_tokens": 0, "completion_tokens": 4, "outcome": "stop", **changes,
     }  # fmt: skip
-    return Run(**given)  # type: ignore[arg-type]
+    return EngineRun(**given)  # type: ignore[arg-type]
 
 
-def phases(*runs: Run) -> dict[str, tuple[float, float]]:
+def phases(*runs: EngineRun) -> dict[str, tuple[float, float]]:
     timeline = Timeline(RequestRecord("r", "/", 0.0), started_at=100.0)
     timeline.ran(list(runs))
     return {phase.name: (phase.start, phase.end) for phase in timeline.phases()}

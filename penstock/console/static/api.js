@@ -1,6 +1,6 @@
-// Talking to the gateway: the same endpoints as any client, with the key of whoever signed in.
+// Client of the gateway's API: the same endpoints as any client, with the key of the signed-in user.
 
-const STORED = "penstock.key"; // of this tab, gone when it closes
+const STORED = "penstock.key"; // in this tab only, until it is closed
 
 export const session = { key: sessionStorage.getItem(STORED) || "" };
 
@@ -27,7 +27,7 @@ async function refused(response) {
   try {
     said = (await response.json()).error || {};
   } catch {
-    // not JSON: a proxy's page, say
+    // not JSON: for example a proxy's error page
   }
   const wait = response.headers.get("retry-after");
   const text = said.message || `${response.status} ${response.statusText}`;
@@ -52,7 +52,7 @@ export const patch = async (path, body) => (await call("PATCH", path, body)).jso
 export const remove = async (path) => (await call("DELETE", path)).json();
 export const text = async (path) => (await call("GET", path)).text();
 
-// Events of a stream as they come: {event, data} with data parsed, until [DONE].
+// Events of a stream as they arrive: {event, data} with data parsed, until [DONE].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// One line, area or bar chart. ECharts is loaded with the first of them.
+// One line, area or bar chart. ECharts is loaded with the first chart.
 
 import { h, onBeforeUnmount, onMounted, ref, watch } from "./lib/vue.js";
 

@@ -1,4 +1,4 @@
-// Numbers, money and times as people read them.
+// Formats numbers, money and times for people.
 
 export const number = (value, digits = 3) =>
   value == null || Number.isNaN(value) ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));

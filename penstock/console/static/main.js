@@ -1,9 +1,9 @@
-// Starts the page: the library first, then the shell with its sign-in, then one page at a time by the part after #.
+// Starts the console: loads the UI library, then the shell with its sign-in, then the page named after the # in the URL.
 
 import * as Vue from "./lib/vue.js";
 import { ApiError, call, session, signIn } from "./api.js";
 
-// `needs`: what a key must be allowed to read for the page to make sense.
+// `needs`: an endpoint that the key must be allowed to read for the page to be shown.
 const PAGES = [
   { name: "playground", label: "Playground", icon: "chat", needs: "/v1/models" },
   { name: "live", label: "Live", icon: "insights", needs: "/metrics" },
@@ -20,7 +20,7 @@ function loadScript(source) {
   });
 }
 
-// Whether the server lets this key read something; 404: it is behind another port.
+// Whether this key may read a path; 404 means that it is served on another port.
 async function allowed(path) {
   try {
     await call("GET", path);
@@ -31,14 +31,14 @@ async function allowed(path) {
   }
 }
 
-// Open servers let everybody in; where keys exist, only one that may administer opens the console.
+// A server without keys is open; otherwise the console needs a key with the scope admin.
 const admitted = () => allowed("/v1/admin/tenants");
 
 const SignIn = {
   template: `
     <main class="page" style="max-width: 420px; margin-top: 12vh">
       <h1 class="brand"><img src="icon.svg" alt="" /> Penstock</h1>
-      <p class="muted">This server has keys. Sign in with one that has the scope <code>admin</code> (with <code>inference</code> and <code>metrics</code> it also opens the playground and the live view). It is kept in this tab only.</p>
+      <p class="muted">This server requires an API key. Sign in with a key that has the scope <code>admin</code> (the scopes <code>inference</code> and <code>metrics</code> also give access to the playground and the live view). The key is stored in this tab only.</p>
       <q-form @submit="enter">
         <q-input v-model="key" type="password" outlined autofocus label="API key" autocomplete="off" :error="!!problem" :error-message="problem" />
         <q-btn class="q-mt-sm full-width" type="submit" color="primary" label="Sign in" :loading="busy" :disable="!key" no-caps />
@@ -53,7 +53,7 @@ const SignIn = {
       signIn(this.key.trim());
       try {
         if (await admitted()) return this.$emit("entered");
-        this.problem = "This key is not known here, or may not administer.";
+        this.problem = "This key is not valid, or does not have the scope admin.";
       } catch (error) {
         this.problem = error.message;
       } finally {
@@ -116,7 +116,7 @@ const Shell = {
         else this.state = "outside";
       } catch (error) {
         this.state = "broken";
-        this.problem = `The server does not answer: ${error.message}`;
+        this.problem = `The server cannot be reached: ${error.message}`;
       }
     },
     async open() {
@@ -145,7 +145,7 @@ const Shell = {
   },
 };
 
-window.Vue = Vue; // where the library looks for it
+window.Vue = Vue; // the library expects it there
 await loadScript("lib/quasar.js");
 const app = Vue.createApp(Shell);
 app.use(window.Quasar, { plugins: { Notify: window.Quasar.Notify, Dialog: window.Quasar.Dialog }, config: { brand: { primary: "#0f766e", dark: "#15191e", "dark-page": "#101317" } } });

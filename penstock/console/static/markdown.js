@@ -1,4 +1,4 @@
-// Markdown as models write it, to HTML. Everything is escaped first, so no text can become markup of its own.
+// Renders Markdown as models write it to HTML. Everything is escaped first, so text can never become markup.
 
 const escape = (text) => text.replace(/[&<>"']/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[c]);
 
@@ -20,7 +20,7 @@ function table(lines) {
   return `<table>${row(lines[0], "th")}${lines.slice(2).map((line) => row(line, "td")).join("")}</table>`;
 }
 
-// A block that is still being written is shown as far as it goes: an open fence counts as closed at the end.
+// An unfinished block is rendered as far as it goes: an open code fence counts as closed at the end.
 export function markdown(source) {
   const lines = source.split("\n");
   const html = [];

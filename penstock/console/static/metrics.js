@@ -1,4 +1,4 @@
-// Prometheus text, read in the browser: counters become rates between two readings, histograms become quantiles.
+// Parses Prometheus text: counters become rates between two scrapes, histograms become quantiles.
 
 export function parse(text) {
   const series = new Map();
@@ -17,7 +17,7 @@ export function parse(text) {
 export const total = (reading, name, where = () => true) =>
   (reading.get(name) || []).filter((one) => where(one.labels)).reduce((sum, one) => sum + one.value, 0);
 
-// A counter that became smaller belongs to a process that started again.
+// A counter that fell was reset because its process restarted.
 export function grown(before, after, name, where) {
   return Math.max(0, total(after, name, where) - total(before, name, where));
 }

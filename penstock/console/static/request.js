@@ -1,4 +1,4 @@
-// The playground's settings as a request, and that request as code.
+// Builds a request from the playground's settings, and shows it as code.
 
 export class Wrong extends Error {}
 
@@ -40,7 +40,7 @@ function python(value, depth) {
   return JSON.stringify(value);
 }
 
-const OWN = new Set(["rag"]); // what the OpenAI SDK does not know by name
+const OWN = new Set(["rag"]); // fields that the OpenAI SDK does not know
 
 export function asPython(body, origin, withKey) {
   const known = Object.entries(body).filter(([name]) => !OWN.has(name));

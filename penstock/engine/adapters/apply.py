@@ -1,8 +1,8 @@
-"""Adding adapters to a decoder, from outside.
+"""Applying adapters to a decoder, from outside.
 
-`adapt` gives a second decoder that shares every weight with the first, in which the step's adapters are added to every
+`adapt` makes a second decoder that shares every weight with the first, in which the step's adapters are added to every
 linear: behind it, or, where the kernel can, beside it or inside its launch. Steps without adapters run the first one,
-so they cost what they always did.
+so adapters cost them nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TABLES = ("lora_order", "lora_slots", "lora_starts", "lora_counts", "lora_tokens
 
 @runtime_checkable
 class FusedLora(LoraKernel, Protocol):
-    """A kernel that can hide: its work goes into launches that are there anyway, or runs beside them."""
+    """A kernel whose work goes into launches that are there anyway, or runs beside them."""
 
     def inline(self, placed: PlacedSite) -> Any:
         """What the `fused` call of a linear takes to add the step's adapters in its own launch."""

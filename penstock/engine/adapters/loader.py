@@ -1,7 +1,7 @@
 """Reading adapters in the background, so that a step never waits for a file or a network.
 
 The engine's thread asks with `start` and takes results with `finished`; loader threads only read, check and pack.
-Bounded by the caller: an adapter is asked for once until its result was taken.
+Bounded by the caller: an adapter is asked for once until its result is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.errors import PenstockError
 
 _THREADS = 2
-"""A slow download must not hold up an adapter that lies on the disk."""
+"""A slow download must not delay an adapter that is on disk."""
 
 Key = TypeVar("Key")
 Read = Callable[[str, str], LoadedAdapter]
@@ -26,7 +26,7 @@ Read = Callable[[str, str], LoadedAdapter]
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Key]):
-    """What became of one request to load."""
+    """The result of one load."""
 
     key: Key
     adapter: LoadedAdapter | None
@@ -86,6 +86,6 @@ class Loader(Generic[Key]):
             adapter = self._read(name, source)
         except PenstockError as problem:
             error = str(problem)
-        except Exception as problem:  # whatever a file does to us is that adapter's failure, not the thread's
+        except Exception as problem:  # a bad file fails its adapter, not the thread
             error = f"{type(problem).__name__}: {problem}"
         return Loaded(key, adapter, error, time.monotonic() - began)

@@ -46,7 +46,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What `adapter_config.json` says, as far as it matters here."""
+    """The parts of `adapter_config.json` that matter here."""
 
     rank: int
     scale: float

@@ -1,9 +1,9 @@
-"""Adapters as the scheduler sees them: may this sequence start, and in which slot.
+"""Adapters as the scheduler sees them: whether a sequence may start, and in which slot.
 
-A sequence that names an adapter waits twice, if it must: first until the adapter is in host memory (parked with its
-entry), then until a slot is free (parked here, by adapter). Parked sequences are out of the scheduler's queue, so they
-hold nobody up, and return to it with their old place. Slots are given in scheduling order; so that busy adapters cannot
-keep others out for ever, a sequence that has waited `PATIENCE_S` for a slot holds back later ones that use adapters.
+A sequence that names an adapter may wait twice: until the adapter is in host memory (kept with its entry), then until a
+slot is free (kept here, by adapter). Waiting sequences are out of the scheduler's queue, so they do not hold up others,
+and return to it at their old place. Slots are given in scheduling order; so that busy adapters cannot keep others out
+for ever, a sequence that has waited `PATIENCE_S` for a slot holds back later ones that use adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from penstock.engine.adapters.loader import Read
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.registry import RETRY_S, Done, Entry, Registry
+from penstock.engine.adapters.registry import RETRY_S, AdapterEntry, AdapterRegistry, Done
 from penstock.engine.adapters.slots import SlotTable
 from penstock.engine.adapters.spec import (
     ADAPTER_FAILED,
@@ -29,30 +29,30 @@ from penstock.errors import ConfigError
 
 PATIENCE_S = 1.0
 MOVES_PER_STEP = 2
-"""Copies into slots between two steps: bounds how long those who run are held up."""
+"""Copies into slots between two steps: bounds how long running sequences are delayed."""
 _LOADER_WAIT_S = 0.002
 
 
 class AdapterPool:
-    """Registry, slots and the sequences between them. Belongs to the engine's thread."""
+    """AdapterRegistry, slots and the sequences between them. Belongs to the engine's thread."""
 
     def __init__(self, specs: Iterable[AdapterSpec], read: Read, *, slots: int, host_slots: int) -> None:
         self.slots = SlotTable(slots)
-        self.registry = Registry(specs, read, host_slots, self.slots.drop)
-        self._entries: dict[Sequence, Entry] = {}
-        """What every sequence that has its adapter holds."""
+        self.registry = AdapterRegistry(specs, read, host_slots, self.slots.drop)
+        self._entries: dict[Sequence, AdapterEntry] = {}
+        """The entry that each sequence with an adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
         self._lost: list[Sequence] = []
         self._since: dict[Sequence, float] = {}
-        """When each parked sequence first found no slot; the first entry has waited longest."""
+        """When each waiting sequence first found no slot; the first entry has waited longest."""
 
     def preload(self) -> None:
-        """Have the pinned ones read before anybody asks."""
+        """Start to read the pinned adapters before they are asked for."""
         for entry in self.registry:
             if entry.pinned:
                 self.registry.want(entry)
 
-    # What clients and operators do.
+    # For clients and operators.
 
     def version(self, name: str) -> str | None:
         """Which weights a name stands for now; None while they are not in memory."""
@@ -69,7 +69,7 @@ class AdapterPool:
         return None
 
     def load(self, spec: AdapterSpec, done: Done) -> None:
-        """Read an adapter and make its name usable; `done` hears when it is, or why not."""
+        """Read an adapter and make its name usable; `done` is called when it is, or with the reason why not."""
         problem = name_problem(spec.name) or ("a source is needed" if not spec.source else None)
         if spec.pinned and problem is None:
             problem = self._pin_problem(spec.name)
@@ -97,16 +97,16 @@ class AdapterPool:
 
     @property
     def revision(self) -> int:
-        """Changes when an adapter came, went, became ready or failed."""
+        """Changes when an adapter was added or removed, became ready or failed."""
         return self.registry.revision
 
     def statuses(self) -> list[AdapterStatus]:
         return [self.status(entry) for entry in self.registry]
 
-    def status(self, entry: Entry) -> AdapterStatus:
+    def status(self, entry: AdapterEntry) -> AdapterStatus:
         return entry.status(entry.adapter is not None and self.slots.holds(entry.adapter))
 
-    # What the scheduler does.
+    # For the scheduler.
 
     def bind(self, seq: Sequence) -> bool:
         """Give a sequence its adapter. False: it is being read, and the sequence waits here."""
@@ -139,7 +139,7 @@ class AdapterPool:
         return False
 
     def has_slot(self, seq: Sequence) -> bool:
-        """Whether `seq` could start now, whoever else waits."""
+        """Whether `seq` could start now, regardless of others that wait."""
         return seq.adapter is None or self.slots.holds(seq.adapter) or self.slots.room > 0
 
     def start(self, seq: Sequence) -> None:
@@ -163,22 +163,22 @@ class AdapterPool:
                 waiting.waiting.pop(seq, None)
             return
         assert seq.adapter is not None
-        parked = self._slotless.get(seq.adapter)
-        if parked is not None:
-            parked.pop(seq, None)
-            if not parked:
+        waiting_here = self._slotless.get(seq.adapter)
+        if waiting_here is not None:
+            waiting_here.pop(seq, None)
+            if not waiting_here:
                 del self._slotless[seq.adapter]
         self._since.pop(seq, None)
         self.registry.let_go(entry)
         seq.adapter = None
 
     def returning(self, now: float) -> list[Sequence]:
-        """Parked sequences for which there may be a slot now, in the order in which their adapters came."""
+        """Waiting sequences for which there may be a slot now, in the order in which their adapters came."""
         if not self._slotless:
             return []
         room = min(self.slots.room, MOVES_PER_STEP - len(self.slots.moves))
         if room <= 0 and self._impatient(now) is not None:
-            return []  # slots must fall idle first; nobody else may start meanwhile
+            return []  # slots must become idle first; no other sequence may start meanwhile
         back: list[Sequence] = []
         for adapter in list(self._slotless):
             if not self.slots.holds(adapter):
@@ -188,7 +188,7 @@ class AdapterPool:
             back.extend(self._slotless.pop(adapter))
         return back
 
-    # What the engine does.
+    # For the engine.
 
     def poll(self, now: float) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
         """Take finished loads: sequences that have their adapter now, and those that never will."""
@@ -215,7 +215,7 @@ class AdapterPool:
         return self.registry.loading > 0
 
     def wait(self) -> None:
-        """Nothing can run: give the loader a moment."""
+        """Nothing can run: wait a moment for the loader."""
         if self.registry.loading:
             self.registry.wait(_LOADER_WAIT_S)
 
@@ -243,7 +243,7 @@ class AdapterPool:
         assert not self._entries and not self._slotless and not self._since and not self._lost, "a sequence is kept"
         assert not any(entry.users or entry.waiting for entry in self.registry), "an adapter has users"
 
-    def _give(self, seq: Sequence, entry: Entry) -> None:
+    def _give(self, seq: Sequence, entry: AdapterEntry) -> None:
         assert entry.adapter is not None
         seq.adapter = entry.adapter
         seq.root = root_name(seq.request.cache_salt, entry.adapter.version)
@@ -256,7 +256,7 @@ class AdapterPool:
             return seq if now - since > PATIENCE_S else None
         return None
 
-    def _known(self, name: str) -> Entry:
+    def _known(self, name: str) -> AdapterEntry:
         entry = self.registry.get(name)
         if entry is None:
             raise ConfigError(f"{ADAPTER_UNKNOWN} {name!r}")

@@ -1,9 +1,9 @@
 """Which adapters there are, and which of them are in host memory.
 
-An adapter is known by its name and read when somebody needs it. The host tier holds `host_slots` of them; the least
-recently used one that nobody needs makes room, and is read again from its source when it is asked for. Invariant: an
-adapter with users is never evicted; when all have users, further loads wait. Unloading forgets the name at once, and
-whoever already uses the adapter keeps it until the end.
+An adapter is known by its name and read when it is first needed. The host tier holds `host_slots` of them; the least
+recently used one without users makes room, and is read again from its source when it is asked for. Invariant: an
+adapter with users is never evicted; when all have users, further loads wait. Unloading forgets the name at once;
+sequences that already use the adapter keep it until they end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ RETRY_S = 5.0
 """A failed adapter is not read again before this: many requests for it must not become many downloads."""
 
 Done = Callable[[AdapterStatus], None]
-"""Told once when a load that was asked for has ended, well or badly."""
+"""Called once when a load has succeeded or failed."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class AdapterEntry:
     """One name."""
 
     name: str
@@ -37,7 +37,7 @@ class Entry:
     error: str = ""
     failed_at: float = float("-inf")
     gone: bool = False
-    """Unloaded, or replaced by a reload; what still uses it may finish."""
+    """Unloaded, or replaced by a reload; sequences that use it may finish."""
     waiting: dict[Sequence, None] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
 
@@ -58,36 +58,36 @@ class Entry:
 
 @dataclass(slots=True)
 class Outcome:
-    """What `poll` found: entries that became ready, and sequences whose adapter did not."""
+    """Results of finished loads: entries that are ready, and sequences whose adapter failed."""
 
-    ready: list[Entry] = field(default_factory=list)
+    ready: list[AdapterEntry] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
-class Registry:
+class AdapterRegistry:
     """Names, loads and the host tier. Belongs to the engine's thread."""
 
     def __init__(
         self, specs: Iterable[AdapterSpec], read: Read, host_slots: int, dropped: Callable[[LoadedAdapter], object]
     ) -> None:
-        """`dropped` is told of adapters that leave host memory, so that no slot keeps one alive."""
+        """`dropped` is called with adapters that leave host memory, so that no slot keeps one alive."""
         self.host_slots = host_slots
         self._dropped = dropped
         self.revision = 0
-        """Grows whenever a status changed, so that others know when to look again."""
+        """Grows whenever a status changed, so that observers know when to look again."""
         self.loads = self.failures = self.host_evictions = 0
         self.load_seconds = 0.0
-        self._loader: Loader[Entry] = Loader(read)
-        self._entries = {spec.name: Entry(spec.name, spec.source, spec.pinned) for spec in specs}
-        self._host: OrderedDict[Entry, None] = OrderedDict()
+        self._loader: Loader[AdapterEntry] = Loader(read)
+        self._entries = {spec.name: AdapterEntry(spec.name, spec.source, spec.pinned) for spec in specs}
+        self._host: OrderedDict[AdapterEntry, None] = OrderedDict()
         """Entries in memory, least recently used first; replaced ones too while they have users."""
         self._loading = 0
-        self._queued: OrderedDict[Entry, None] = OrderedDict()
+        self._queued: OrderedDict[AdapterEntry, None] = OrderedDict()
 
-    def get(self, name: str) -> Entry | None:
+    def get(self, name: str) -> AdapterEntry | None:
         return self._entries.get(name)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[AdapterEntry]:
         return iter(self._entries.values())
 
     @property
@@ -102,9 +102,9 @@ class Registry:
     def waiting(self) -> list[str]:
         return [entry.name for entry in self._entries.values() if entry.waiting]
 
-    def add(self, spec: AdapterSpec, done: Done) -> Entry:
+    def add(self, spec: AdapterSpec, done: Done) -> AdapterEntry:
         """Read an adapter now, also when one of that name exists: new requests then use the new one."""
-        entry = Entry(spec.name, spec.source, spec.pinned, done=[done])
+        entry = AdapterEntry(spec.name, spec.source, spec.pinned, done=[done])
         old = self._entries.get(spec.name)
         if old is not None:
             entry.waiting, old.waiting = old.waiting, {}
@@ -114,21 +114,21 @@ class Registry:
         return entry
 
     def insert(self, adapter: LoadedAdapter) -> None:
-        """An adapter that is in memory already, under a name of its own; it has no source to come back from."""
-        entry = Entry(adapter.name, "", pinned=True, state="ready", adapter=adapter)
+        """Add an adapter that is in memory already, under its own name; it has no source to be read from again."""
+        entry = AdapterEntry(adapter.name, "", pinned=True, state="ready", adapter=adapter)
         self._entries[adapter.name] = entry
         self._host[entry] = None
         self.revision += 1
 
-    def remove(self, entry: Entry) -> list[Sequence]:
+    def remove(self, entry: AdapterEntry) -> list[Sequence]:
         """Forget a name; the sequences that waited for it to be read."""
         self._entries.pop(entry.name, None)
         waiting, entry.waiting = list(entry.waiting), {}
         self.retire(entry)
         return waiting
 
-    def retire(self, entry: Entry) -> None:
-        """No new users; memory is given back with the last one."""
+    def retire(self, entry: AdapterEntry) -> None:
+        """Accept no new users; memory is freed with the last one."""
         entry.gone = True
         self.revision += 1
         self._queued.pop(entry, None)
@@ -138,24 +138,24 @@ class Registry:
         if not entry.users:
             self._free(entry)
 
-    def want(self, entry: Entry) -> None:
-        """Have it read, unless it is being read or in memory."""
+    def want(self, entry: AdapterEntry) -> None:
+        """Start to read it, unless it is being read or in memory."""
         if entry.state in ("known", "failed"):
             entry.state, entry.error = "loading", ""
             self.revision += 1
             self._queued[entry] = None
             self.start_loads()
 
-    def touch(self, entry: Entry) -> None:
-        """It was just used."""
+    def touch(self, entry: AdapterEntry) -> None:
+        """Note that it was just used."""
         if entry in self._host:
             self._host.move_to_end(entry)
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: AdapterEntry) -> None:
         entry.users += 1
         self.touch(entry)
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: AdapterEntry) -> None:
         entry.users -= 1
         if entry.users:
             return
@@ -164,8 +164,8 @@ class Registry:
         self.start_loads()
 
     def poll(self, now: float) -> Outcome:
-        """Take what the loader has finished. `start_loads` has to follow, once those who waited hold their adapters:
-        an adapter without users could be evicted again at once."""
+        """Take what the loader has finished. Call `start_loads` once the waiting sequences hold their adapters: before
+        that, an adapter without users could be evicted again."""
         outcome = Outcome()
         for loaded in self._loader.finished():
             entry = loaded.key
@@ -175,7 +175,7 @@ class Registry:
             if loaded.adapter is None:
                 self.failures += 1
                 entry.state, entry.error, entry.failed_at = "failed", loaded.error, now
-                # Where it lies is for operators, not for clients.
+                # The location is for operators, not for clients.
                 outcome.failed += [(seq, loaded.error.replace(entry.source, entry.name)) for seq in entry.waiting]
                 entry.waiting = {}
             else:
@@ -191,11 +191,11 @@ class Registry:
         return outcome
 
     def wait(self, seconds: float) -> None:
-        """For the loader, while there is nothing else to do."""
+        """Wait for the loader, while there is nothing else to do."""
         self._loader.wait(seconds)
 
     def start_loads(self) -> None:
-        """Have the next ones read, as far as host memory allows."""
+        """Start to read the next ones, as far as host memory allows."""
         while self._queued and self._make_room():
             entry, _ = self._queued.popitem(last=False)
             self._loading += 1
@@ -213,7 +213,7 @@ class Registry:
         self.revision += 1
         return True
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: AdapterEntry) -> None:
         self._host.pop(entry, None)
         if entry.adapter is not None:
             self._dropped(entry.adapter)

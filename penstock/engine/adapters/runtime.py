@@ -1,4 +1,4 @@
-"""The adapters of one engine: the pool that decides, the kernel that computes, the decoder that uses both."""
+"""The adapters of one engine: the pool that assigns slots, the kernel that holds them, the decoder with them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class AdapterRuntime:
         dtype: torch.dtype,
         narrow: Decoder | None = None,
     ) -> None:
-        """`dtype`: that adapters are kept in. `narrow`: a decoder for steps in which all of them are (see
-        `LoadedAdapter`), where looking for adapters at the other linears would cost something."""
+        """`dtype`: of the adapters' weights. `narrow`: a decoder for steps in which all adapters are narrow (see
+        `LoadedAdapter`), which skips the linears that they do not touch."""
         self.dtype = dtype
         self.pool = pool
         self.kernel = kernel

@@ -1,4 +1,4 @@
-"""Device slots: which adapter lies in which, who uses it, and whom to evict for another.
+"""Device slots: which adapter is in which, how many sequences use it, and which one to evict for another.
 
 Invariant: a slot in use (`users > 0`) or pinned keeps its adapter; idle ones are given away, least recently used first.
 A plain object: `moves` lists the copies its owner has to make before the next step runs.
@@ -35,14 +35,14 @@ class SlotTable:
 
     @property
     def room(self) -> int:
-        """How many more adapters could come in now."""
+        """How many more adapters fit now."""
         return len(self._free) + sum(adapter not in self._pinned for adapter in self._idle)
 
     def holds(self, adapter: LoadedAdapter) -> bool:
         return adapter in self._slot_of
 
     def acquire(self, adapter: LoadedAdapter) -> int:
-        """A slot with `adapter` in it (once `moves` are made), kept until as many `release`s. There must be room."""
+        """A slot with `adapter` in it (once `moves` are made), kept until released as often. There must be room."""
         slot = self._slot_of.get(adapter)
         if slot is None:
             slot = self._free.pop() if self._free else self._evict()
@@ -69,7 +69,7 @@ class SlotTable:
             self._pinned.discard(adapter)
 
     def drop(self, adapter: LoadedAdapter) -> bool:
-        """Give up the slot of an adapter nobody uses. False while it is in use."""
+        """Free the slot of an unused adapter. False while it is in use."""
         self._pinned.discard(adapter)
         if adapter in self._users:
             return False

@@ -1,4 +1,4 @@
-"""What is said about adapters between configuration, gateway and engine: plain values, no torch."""
+"""Descriptions of adapters for configuration, gateway and engine: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AdapterState = Literal["known", "loading", "ready", "failed"]
 """`known`: it will be read when it is first asked for. `ready`: in host memory, perhaps in a slot too."""
 
 ADAPTER_UNKNOWN = "no adapter is called"
-"""How `Delta.error` begins when a request names an adapter the engine has never heard of, or has unloaded."""
+"""How `Delta.error` begins when a request names an adapter the engine does not know, or has unloaded."""
 ADAPTER_FAILED = "the adapter cannot be used"
 """How `Delta.error` begins when an adapter could not be read or does not fit the model."""
 NO_ADAPTERS = "this engine serves no adapters: set adapter_slots, or list adapters, in its model's configuration"

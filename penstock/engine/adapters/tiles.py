@@ -43,5 +43,5 @@ def make_tiles(slots: np.ndarray, block: int) -> Tiles:
 
 
 def most_tiles(tokens: int, slots: int, block: int) -> int:
-    """No step of `tokens` tokens over `slots` adapters has more tiles than this."""
+    """Upper bound of the tiles of a step of `tokens` tokens over `slots` adapters."""
     return min(tokens, slots + tokens // block)

@@ -10,7 +10,7 @@ Layout, the same everywhere:
 * Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
 * The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
 * Cached numbers may be scaled: `KVScales` says how.
-* The slot of a token is `block * block_size + offset`; block 0 belongs to nobody and absorbs padding.
+* The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
+
 if TYPE_CHECKING:
     from penstock.engine.adapters.apply import LoraKernel
     from penstock.engine.adapters.layout import AdapterLayout
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
     from penstock.engine.config import EngineConfig
     from penstock.engine.kv.cache import KVCache
     from penstock.engine.kv.mover import BlockMover
-    from penstock.engine.models.build import Quantizer, Weights
     from penstock.engine.models.decoder import Decoder
     from penstock.engine.models.layers.experts import ExpertMlp
     from penstock.engine.models.layers.feed_forward import FeedForward
     from penstock.engine.models.layers.linear import Linear
     from penstock.engine.models.model_config import ModelConfig
+    from penstock.engine.models.weights import Quantizer, Weights
     from penstock.engine.runner.resources import RunnerResources
     from penstock.engine.runner.step import PendingStep
     from penstock.engine.scheduler import Batch
@@ -474,8 +476,6 @@ class Backend(ABC):
         """A linear with weights and activations in int8; None where its shape does not allow that.
 
         Raises `ConfigError` where there are no such kernels."""
-        from penstock.errors import ConfigError
-
         raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
 
     # Adapters

@@ -1,6 +1,6 @@
 """An encoder engine: take waiting texts, compute them in one pass, answer the requests that are complete.
 
-It has the face of the other engine (`submit`, `abort`, `step`, `has_work`, `info`, `load_snapshot`), so the same
+It has the interface of the other engine (`submit`, `abort`, `step`, `has_work`, `info`, `load_snapshot`), so the same
 server, watchdog and supervisor run it. Each step ends with its results on the host: nothing is in flight between steps.
 """
 
@@ -29,8 +29,8 @@ from penstock.errors import ConfigError
 
 NOT_AN_ENCODER_REQUEST = "this engine encodes texts; it does not generate"
 FEW_TOKENS = 48
-"""Up to so many tokens of a step one CPU thread computes: a question is some hundred small operations, and waking
-another thread for each costs more than it gives as soon as the cores are shared."""
+"""Steps of up to so many tokens run on one CPU thread: a short text is some hundred small operations, and waking
+another thread for each costs more than it saves when cores are shared."""
 _CUDA_ROOM = 2**30
 """Free memory for which `device: auto` takes CUDA."""
 
@@ -141,7 +141,7 @@ class EncoderEngine:
                     job.results[index] = torch.cat([sentences[row : row + 1], tokens[start:end].cpu()])
                 case "late":
                     assert tokens is not None
-                    # Without the tokens that mark beginning and end: they are alike in every text.
+                    # Without the tokens that mark beginning and end: they are the same in every text.
                     job.results[index] = tokens[start + 1 : end - 1].clone()
             job.missing -= 1
             start = end

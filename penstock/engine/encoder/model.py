@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W + b with W [in, out]: kept the other way round, a CPU's library would turn it over at every call."""
+    """y = x W + b with W [in, out]: stored transposed, because CPU libraries would transpose it at every call."""
 
     weight: Tensor
     bias: Tensor

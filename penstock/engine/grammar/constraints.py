@@ -1,6 +1,6 @@
 """Grammars of the requests inside an engine: opened off the engine's thread, masks computed while the device runs.
 
-Two threads, which exist once somebody asks for a grammar: one compiles, so that a large grammar delays nobody's
+Two threads, started with the first grammar: one compiles, so that a large grammar delays no other request's
 tokens; one computes the masks of a step between its launch and its sampling. A matcher is only touched by the engine's
 thread, except between `begin` and `wait`, when it belongs to the mask thread. It has taken exactly the tokens that were
 delivered, so preemption and repeated steps need no rolling back.

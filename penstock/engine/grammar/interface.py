@@ -1,6 +1,6 @@
 """What the engine asks of a grammar library, and the vocabulary such a library needs.
 
-The engine treats a grammar as an opaque string. Whoever starts it supplies a `GrammarCompiler`, made from the
+The engine treats a grammar as an opaque string. The process that hosts it supplies a `GrammarCompiler`, made from the
 model's `Vocabulary`; without one, requests with a grammar are refused and everything else runs.
 """
 

@@ -1,8 +1,8 @@
-"""Blocks of sequences: growing tables, sharing prefixes, letting go of what a window has passed, giving all back.
+"""Blocks of sequences: growing tables, sharing prefixes, releasing what has left a sliding window, freeing the rest.
 
 A full block is named (made shareable) when the step that computes it is scheduled, not when it has finished: steps
-run in order on one stream and a layer writes all keys before it reads any, so whoever finds the block later, even in
-the same step, reads what was written. If a step fails, all names are dropped.
+run in order on one stream and a layer writes all keys before it reads any, so a sequence that finds the block
+later, even in the same step, reads what was written. If a step fails, all names are dropped.
 
 Where every layer has a sliding window, a block that has left the largest of them is released while its sequence runs:
 the list of blocks then begins with `NULL_BLOCK`, and kernels read nothing there. Such a sequence holds a bounded number
@@ -35,7 +35,7 @@ class Found:
 
     name: bytes
     block: int | None
-    """On the device; `NULL_BLOCK` when nobody will read it; None when it is on the host."""
+    """On the device; `NULL_BLOCK` when it will not be read; None when it is on the host."""
 
 
 class BlockAllocator:
@@ -161,7 +161,7 @@ class BlockAllocator:
         return max(0, position - self.window.size + 1) // self.block_size
 
     def _release_behind(self, seq: Sequence) -> None:
-        """Let go of blocks that no token still to be computed can see. Guessed tokens may be computed again."""
+        """Release blocks that no token still to be computed can see. Draft tokens may be computed again."""
         first = self._first_visible(min(seq.computed, len(seq.tokens)))
         for index in range(seq.released, first):
             self.pool.release(seq.blocks[index])

@@ -47,7 +47,7 @@ class CacheShape:
 
 
 class KVCache:
-    """Allocates the cache. Block 0 belongs to nobody and absorbs padding."""
+    """Allocates the cache. Block 0 is reserved: padding is written there."""
 
     def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device, num_rows: int = 0) -> None:
         """`num_rows`: rows of running sequences, for layers that keep a state per sequence."""

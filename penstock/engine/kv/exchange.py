@@ -74,10 +74,10 @@ class BlockExchange:
         return self._mover is None or self._mover.is_idle(slot)
 
     def names(self, request: Request) -> list[bytes]:
-        """Of the full blocks that a request begins with, but for its last token's; none when they cannot be known."""
+        """Of the full blocks before a request's last token; none when they cannot be known."""
         version = self._version(request.adapter) if request.adapter else ""
         if version is None or request.params.prompt_logprobs is not None:
-            return []  # the latter looks at every token of the prompt itself
+            return []  # prompt log-probabilities need every token computed here
         tokens = request.prompt + request.produced if request.produced else request.prompt
         return block_names(tokens[:-1], self._allocator.block_size, request.cache_salt, version)
 
@@ -103,7 +103,7 @@ class BlockExchange:
         return slots
 
     def hold(self, names: Sequence[bytes]) -> list[int]:
-        """Keep those blocks that are on the device from being evicted; they are given up with `release`."""
+        """Hold those blocks that are on the device; `release` gives them up."""
         blocks = [block for name in names if (block := self._pool.find(name)) is not None]
         for block in blocks:
             self._pool.share(block)
@@ -125,7 +125,7 @@ class BlockExchange:
                 back[block] = slot
             blocks.append(block)
         if self._pool.host is not None and self._flush is not None:
-            pending = self._pool.host.take()  # what was given away just now must leave before it is overwritten
+            pending = self._pool.host.take()  # blocks just reused must be copied out before they are overwritten
             if pending is not None:
                 self._flush(pending)
         if back:

@@ -1,4 +1,4 @@
-"""What two engines must have in common before one may use the other's blocks: a line that says it, and is compared.
+"""What two engines must have in common to use each other's blocks, as one line of text to compare.
 
 The weights are named by a digest of pieces of their files, spread over their whole length: as good as reading all of
 them for telling checkpoints apart, merged adapters and further training included, and done in milliseconds.
@@ -21,7 +21,7 @@ _PIECE_BYTES = 512
 def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothings: Sequence[KeySmoothing] = ()) -> str:
     """`dtype`: of the activations, from which keys and values are computed. `smoothings`: of the keys, by layer."""
     return f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}" + (
-        f", keys in frames {_digest_of(smoothings)}" if smoothings else ""
+        f", keys smoothed by {_digest_of(smoothings)}" if smoothings else ""
     )
 
 

@@ -1,6 +1,6 @@
 """The second tier: blocks that left the device and can come back, and the copies a step has to make.
 
-The device pool says which block it is about to give away, and which have lain unused for a while; the tier gives each a
+The device pool says which block it is about to reuse, and which have been unused for a while; the tier gives each a
 slot on the host under the same name, least recently used out first. Nothing is copied here: what is to be copied is
 collected until the next step takes it (`take`). Invariant: a slot that is the source or target of a copy not yet taken
 is not given to another name. Copies out run before copies back, so a block may be copied out and then filled from the
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from penstock.engine.request import Load
 
 IDLE_COPIES = 32
-"""Most idle blocks copied out in one step, so that tidying up never delays a step noticeably."""
+"""Most idle blocks copied out in one step, so that no step is delayed noticeably."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class HostTier:
         self.offloaded = 0
         self.restored = 0
         self.now = 0.0
-        """Set by whoever knows the time, once per step."""
+        """Set once per step; the tier has no clock of its own."""
         self._empty = list(range(num_slots - 1, -1, -1))
         self._resting: OrderedDict[bytes, int] = OrderedDict()
         self._moving: dict[bytes, int] = {}
@@ -52,7 +52,7 @@ class HostTier:
         return name in self._resting or name in self._moving
 
     def keep(self, block: int, name: bytes) -> bool:
-        """Copy a device block that is still intact. False when every slot is busy: then it is lost."""
+        """Copy a device block before it is overwritten. False when every slot is busy: its content is lost."""
         if name in self._moving:
             return True
         if name in self._resting:
@@ -70,17 +70,17 @@ class HostTier:
         return True
 
     def hold(self, name: bytes) -> None:
-        """A block found here is about to be copied back: it must not be pushed out before."""
+        """Keep a block found here from being evicted: it is about to be copied back."""
         if name in self._resting:
             self._moving[name] = self._resting.pop(name)
 
     def restore(self, name: bytes, block: int) -> None:
-        """Copy a held name's content into a device block. The host keeps it: it need not be copied out again."""
+        """Copy the content of a held name into a device block. The host keeps its copy."""
         self._transfers.back[block] = self._moving[name]
         self.restored += 1
 
     def cool(self, block: int, name: bytes) -> None:
-        """A device block is not used any more, though it may be again."""
+        """A device block is no longer used, though it may be again."""
         if name not in self:
             self._cooling[block] = (name, self.now + self.idle_s)
 

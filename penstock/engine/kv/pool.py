@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which block, and which free blocks still hold a known prefix.
+"""The pool of KV blocks: how often each block is held, and which free blocks still hold a known prefix.
 
 Invariant: a block is either held (`references > 0`), free and empty, or free and cached (its content has a name and
 can be taken up again). Cached blocks count as free: they are given away, least recently used first, when no empty
@@ -69,7 +69,7 @@ class BlockPool:
         return self._block_of.get(name)
 
     def share(self, block: int) -> None:
-        """Hold a block found by name, together with whoever else holds it."""
+        """Hold a block found by name, once more if it is held already."""
         if self._references[block] == 0:
             del self._cached[block]
             if self.host is not None:
@@ -80,7 +80,7 @@ class BlockPool:
         return self._references[block] > 0
 
     def release(self, block: int) -> None:
-        """Let go of a block. The last holder's release frees it at once."""
+        """Release a block. The last release frees it at once."""
         count = self._references[block]
         if count <= 0:
             raise AssertionError(f"block {block} released more often than held")

@@ -1,7 +1,7 @@
-"""A checkpoint made of random numbers, for measuring speed without a download.
+"""A checkpoint of random numbers, for measuring speed without a download.
 
-Any configuration works: shapes follow from it, weights are made on the device that will use them. Every tensor is
-a stretch of one pool of random numbers, because drawing billions of them would take longer than the benchmark.
+Any configuration of a supported family works: names and shapes are those that the family's composition reads. Every
+tensor is a slice of one pool of random numbers, because drawing billions of them would take longer than the benchmark.
 The same seed gives the same tensor whatever was asked for before.
 """
 
@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.reference.backend import ReferenceBackend
+from penstock.engine.backends.reference.linear import DenseLinear
+from penstock.engine.models.build import compose_decoder
+from penstock.engine.models.families import HFConfig, family_of
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
 
 POOL = 4_194_301
-"""Numbers in the pool: a prime, so that rows of no usual length repeat."""
+"""Numbers in the pool: a prime, so that rows of any usual length do not repeat."""
 
 
 class RandomCheckpoint:
@@ -39,7 +46,10 @@ class RandomCheckpoint:
         self.seed = seed
         self.device = device
         self.dtype = dtype
-        self.shapes = tensor_shapes(config)
+        model = ModelConfig.from_hf(config)
+        reader = _composed(model)
+        self.shapes = reader.shapes
+        self._norms, self._norm_offset = reader.norms, model.norm_offset
         self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:
@@ -50,9 +60,8 @@ class RandomCheckpoint:
         if shape is None:
             raise CheckpointError(f"a {self.config.get('model_type')} model has no tensor {name!r}")
         where = torch.device(self.device if device is None else device)
-        if name.endswith("norm.weight"):
-            shifted = str(self.config.get("model_type")).startswith("gemma")
-            return torch.full(shape, 0.0 if shifted else 1.0, dtype=self.dtype, device=where)
+        if name in self._norms:
+            return torch.full(shape, 1.0 - self._norm_offset, dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
         if name == "model.embed_tokens.weight":
             scale = self.embedding_scale
@@ -68,67 +77,41 @@ class RandomCheckpoint:
         return self._pools[device]
 
 
-def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor of a decoder with this configuration."""
-    kind = config.get("model_type", "llama")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    vocab = config["vocab_size"]
-    bias = kind in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias"))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (vocab, hidden)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if kind in ("gemma2", "gemma3_text"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in norms}
-        attention = f"{prefix}.self_attn"
-        shapes[f"{attention}.o_proj.weight"] = (hidden, heads * head_dim)
-        if kind == "phi3":
-            shapes[f"{attention}.qkv_proj.weight"] = ((heads + 2 * kv_heads) * head_dim, hidden)
-        else:
-            for projection, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                shapes[f"{attention}.{projection}_proj.weight"] = (count * head_dim, hidden)
-                if bias:
-                    shapes[f"{attention}.{projection}_proj.bias"] = (count * head_dim,)
-        if config.get("attention_bias") and kind == "llama":
-            shapes[f"{attention}.o_proj.bias"] = (hidden,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-            shapes[f"{attention}.q_norm.weight"] = shapes[f"{attention}.k_norm.weight"] = (head_dim,)
-        shapes |= _feed_forward(config, kind, prefix)
-    return shapes
+def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor of a decoder with this configuration: those that its composition asks for."""
+    return _composed(ModelConfig.from_hf(config)).shapes
 
 
-def _feed_forward(config: dict[str, Any], kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    if kind == "phi3":
-        return {f"{prefix}.mlp.gate_up_proj.weight": (2 * ffn, hidden), f"{prefix}.mlp.down_proj.weight": (hidden, ffn)}
-    if kind == "mixtral":
-        moe = f"{prefix}.block_sparse_moe"
-        shapes: dict[str, tuple[int, ...]] = {f"{moe}.gate.weight": (config["num_local_experts"], hidden)}
-        for expert in range(config["num_local_experts"]):
-            shapes[f"{moe}.experts.{expert}.w1.weight"] = (ffn, hidden)
-            shapes[f"{moe}.experts.{expert}.w2.weight"] = (hidden, ffn)
-            shapes[f"{moe}.experts.{expert}.w3.weight"] = (ffn, hidden)
-        return shapes
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        shapes = {f"{prefix}.mlp.gate.weight": (config["num_experts"], hidden)}
-        for expert in range(config["num_experts"]):
-            shapes |= _gated(f"{prefix}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
-        shared = config.get("shared_expert_intermediate_size")
-        if shared:
-            shapes |= _gated(f"{prefix}.mlp.shared_expert", hidden, shared)
-            shapes[f"{prefix}.mlp.shared_expert_gate.weight"] = (1, hidden)
-        return shapes
-    return _gated(f"{prefix}.mlp", hidden, ffn)
+def _composed(model: ModelConfig) -> ShapeReader:
+    reader = ShapeReader(model)
+    compose_decoder(reader, model, max_positions=1)
+    return reader
 
 
-def _gated(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (ffn, hidden),
-        f"{prefix}.up_proj.weight": (ffn, hidden),
-        f"{prefix}.down_proj.weight": (hidden, ffn),
-    }
+class ShapeReader(WeightReader):
+    """Records what is read, and reads nothing."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.names = {"lm_head.weight"}
+        self.backend = ReferenceBackend()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.norms: set[str] = set()
+        self._fused = family_of(model.family).names.fused
+        self._nothing = torch.empty(0)
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self.shapes[name] = shape
+        return self._nothing
+
+    def norm(self, name: str, size: int) -> Tensor:
+        self.norms.add(f"{name}.weight")
+        return self.get(f"{name}.weight", size)
+
+    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
+        if fused and self._fused:
+            parts = {fused: sum(parts.values())}
+        for part, size in parts.items():
+            self.shapes[f"{at}{part}.weight"] = (size, inputs)
+            if bias:
+                self.shapes[f"{at}{part}.bias"] = (size,)
+        return DenseLinear(self._nothing, None)

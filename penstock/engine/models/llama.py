@@ -10,9 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +27,18 @@ class LlamaDecoder(Decoder):
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if residual.shape[0] <= self.fused_up_to:
             return self._run_fused(residual, batch, kv)
-        layers, caches, eps = self.layers, kv.layers, self.config.rms_eps
-        x = layers[0].mixer.ops.rms_norm(residual, layers[0].mixer_norm, eps, self.embedding.dtype)
-        last = len(layers) - 1
-        for index, layer in enumerate(layers):
-            x = layer.mixer(x, batch, caches[index])
-            x = layer.feed_forward.ops.add_rms_norm(x, residual, layer.feed_forward_norm, eps, layer.mixer_out_norm)
-            x = layer.feed_forward(x)
-            if index < last:
-                after = layers[index + 1]
+        layers, eps = self.layers, self.config.rms_eps
+        layer = layers[0]
+        x = layer.mixer.ops.rms_norm(residual, layer.mixer_norm, eps, self.embedding.dtype)
+        for after, cache in zip([*layers[1:], None], kv.layers, strict=True):
+            x = layer.mixer.forward(x, batch, cache)
+            feed_forward = layer.feed_forward
+            x = feed_forward.ops.add_rms_norm(x, residual, layer.feed_forward_norm, eps, layer.mixer_out_norm)
+            x = feed_forward.forward(x)
+            if after is not None:
                 x = after.mixer.ops.add_rms_norm(x, residual, after.mixer_norm, eps, layer.feed_forward_out_norm)
-        return self.ops.add_rms_norm(x, residual, self.final_norm, eps, layers[last].feed_forward_out_norm)
+                layer = after
+        return self.ops.add_rms_norm(x, residual, self.final_norm, eps, layer.feed_forward_out_norm)
 
     def _run_fused(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """The same in six launches a layer: norms, gate and residual additions are part of the linears."""
@@ -43,3 +49,77 @@ class LlamaDecoder(Decoder):
             residual = mixer.fused(residual, layer.mixer_norm, eps, batch, caches[index])
             residual = feed_forward.fused(residual, layer.feed_forward_norm, eps)
         return self.ops.rms_norm(residual, self.final_norm, eps)
+
+
+def compose_layer(context: LayerContext) -> DecoderLayer:
+    read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
+
+    def norm(name: str) -> Tensor:
+        return read.norm(prefix + name, hidden)
+
+    return DecoderLayer(
+        mixer_norm=norm(names.mixer_norm),
+        mixer=compose_attention(context),
+        feed_forward_norm=norm(names.feed_forward_norm),
+        feed_forward=compose_feed_forward(context),
+        mixer_out_norm=norm(names.mixer_out_norm) if names.mixer_out_norm else None,
+        feed_forward_out_norm=norm(names.feed_forward_out_norm) if names.feed_forward_out_norm else None,
+    )
+
+
+def compose_attention(context: LayerContext) -> Attention:
+    read, config, names, dim = context.read, context.config, context.names, context.config.head_dim
+    prefix, hidden = context.prefix + names.attention, config.hidden_size
+    q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+    return Attention(
+        ops=context.inner,
+        attention_ops=read.backend.ops,
+        qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
+        output=read.linear(prefix, {names.output: hidden}, q_size, config.output_bias),
+        heads=HeadLayout(
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=dim,
+            scale=config.attention_scale,
+            window=config.windows[context.index],
+            softcap=config.attention_softcap,
+        ),
+        cos_sin=context.cos_sin,
+        q_norm=read.norm(f"{prefix}q_norm", dim) if config.qk_norm else None,
+        k_norm=read.norm(f"{prefix}k_norm", dim) if config.qk_norm else None,
+        eps=config.rms_eps,
+        kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+    )
+
+
+def compose_feed_forward(context: LayerContext) -> FeedForward:
+    """Dense, or of experts where the configuration says so."""
+    read, config, names, moe = context.read, context.config, context.names, context.config.moe
+    hidden, backend = config.hidden_size, context.read.backend
+
+    def gated(
+        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, ops: ActivationOps
+    ) -> GatedMlp:
+        parts = dict.fromkeys(gate_up, ffn)
+        return GatedMlp(
+            ops=ops,
+            activation=config.activation,
+            gate_up=read.linear(prefix, parts, hidden, config.mlp_bias, fused=names.fused_gate_up),
+            down=read.linear(prefix, {down: hidden}, ffn, config.mlp_bias),
+        )
+
+    if moe is None or not moe.layers[context.index]:
+        return gated(read, context.prefix + names.mlp, names.gate_up, names.down, config.ffn_size, context.inner)
+    block, ffn = context.prefix + names.moe, moe.ffn_size
+    router = Router(read.dense().linear(block, {"gate": moe.experts}, hidden), moe.top_k, moe.normalize)
+
+    def experts(read: WeightReader) -> ExpertMlp:
+        prefixes = (f"{block}experts.{expert}." for expert in range(moe.experts))
+        parts = (gated(read, at, names.expert_gate_up, names.expert_down, ffn, backend.ops) for at in prefixes)
+        return ExpertMlp(backend.ops, router, tuple(parts))
+
+    return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+
+
+LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -60,7 +60,7 @@ class Stage:
 
 
 class LeadHead:
-    """Rank 0's head: calls the other shards to theirs."""
+    """Rank 0's head: makes the other shards run theirs."""
 
     def __init__(self, stage: Stage, ranks: Ranks) -> None:
         self._stage = stage

@@ -1,8 +1,8 @@
 """Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices).
 
 A rank belongs to at most two groups: the shards of its stage, and the stages of its shard. Groups are objects, not
-torch's global ones, so that several engines can live in one process. Every call has the same deadline: a peer that
-does not come is an error, not a hang.
+torch's global ones, so that several engines can live in one process. Every call has the same deadline: a missing peer
+is an error, not a hang.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Group:
         return parts
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first member's `x`, written over everybody else's."""
+        """The first member's `x`, written over those of all others."""
         self._group.broadcast(x, 0).wait()
         return x
 

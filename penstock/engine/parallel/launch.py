@@ -1,8 +1,8 @@
-"""The other ranks of an engine, as rank 0 sees them: started, told, watched, ended.
+"""The other ranks of an engine, as rank 0 sees them: it starts them, sends them steps, watches and stops them.
 
 Each is a child process with a socket to rank 0. Invariants: no rank outlives rank 0 (see `engine.process`); when one
 dies, or a step fails on any of them, the engine as a whole is lost (`ReplicaLost`), because the others wait inside a
-collective and their caches no longer agree. Whoever supervises the engine starts it again.
+collective and their caches no longer agree. The supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from penstock.errors import ConfigError, ReplicaLost
 
 EXIT_RANK_LOST = 72
 _GRACE_S = 3.0
-"""How long rank 0 may take to say goodbye after another rank died; it may hang in a collective."""
+"""How long rank 0 may take to exit after another rank died; it may hang in a collective."""
 _LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first thing a rank is told."""
+    """The first message to a rank."""
 
     config: EngineConfig
     checkpoint: object | None
@@ -46,12 +46,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says while it starts: a number to agree on, or why it cannot go on."""
+    """A rank's message while it starts: a number to agree on, or why it cannot go on."""
 
     count: int = 0
     problem: str = ""
     on_purpose: bool = False
-    """Whether the problem is ours to explain (a `PenstockError`) and not a bug."""
+    """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Rank:
 
 
 class Ranks(Member):
-    """Rank 0's membership, and its hold on all the others."""
+    """Rank 0's membership, and its handles of all the others."""
 
     def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
         if config.adapters or config.adapter_slots:
@@ -83,7 +83,7 @@ class Ranks(Member):
             raise
 
     def meet(self, backend: Backend) -> None:
-        self._gather()  # every rank is up and has found its device: nobody will be missing
+        self._gather()  # every rank is up and has found its device
         super().meet(backend)
 
     def least(self, count: int) -> int:
@@ -100,7 +100,7 @@ class Ranks(Member):
 
     @contextmanager
     def lost_if_it_fails(self) -> Iterator[None]:
-        """Whatever goes wrong in a step that all ranks run, they cannot go on together."""
+        """After a failure in a step that all ranks run, they cannot go on together."""
         try:
             yield
         except Exception as error:
@@ -122,7 +122,7 @@ class Ranks(Member):
             threading.Thread(target=wait, args=(other,), name=f"rank {other.place.rank}", daemon=True).start()
 
     def close(self, grace_s: float = _LEAVE_S) -> None:
-        """Let every rank go; those that have not left after `grace_s` are ended."""
+        """Stop every rank; those that have not exited after `grace_s` are killed."""
         self._closing = True
         for other in self._ranks:
             other.connection.close()
@@ -154,13 +154,13 @@ class Ranks(Member):
         return reports
 
     def _why(self) -> str | None:
-        """Which rank is gone, and its last words. A rank that just broke off a connection may still be ending."""
+        """Which rank is gone, and its last report. A rank that just closed its connection may still be exiting."""
         deadline = time.monotonic() + 1.0
         while self._lost is None and time.monotonic() < deadline:
             for other in self._ranks:
                 code = other.process.poll()
                 if code is not None:
-                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_words(other.connection)}"
+                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_report(other.connection)}"
                     break
             else:
                 time.sleep(0.02)
@@ -185,7 +185,7 @@ def _describe(code: int) -> str:
     return f"exit code {code}"
 
 
-def _last_words(connection: Connection) -> str:
+def _last_report(connection: Connection) -> str:
     with suppress(EOFError, OSError):
         while connection.poll():
             report = connection.recv()

@@ -49,12 +49,12 @@ class SummedFeedForward:
     def weight_bytes(self) -> int:
         return self.feed_forward.weight_bytes
 
-    def __call__(self, x: Any) -> Tensor:
-        return self.group.sum(self.feed_forward(x))
+    def forward(self, x: Any) -> Tensor:
+        return self.group.sum(self.feed_forward.forward(x))
 
 
 class GatheredLinear:
-    """A matrix cut by outputs, whose result everybody needs whole; `outputs` leaves out what fills up the last part."""
+    """A matrix cut by outputs, whose whole result every rank needs; `outputs` leaves out the padding at its end."""
 
     def __init__(self, linear: Linear, group: Group, outputs: int) -> None:
         self.linear = linear

@@ -14,10 +14,10 @@ import torch
 
 from penstock.engine.backends.interface import Backend
 from penstock.engine.backends.select import rank_device
-from penstock.engine.models.build import Weights
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
@@ -66,7 +66,7 @@ class Member(ABC):
 
     @abstractmethod
     def least(self, count: int) -> int:
-        """The smallest `count` of all ranks; everybody asks at the same point."""
+        """The smallest `count` of all ranks; every rank calls this at the same point."""
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

@@ -1,7 +1,7 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
 Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it says why and ends; rank 0 then gives the whole engine up.
+scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXIT_FAILED = 1
 
 
 class Worker(Member):
-    """A worker's membership: it is told what was agreed on."""
+    """A worker's membership: rank 0 sends it what was agreed on."""
 
     def __init__(self, setup: Setup, connection: Connection) -> None:
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
@@ -46,7 +46,7 @@ class Worker(Member):
 
 @torch.inference_mode()
 def serve(part: Part, stage: Stage, connection: Connection) -> None:
-    """Run steps until rank 0 hangs up."""
+    """Run steps until rank 0 closes the connection."""
     device, dtype = part.kv.device, part.decoder.embedding.dtype
     width = -(-part.max_model_len // part.kv.block_size)
     tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=device)
@@ -65,7 +65,7 @@ def serve(part: Part, stage: Stage, connection: Connection) -> None:
 
 
 def run(connection: Connection) -> int:
-    """The life of a rank; returns its exit code."""
+    """Load, serve, and return the exit code."""
     try:
         setup: Setup = connection.recv()
         member = Worker(setup, connection)
@@ -86,7 +86,7 @@ def run(connection: Connection) -> int:
 
 def main() -> int:
     die_with_parent()
-    # Whoever stops the engine talks to rank 0; the others leave with it.
+    # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return run(Connection(int(sys.argv[1])))
 

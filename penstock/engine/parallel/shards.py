@@ -24,9 +24,9 @@ from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.gguf import BLOCK, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.quantized import QuantizedCheckpoint
-from penstock.engine.models.build import Weights
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.errors import ConfigError
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.engine.models.build import Quantizer, Weights
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Quantizer, Weights
 from penstock.errors import CheckpointError
 
 

@@ -1,8 +1,8 @@
-"""Running a model layer by layer over calibration text, and watching what its linears are applied to.
+"""Running a model layer by layer over calibration text, and observing the inputs of its linears.
 
-One layer's matrices are in memory at a time: all the text goes through a layer before the next one is read. A layer
-first shows its inputs, is then changed by whoever quantizes it, and passes the text on as changed, so that later
-layers are calibrated on what they will really see.
+One layer's matrices are in memory at a time: all the text goes through a layer before the next one is read. A layer's
+inputs are observed first, then the caller quantizes it, and the text passes through the quantized layer, so that later
+layers are calibrated on the inputs they will get.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 
 _BLOCK_SIZE = 16
 
 
-class WatchedLinear:
-    """Dense float32 weights that can be exchanged, and statistics of the inputs they met."""
+class ObservedLinear:
+    """Dense float32 weights that can be replaced, and statistics of their inputs."""
 
     def __init__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> None:
         self.names = names
         self.inputs = inputs
         self.bias = bias
         self.weight_bytes = 0
-        self.watching = False
+        self.observing = False
         self._source = weights
         self._weight: Tensor | None = None
         self._hessian: Tensor | None = None
@@ -59,7 +60,7 @@ class WatchedLinear:
 
     @property
     def hessian(self) -> Tensor:
-        """Mean of x x^T over the inputs; the identity where calibration never came by (an expert not chosen)."""
+        """Mean of x x^T over the inputs; the identity where no token came by (an expert not chosen)."""
         if self._hessian is None:
             return torch.eye(self.inputs, device=self.weight.device)
         return self._hessian / self.tokens
@@ -79,7 +80,7 @@ class WatchedLinear:
             self._magnitude = self._magnitude / scales
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.watching and x.shape[0]:
+        if self.observing and x.shape[0]:
             square, size = x.T @ x, x.abs().sum(0)
             self._hessian = square if self._hessian is None else self._hessian.add_(square)
             self._magnitude = size if self._magnitude is None else self._magnitude.add_(size)
@@ -87,8 +88,8 @@ class WatchedLinear:
         return F.linear(x, self.weight, self.bias)
 
 
-Change = Callable[[DecoderLayer, Sequence[WatchedLinear]], DecoderLayer]
-"""Given a layer and its linears, with statistics: exchange their weights, and return the layer to go on with."""
+Change = Callable[[DecoderLayer, Sequence[ObservedLinear]], DecoderLayer]
+"""Given a layer and its linears, with statistics: replace their weights, and return the layer to go on with."""
 
 
 @torch.inference_mode()
@@ -104,7 +105,7 @@ def calibrate(
         pick_backend(device, threads).observable(),
         dtype=torch.float32,
         max_positions=longest,
-        quantize=WatchedLinear,
+        quantize=ObservedLinear,
     )
     blocks = -(-longest // _BLOCK_SIZE)
     streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
@@ -117,13 +118,13 @@ def calibrate(
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)
 
     for index, layer in enumerate(decoder.layers):
-        linears = [linear for linear in layer.linears if isinstance(linear, WatchedLinear)]
+        linears = [linear for linear in layer.linears if isinstance(linear, ObservedLinear)]
         for linear in linears:
             linear.load(device)
-            linear.watching = True
+            linear.observing = True
         run(layer, update=False)
         for linear in linears:
-            linear.watching = False
+            linear.observing = False
         run(change(layer, linears), update=True)
         for linear in linears:
             linear.drop()

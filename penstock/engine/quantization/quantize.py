@@ -22,7 +22,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import family_of, is_linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
-from penstock.engine.quantization.calibration import WatchedLinear, calibrate
+from penstock.engine.quantization.calibration import ObservedLinear, calibrate
 from penstock.engine.quantization.gptq import gptq
 from penstock.engine.quantization.grids import SIZES, round_int8, round_zero_point
 from penstock.engine.quantization.writer import Method, ShardWriter
@@ -145,7 +145,7 @@ def _calibrated(
     changed: dict[str, Tensor] = {}
     by_awq = recipe.method == "awq-int4"
 
-    def change(layer: DecoderLayer, linears: Sequence[WatchedLinear]) -> DecoderLayer:
+    def change(layer: DecoderLayer, linears: Sequence[ObservedLinear]) -> DecoderLayer:
         if by_awq:
             layer = _scale(model, layer, linears, group, changed)
         for linear in linears:
@@ -188,13 +188,13 @@ def _rows_of(groups: IntGroups, names: dict[str, int]) -> list[tuple[str, IntGro
 
 
 def _scale(
-    model: ModelConfig, layer: DecoderLayer, linears: Sequence[WatchedLinear], group: int, changed: dict[str, Tensor]
+    model: ModelConfig, layer: DecoderLayer, linears: Sequence[ObservedLinear], group: int, changed: dict[str, Tensor]
 ) -> DecoderLayer:
     """AWQ's scales for one layer, folded into what comes before; norms go to `changed` as they are to be stored."""
     names = family_of(model.family).names
     at = next(iter(linears[0].names)).split(names.attention)[0]
 
-    def behind_norm(norm: Tensor, linear: WatchedLinear, name: str) -> Tensor:
+    def behind_norm(norm: Tensor, linear: ObservedLinear, name: str) -> Tensor:
         scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
         linear.rescale_inputs(scales)
         changed[f"{at}{name}.weight"] = norm / scales - model.norm_offset
@@ -213,7 +213,7 @@ def _scale(
     return layer
 
 
-def _behind_rows(before: WatchedLinear, linear: WatchedLinear, group: int) -> None:
+def _behind_rows(before: ObservedLinear, linear: ObservedLinear, group: int) -> None:
     """Scales of `linear`, folded into the last rows of the linear that makes its inputs: value, or up."""
     if before.bias is not None:
         return

@@ -8,7 +8,7 @@ from penstock.engine.config import WeightForm
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.quantized import QuantizedCheckpoint
-from penstock.engine.models.build import Weights
+from penstock.engine.models.weights import Weights
 from penstock.errors import CheckpointError
 
 _BITS = {"int8": 8, "int4": 4}

@@ -25,7 +25,7 @@ class SampleRequest:
     """The sampling side of a step, in the order of the logits' rows."""
 
     chunks: list[Chunk]
-    """The chunk of each row; one that verifies guesses has a row behind every token."""
+    """The chunk of each row; one that verifies draft tokens has a row behind every token."""
     rows: Tensor
     """int64 [S] on the device."""
     keys: Tensor
@@ -36,7 +36,7 @@ class SampleRequest:
     masks: PendingMasks | None = None
     """Of the rows with a grammar, in their order."""
     ahead: np.ndarray | None = None
-    """When some chunks verify guesses: how many guesses of its chunk stand before each row."""
+    """When some chunks verify draft tokens: how many of its chunk come before each row."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def _penalize(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
     where = request.rows[at]
     counts, values = rows.output_counts[where], rows.floats[where]
     if request.ahead is not None:
-        _add_guesses(counts, request)
+        _count_drafts(counts, request)
     presence, frequency, repetition = (
         values[:, FLOATS.index(name)].unsqueeze(1)
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -150,8 +150,8 @@ def _penalize(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
     logits[at] = part
 
 
-def _add_guesses(counts: Tensor, request: SampleRequest) -> None:
-    """Behind a guess, penalties see it as generated. `counts`: of the penalized rows."""
+def _count_drafts(counts: Tensor, request: SampleRequest) -> None:
+    """Behind a draft token, penalties count it as generated. `counts`: of the penalized rows."""
     assert request.ahead is not None
     at: list[int] = []
     ids: list[int] = []
@@ -166,7 +166,7 @@ def _add_guesses(counts: Tensor, request: SampleRequest) -> None:
 
 
 def _count(request: SampleRequest, tokens: Tensor, counts: Tensor) -> None:
-    """Count what was sampled; where guesses are verified, `Rows.count` does once it is known which of it holds."""
+    """Count what was sampled; where draft tokens are verified, `Rows.count` does that once they are accepted."""
     rows = request.rows
     if request.ahead is not None:
         final = torch.tensor([index for index, chunk in enumerate(request.chunks) if not chunk.drafts])

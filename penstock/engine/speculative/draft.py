@@ -1,12 +1,12 @@
-"""Guesses from a smaller model that reads along.
+"""Draft tokens from a smaller model.
 
 The draft model has a KV cache of its own, but no block tables of its own: block `b` of both caches belongs to the same
-tokens of the same sequence, so preemption, prefix sharing and freeing need no second book-keeping. What it has not
-read yet (a prompt, tokens made while it was not asked) it reads when it is next asked, at most `budget` tokens at a
-time. A wrong guess is simply overwritten.
+tokens of the same sequence, so preemption, prefix sharing and freeing need no second bookkeeping. What it has not
+computed yet (a prompt, tokens generated while it was not asked) it computes when it is next asked, at most `budget`
+tokens at a time. A rejected draft token is simply overwritten.
 
-It draws its guesses with the noise that the target will draw with (same seed, same position), so where both models
-agree on the distribution they agree on the token too, at any temperature.
+It samples with the noise that the target will sample with (same seed, same position), so where both models agree on the
+distribution they agree on the token too, at any temperature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance, StepCosts
 
 FOLLOWED = int(Flag.RANDOM | Flag.FILTER | Flag.BIAS)
-"""Of the sampling parameters: penalties and minimum lengths are left to the target."""
+"""The sampling parameters that a draft follows; penalties and minimum lengths are left to the target."""
 _IN_FLIGHT = 2
 """Draft steps launched but not awaited: as many as the runner's staging buffers allow."""
 
@@ -31,11 +31,11 @@ class _State:
 
     __slots__ = ("acceptance", "epoch", "read")
 
-    def __init__(self, everyone: Acceptance) -> None:
-        self.acceptance = Acceptance(everyone, decay=0.9)
+    def __init__(self, overall: Acceptance) -> None:
+        self.acceptance = Acceptance(overall, decay=0.9)
         self.epoch = -1
         self.read = 0
-        """Leading tokens that are in the draft's cache."""
+        """Leading tokens that are in the draft model's cache."""
 
 
 class DraftProposer:
@@ -46,7 +46,7 @@ class DraftProposer:
         self.scheduler = scheduler
         self.window = window
         self.budget = budget
-        self._everyone = Acceptance(0.7, decay=0.995, weight=8.0)
+        self._overall = Acceptance(0.7, decay=0.995, weight=8.0)
         self._costs = StepCosts()
         self._states: dict[Sequence, _State] = {}
         self._contents: list[bytes | None] = [None] * runner.kv.num_blocks
@@ -54,7 +54,7 @@ class DraftProposer:
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
         state = self._states.get(seq)
-        chance = (self._everyone if state is None else state.acceptance).chance
+        chance = (self._overall if state is None else state.acceptance).chance
         return chance, max(self.window - seq.length - 1, 0)
 
     def seconds(self, sequences: int) -> float:
@@ -66,28 +66,28 @@ class DraftProposer:
         if not wanted:
             return {}
         begin = time.perf_counter()
-        guesses = self._draw(wanted)
+        drafts = self._draw(wanted)
         deepest = max(wanted.values())
         self._costs.observe(len(wanted), (time.perf_counter() - begin) / deepest)
-        return guesses
+        return drafts
 
     def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
         state = self._states.get(seq)
         if state is None or not drafts:
             return
-        held = len(tokens) - 1
-        made = min(held + 1, len(drafts))
-        state.acceptance.observe(held, made)
-        self._everyone.observe(held, made)
-        # The last guess was never fed back; of the others those that held have been read.
-        state.read = len(seq.tokens) - len(tokens) + min(held, len(drafts) - 1)
+        accepted = len(tokens) - 1
+        tried = min(accepted + 1, len(drafts))
+        state.acceptance.observe(accepted, tried)
+        self._overall.observe(accepted, tried)
+        # The last draft token was never fed back; the other accepted ones have been computed.
+        state.read = len(seq.tokens) - len(tokens) + min(accepted, len(drafts) - 1)
         self._note_contents(seq, state)
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
 
     def _read_up(self, wanted: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Read what is new, but for a sequence's last few tokens; those that still lack more get no guesses yet."""
+        """Compute what is new, except a sequence's last few tokens; sequences that lack more get no draft yet."""
         chunks: list[Chunk] = []
         ready: dict[Sequence, int] = {}
         left = self.budget
@@ -95,7 +95,7 @@ class DraftProposer:
             state = self._state(seq)
             behind = len(seq.tokens) - 1 - state.read
             if behind <= count:
-                ready[seq] = count  # short enough to be read together with the last token
+                ready[seq] = count  # short enough to be computed together with the last token
                 continue
             length = min(behind, left)
             if length:
@@ -108,12 +108,12 @@ class DraftProposer:
         return ready
 
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        guesses: dict[Sequence, list[int]] = {seq: [] for seq in wanted}
+        drafts: dict[Sequence, list[int]] = {seq: [] for seq in wanted}
         flying: list[PendingStep] = []
 
         def collect() -> None:
             for seq, token in flying.pop(0).last_tokens():
-                guesses[seq].append(token)
+                drafts[seq].append(token)
 
         for depth in range(max(wanted.values())):
             chunks = []
@@ -127,12 +127,12 @@ class DraftProposer:
         while flying:
             collect()
         for seq in wanted:
-            self._states[seq].read = len(seq.tokens)  # guesses count as read once they hold
-        return guesses
+            self._states[seq].read = len(seq.tokens)  # draft tokens count once they are accepted
+        return drafts
 
     def _chunk(self, seq: Sequence, state: _State, length: int, *, samples: bool) -> Chunk:
         first, end = state.read, state.read + length
-        # Tokens beyond the last one are read each on its own, as in verification: that is what CUDA graphs hold.
+        # Tokens beyond the last one are computed each on its own, as in verification: CUDA graphs hold such steps.
         drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.runner.executor.prefers_single_tokens else ()
         chunk = Chunk(seq, first, length, samples, drafts)
         size = self.scheduler.allocator.block_size
@@ -144,14 +144,14 @@ class DraftProposer:
     def _state(self, seq: Sequence) -> _State:
         state = self._states.get(seq)
         if state is None:
-            state = self._states[seq] = _State(self._everyone)
+            state = self._states[seq] = _State(self._overall)
         if state.epoch != seq.epoch:
             state.epoch = seq.epoch
             state.read = self._known_prefix(seq)
         return state
 
     def _known_prefix(self, seq: Sequence) -> int:
-        """Leading tokens of a sequence that just (re)started whose shared blocks the draft has read before."""
+        """Leading tokens of a sequence that just (re)started that the draft model has already computed."""
         known = 0
         for block, name in zip(seq.blocks, seq.block_names, strict=False):
             if self._contents[block] != name:

@@ -1,10 +1,11 @@
-"""How many tokens to guess: as many as pay.
+"""How many draft tokens to verify: as many as pay.
 
-A step that verifies guesses takes longer than one that does not, and yields more. Both sides are measured while the
-engine runs: seconds per step by its number of tokens, and the share of guesses that held. Of all guesses that could be
-made, the likeliest are taken as long as tokens per second grow; none, when nothing beats plain decoding.
+A step that verifies draft tokens takes longer than one that does not, and yields more. Both sides are measured while
+the engine runs: seconds per step by its number of tokens, and the acceptance rate. Of all possible draft tokens, the
+likeliest are taken as long as tokens per second grow; none, when nothing beats plain decoding.
 
-That is a promise, and `Balance` holds it against what came of it: whatever was wrong in the reckoning, a loss ends it.
+That is a prediction. `Balance` compares it with what was measured: whatever the prediction missed, a loss ends
+speculation for a while.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _OUTLIER = 3.0
 _UNKNOWN_SLOPE = 0.03
 """Beyond what is measured: what one token more adds at least, as a share of the step."""
 MARGIN = 1.03
-"""Speculation must promise this much more than plain decoding."""
+"""The predicted speedup over plain decoding that speculation needs."""
 
 
 class StepCosts:
-    """Seconds of a step by its number of tokens, as measured lately."""
+    """Seconds of a step by its number of tokens, from recent steps."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -37,7 +38,7 @@ class StepCosts:
             bisect.insort(self._known, size)
             self._seconds[size] = seconds
         else:
-            # A slow step may only mean that something else took the machine for a moment; a fast one is what it is.
+            # A slow step may only mean that something else used the machine for a moment; a fast one is reliable.
             weight = _WEIGHT_UP if seconds > old else _WEIGHT_DOWN
             self._seconds[size] = old + weight * (min(seconds, old * _OUTLIER) - old)
 
@@ -88,12 +89,12 @@ def choose_depths(
     plain_s: float,
     step_s: Callable[[int, int], float],
 ) -> tuple[list[int], float]:
-    """How many guesses to make for each sequence, and by what factor that beats plain decoding (at most 1: not at all).
+    """How many draft tokens to verify of each sequence, and the speedup over plain decoding (at most 1: none).
 
-    `outlooks`: for each sequence the chance that a guess holds, and how many it could have. `decodes`: sequences in
-    the step, those without guesses included. `step_s(tokens, depth)`: seconds of a step of that many tokens whose
-    longest run of guesses is `depth`. The chance that the j-th guess holds is the j-th power, which falls with j, so
-    taking the likeliest first never takes a guess without those before it.
+    `outlooks`: for each sequence the chance that a draft token is accepted, and how many there could be. `decodes`:
+    sequences in the step, those without draft tokens included. `step_s(tokens, depth)`: seconds of a step of that many
+    tokens whose longest draft is `depth`. The j-th draft token is accepted with the j-th power of the chance, which
+    falls with j, so taking the likeliest first never takes a draft token without those before it.
     """
     ranked = sorted(
         ((chance**j, j, index) for index, (chance, most) in enumerate(outlooks) for j in range(1, most + 1)),
@@ -115,8 +116,8 @@ def choose_depths(
 
 
 class Balance:
-    """What verifying guesses brought, by the clock. Time lost to it adds up to a debt; time won pays the debt off but
-    is not saved: a loss, whatever its reason, ends speculation once it amounts to a few plain steps."""
+    """What verifying draft tokens gained or lost, as measured. Lost time adds up to a debt; won time pays the debt off
+    but is not saved: a loss, whatever its reason, ends speculation once it amounts to a few plain steps."""
 
     __slots__ = ("_debt", "_steps")
     _MOST_DEBT = 3.0
@@ -127,7 +128,7 @@ class Balance:
         self._steps = 0
 
     def add(self, yielded: float, cost: float) -> None:
-        """A step brought as many tokens as `yielded` plain ones and took as long as `cost` of them."""
+        """A step gave as many tokens as `yielded` plain steps and took as long as `cost` of them."""
         self._debt = max(self._debt + cost - yielded, 0.0)
         self._steps += 1
 
@@ -137,27 +138,27 @@ class Balance:
 
     @property
     def winning(self) -> bool:
-        """It has gone on for a while and costs nothing."""
+        """Whether it has run for a while without a loss."""
         return self._steps >= self._ENOUGH and not self._debt
 
 
 class Acceptance:
-    """The share of guesses that hold, lately, starting from what others saw."""
+    """The recent share of draft tokens that were accepted, starting from a prior."""
 
-    __slots__ = ("_decay", "_held", "_made", "_prior", "_weight")
+    __slots__ = ("_accepted", "_decay", "_prior", "_tried", "_weight")
 
     def __init__(self, prior: float | Acceptance, decay: float, weight: float = 3.0) -> None:
         self._prior = prior
         self._decay = decay
         self._weight = weight
-        self._held = 0.0
-        self._made = 0.0
+        self._accepted = 0.0
+        self._tried = 0.0
 
-    def observe(self, held: int, made: int) -> None:
-        self._held = self._held * self._decay + held
-        self._made = self._made * self._decay + made
+    def observe(self, accepted: int, tried: int) -> None:
+        self._accepted = self._accepted * self._decay + accepted
+        self._tried = self._tried * self._decay + tried
 
     @property
     def chance(self) -> float:
         prior = self._prior.chance if isinstance(self._prior, Acceptance) else self._prior
-        return min((self._held + prior * self._weight) / (self._made + self._weight), 0.98)
+        return min((self._accepted + prior * self._weight) / (self._tried + self._weight), 0.98)

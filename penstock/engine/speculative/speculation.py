@@ -1,11 +1,11 @@
-"""Speculation as the engine sees it: which guesses go into the next step, and what came of those in the last.
+"""Speculation as the engine sees it: which draft tokens go into the next step, and how those of the last one did.
 
-A proposer makes guesses and keeps the record of how they fare; this class decides how many are worth verifying, from
-that record and from how long steps take, and counts. It never decides what is generated: see `verification`.
+A proposer makes draft tokens and tracks their acceptance; this class decides how many are worth verifying, from that
+and from how long steps take, and counts. It never decides what is generated: see `verification`.
 
-With overlap (CUDA) a step that verifies guesses cannot be launched before the tokens of the step before it are known.
-The time lost to waiting is part of what such steps are measured to take, also when in the end there was nothing to
-verify; other steps stay overlapped, and only those count as plain.
+With overlap (CUDA) a step that verifies draft tokens cannot be launched before the tokens of the step before it are
+known. The time lost to waiting is part of what such steps are measured to take, also when in the end there was nothing
+to verify; other steps stay overlapped, and only those count as plain.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = 128
 _MOST_PATIENCE = 1024
-"""Steps without speculation, though there were guesses, before a few are verified to see whether they pay by now."""
+"""Steps without speculation, though there were draft tokens, before a few are verified to see whether they pay now."""
 _PROBE_STEPS, _PROBE_DEPTHS = 4, 2
-"""How many steps those are. They verify one guess, the next time two."""
+"""How many steps those are. They verify one draft token, the next time two."""
 _STALE, _REMEASURED = 512, 4
-"""After so many steps that verify, so many plain ones are taken to see what they cost by now."""
+"""After so many steps that verify, so many plain ones are run to measure them again."""
 _OBSERVED = 8
-"""While nothing pays, the new tokens of so many sequences are looked at in a step, by turns."""
+"""While nothing pays, proposers learn from so many sequences per step, in rotation."""
 
 
 class Proposer(Protocol):
-    """Makes guesses. Sequences it has not seen are new to it; ones it is told to forget are over."""
+    """Makes draft tokens. Sequences it has not seen are new; those it is told to forget are over."""
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
-        """The chance that a guess holds, and how many could be made now (0: none)."""
+        """The chance that a draft token is accepted, and how many could be made now (0: none)."""
         ...
 
     def seconds(self, sequences: int) -> float:
-        """What making one guess more takes, for that many sequences."""
+        """Seconds for one more draft token of that many sequences."""
         ...
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        """At most as many guesses as asked for; their tokens are all known (none pending)."""
+        """At most as many draft tokens as asked for; the sequences have no pending tokens."""
         ...
 
     def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
@@ -55,7 +55,7 @@ class Proposer(Protocol):
 
 
 class Speculation:
-    """Decides and counts. `most_tokens`: decoded tokens in a step that verifies guesses, guesses included."""
+    """Decides and counts. `most_tokens`: decoded tokens in a step that verifies, draft tokens included."""
 
     def __init__(
         self, proposer: Proposer, *, depth: int, most_tokens: int, overlap: bool, clock: Callable[[], float]
@@ -64,12 +64,12 @@ class Speculation:
         self.depth = depth
         self.most_tokens = most_tokens
         self.plain = StepCosts()
-        """Steps without guesses; with overlap those launched ahead."""
+        """Steps without draft tokens; with overlap those launched ahead."""
         self.verifying = StepCosts() if overlap else self.plain
-        """Steps launched after those before them were known."""
+        """Steps launched after the results of those before them were known."""
         self.balance = Balance()
         self.drafts = 0
-        """Times that guesses of a sequence were verified."""
+        """Times that draft tokens of a sequence were verified."""
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.paying = True
@@ -83,7 +83,7 @@ class Speculation:
         """Tokens that the step being collected has added so far."""
         self._verified = 0
         self._owed = 0
-        """Plain steps to be measured before anything is guessed again."""
+        """Plain steps to be measured before the next draft."""
         self._last_step: float | None = None
         self._spent = 0.0
         self._steps = 0
@@ -93,17 +93,17 @@ class Speculation:
         self._probe = 1
 
     def plan(self, decoding: list[Sequence]) -> dict[Sequence, int]:
-        """How many guesses to verify of which sequences in the next step."""
+        """How many draft tokens to verify of which sequences in the next step."""
         self._turns = -(-len(decoding) // _OBSERVED) or 1
         if self.broken or not 0 < len(decoding) < self.most_tokens or self._owed:
             return {}
         plain_s = self.plain.estimate(len(decoding))
         if plain_s is None or not self.plain.knows(len(decoding)):
-            return {}  # what there is to beat must have been seen
+            return {}  # plain steps must have been measured first
         outlooks = [self._outlook(seq) for seq in decoding]
         if not any(most for _, most in outlooks):
             return {}
-        # Into sizes never seen in small strides: the first guesses must not be the dearest.
+        # Step sizes grow gradually: the first drafts must not be the most expensive.
         limit = min(self.most_tokens, 2 * max(self.verifying.largest, len(decoding)))
         depths, factor = choose_depths(outlooks, len(decoding), limit, plain_s, self._step_s(len(decoding)))
         self.paying = factor >= MARGIN and not self.balance.losing
@@ -125,7 +125,7 @@ class Speculation:
         return {decoding[index]: most}
 
     def propose(self, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
-        """Guesses for the next step. No sequence may have pending tokens."""
+        """Draft tokens for the next step. No sequence may have pending tokens."""
         self._waited = self._overlap
         depths = self.plan(decoding)
         if not depths:
@@ -134,8 +134,8 @@ class Speculation:
         try:
             drafts = self.proposer.propose(depths)
         except Exception:
-            # Nothing depends on guesses: serving goes on without them.
-            log.exception("guessing failed; speculation is off from now on")
+            # Nothing depends on draft tokens: serving goes on without them.
+            log.exception("making draft tokens failed; speculation is off until the engine restarts")
             self.broken = True
             return {}
         self._spent = self._clock() - begin
@@ -181,7 +181,7 @@ class Speculation:
             self.balance.add(self._gained / decodes, (verifying_s + proposing_s) / plain_s)
 
     def pause(self) -> None:
-        """The engine has nothing to do; the time until its next step is nobody's."""
+        """The engine is idle; the time until its next step is not counted."""
         self._last_step = None
 
     def forget(self, seq: Sequence) -> None:
@@ -194,7 +194,7 @@ class Speculation:
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
 
     def _outlook(self, seq: Sequence) -> tuple[float, int]:
-        # The last token that may be generated needs no guess: it comes with the step anyway.
+        # The last token that may be generated needs no draft: it comes with the step anyway.
         room = seq.params.max_tokens - seq.output_len - 1
         # Masks of a grammar are made for one token of each sequence and step.
         if not seq.request.speculation or seq.matcher is not None or room < 1:

@@ -80,7 +80,7 @@ def _assemble(
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
-        BlockAllocator(pool, config.block_size, config.prefix_cache, window),
+        BlockAllocator(pool, config.block_size, config.prefix_cache and part.kv.shape.blocks_suffice, window),
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
@@ -139,7 +139,7 @@ def _assemble(
 
 
 def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
-    """Whose blocks this engine can use; nothing where none are handed over."""
+    """Identifies the engines whose blocks this one can use; empty where none are exchanged."""
     if config.role == "both":
         return ""
     if not config.prefix_cache:

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: sized last, from what is really left."""
+"""Memory of the KV cache: sized last, from what is left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def count_blocks(
         raise ConfigError(f"kv_memory: {memory} bytes are more than the {free} that are free on {backend.device}")
     memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
-    blocks = min(memory // block_bytes, useful)
+    blocks = min(memory // block_bytes, useful) if block_bytes else useful
+    if memory < 0:
+        raise ConfigError(f"no room for the states of {max_running} sequences; lower max_running or raise kv_memory")
     if blocks < 1:
         raise ConfigError(
             f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "
@@ -72,7 +74,7 @@ def sliding_window(model: ModelConfig, step_tokens: int) -> SlidingWindow | None
 
 
 def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: SlidingWindow | None) -> int:
-    """`wanted` tokens, or what one sequence that has the whole cache can hold. Block 0 belongs to nobody."""
+    """`wanted` tokens, or what one sequence that has the whole cache can hold. Block 0 is reserved for padding."""
     if held_at_once(wanted, block_size, window) < num_blocks:
         return wanted
     return min(wanted, (num_blocks - 1) * block_size)

@@ -1,7 +1,7 @@
 """What one process holds of a model: its decoder and its KV cache, loaded phase by phase.
 
-With one device that is the whole model. In an engine of several ranks each of them loads its own part with this very
-code, as a `Member` (`engine.parallel`).
+On one device that is the whole model. In an engine of several ranks each of them loads its own part with this code, as
+a `Member` (`engine.parallel`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from penstock.engine.backends.interface import FP8, INT8, Backend, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import Weights, build_decoder
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 
@@ -66,7 +67,7 @@ class Part:
     max_running: int
     token_budget: int
     max_model_len: int
-    """No longer than one sequence that has the whole cache: or it could neither run nor be preempted."""
+    """At most what one sequence with the whole cache can hold: a longer one could neither run nor be preempted."""
     adapters: AdapterRuntime | None = None
 
 
@@ -145,6 +146,8 @@ def load_part(
             beside=beside,
         )
         shape = decoder.cache_shape(config.block_size, kv_dtype)
+        if not shape.blocks_suffice:
+            check_stateful(config)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
@@ -161,6 +164,21 @@ def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError("deterministic: true is not available with adapters")
     if config.ranks > 1:
         raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
+
+
+def check_stateful(config: EngineConfig) -> None:
+    """Refuse what relies on blocks alone, for layers that keep a state per sequence: a state has no earlier versions to
+    return to, and belongs to one sequence."""
+    refused = {
+        "speculation": config.speculation != "off",
+        "deterministic": config.deterministic,
+        "host_memory": config.host_memory > 0,
+        "role": config.role != "both",
+        "tensor_parallel, pipeline_parallel": config.ranks > 1,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name}: not available for models with recurrent layers")
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:

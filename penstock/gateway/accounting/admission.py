@@ -1,15 +1,15 @@
-"""Requests at the admission queue: which class they are in, what they ask for, and who is sent to a smaller model."""
+"""Admission of requests: their priority, their place in the queue of a model, and the downgrade to a smaller model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.process.settings import GatewaySettings
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.admission.controller import Admission, AdmissionRequest, Ticket
@@ -20,20 +20,48 @@ from penstock.telemetry.metrics import Metrics
 DOWNGRADE = "downgrade"
 """Why another model answers (`x-penstock-route`)."""
 LINE_PRIORITY = 2
-"""Of lines of batches in the engine: behind everybody who waits for an answer."""
+"""Priority in the engine of lines of batches: after every request that a client waits for."""
 _NO_TIER = TierConfig()
 
 
-class Admissions:
-    """Admission for the requests of one gateway. Without it (`admission.enabled: false`) everybody runs at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDemand:
+    """What a generation asks of an engine."""
 
-    def __init__(self, settings: GatewaySettings, registry: ModelRegistry, metrics: Metrics) -> None:
+    id: str
+    model: ServedModel
+    priority: int
+    prompts: Sequence[list[int]]
+    sequences: int
+    most_output: int
+    """Completion tokens at most, over all sequences."""
+    cache_key: str
+    """Prompts share cached prefixes only under the same key."""
+
+
+class Admissible(Protocol):
+    """Work that may take an engine."""
+
+    def demand(self) -> EngineDemand | None:
+        """None when it takes no engine of this gateway."""
+
+
+class Admissions:
+    """Admission for the requests of one gateway. Without it (`admission.enabled: false`) every request runs at once."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        tiers: Sequence[TierConfig],
+        smaller: Mapping[str, str],
+        registry: ModelRegistry,
+        metrics: Metrics,
+    ) -> None:
+        """`smaller`: models by the name of the larger one that they answer for while too many requests wait."""
         self._registry = registry
-        self._tiers = {tier.name: tier for tier in settings.tiers}
-        self.smaller = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
-        self._admission = (
-            Admission(settings.admission, registry, metrics.registry) if settings.admission.enabled else None
-        )
+        self._tiers = {tier.name: tier for tier in tiers}
+        self.smaller = dict(smaller)
+        self._admission = Admission(config, registry, metrics.registry) if config.enabled else None
 
     async def start(self) -> None:
         if self._admission is not None:
@@ -44,7 +72,7 @@ class Admissions:
             await self._admission.close()
 
     async def add(self, model: ServedModel, smaller: str) -> None:
-        """A model that has come; `smaller`: what answers best-effort callers instead of it."""
+        """Serve a new model; `smaller` answers best-effort callers instead of it while too many wait."""
         if smaller:
             self.smaller[model.name] = smaller
         if self._admission is not None:
@@ -56,7 +84,8 @@ class Admissions:
             await self._admission.remove(model)
 
     def priority(self, exchange: Exchange, service_tier: str | None) -> int:
-        """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that was asked for."""
+        """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
+        for."""
         if exchange.line is not None:
             return LINE_PRIORITY
         caller = exchange.caller
@@ -73,35 +102,35 @@ class Admissions:
             rank = max(rank, CLASSES.index(word))
         return rank - 1
 
-    async def enter(self, exchange: Exchange, generation: Generation, reservation: Reservation | None) -> Ticket | None:
-        """A place for the generation; `Overloaded` when there is none. None: it needs none."""
-        if self._admission is None or not isinstance(generation, EngineGeneration):
+    async def enter(self, exchange: Exchange, work: Admissible, reservation: Reservation | None) -> Ticket | None:
+        """A place in the queue; `Overloaded` when there is none. None: the work needs no place."""
+        if self._admission is None or (demand := work.demand()) is None:
             return None
         caller = exchange.caller
-        return await self._admission.controller(generation.model).enter(
+        return await self._admission.controller(demand.model).enter(
             AdmissionRequest(
-                id=generation.id,
+                id=demand.id,
                 tenant=caller.tenant,
-                rank=min(max(generation.priority + 1, PREMIUM), BATCH),
+                rank=min(max(demand.priority + 1, PREMIUM), BATCH),
                 weight=self._tier(caller).weight,
-                prompts=[prompt.tokens for prompt in generation.prompts],
-                sequences=len(generation.choices),
-                max_output_tokens=generation.most_completion_tokens,
-                salt=generation.cache_key,
+                prompts=demand.prompts,
+                sequences=demand.sequences,
+                max_output_tokens=demand.most_output,
+                salt=demand.cache_key,
                 budget_left=1.0 if reservation is None else reservation.left,
                 max_wait_s=_patience(exchange),
             )
         )
 
     def waiting(self, model: ServedModel) -> int:
-        """How many wait here for a model."""
+        """The number of requests of this gateway that wait for a model."""
         if self._admission is None:
             return 0
         return sum(self._admission.controller(model).queue.state("", 0).queued)
 
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
-        """The route to take: to the smaller model, where too many wait for the one that was asked for and the caller
-        does not pay for waiting. `needs`: tokens that the request takes at most; it must fit there too."""
+        """The route to take: to the smaller model when too many requests wait for this one and the caller's tier is
+        best effort. `needs`: tokens that the request takes at most, which must fit the smaller model's window."""
         name = self.smaller.get(route.model.name)
         if name is None or self._admission is None or not self._tier(exchange.caller).best_effort:
             return route
@@ -118,16 +147,8 @@ class Admissions:
         return self._tiers.get(caller.tier, _NO_TIER)
 
 
-def leave(ticket: Ticket, generation: Generation) -> None:
-    """Give back what a generation held, with what it really took."""
-    produced = generation.completion_tokens
-    ticket.close(
-        generation.prompt_tokens - generation.cached_tokens, produced, len(generation.choices) if produced else 0
-    )
-
-
 def _patience(exchange: Exchange) -> float | None:
-    """The time to the first token that the client can use (`x-slo-ttft-ms`): waiting longer helps nobody."""
+    """The longest time to the first token that is of use to the client (`x-slo-ttft-ms`)."""
     sent = exchange.header(b"x-slo-ttft-ms")
     if sent is None:
         return None

@@ -1,14 +1,15 @@
-"""Charges of the requests this gateway answers.
+"""Charges of the requests that this gateway answers.
 
 A charge is opened while the engine already works on the prompt; no token is delivered before it is in the ledger, and
 the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
 error, a drain) is settled with the tokens produced until it ended.
 
-Where the ledger cannot be written (its disk is full, its server away), a request that has got nothing yet is refused
-and free, and the end of one that has is kept here until it can be written.
+While the ledger cannot be written (its disk is full, its server is down), a request that has not got any token is
+refused and free; the end of one that has is kept in memory until it can be written.
 
-What a dead gateway left open is settled by whoever notices, with what the engine says it produced. An engine that knows
-nothing of a charge has been restarted since, or never saw it: then the count that the gateway noted last stands.
+Charges that a dead gateway left open are settled by any gateway that notices, with what the engine reports. An engine
+that does not know a charge has been restarted since, or never saw it; then the last count that the gateway noted
+stands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -39,14 +41,64 @@ from penstock.telemetry.usage_metrics import UsageMetrics
 log = logging.getLogger(__name__)
 
 ASK_S = 5.0
-"""How long an engine may take to answer; it is asked again later."""
+"""How long an engine may take to report; it is asked again later."""
 MOST_ASKED = 500
 _FEATURE_LENGTH = 64
 _USER_LENGTH = 256
 
 
+class OpenAccount(Protocol):
+    """The charge of one request while the request runs."""
+
+    async def opened(self) -> None:
+        """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
+
+    def note(self) -> None:
+        """Note the tokens so far, in case this gateway dies."""
+
+    async def ended(self, finish_reason: str) -> None:
+        """Returns when the end of the charge is written, or will be written as soon as that is possible."""
+
+    def settle(self, finish_reason: str) -> object:
+        """Write the end of the charge, once; the first reason stands."""
+
+
+class AccountBook(Protocol):
+    """Opens the charges of a gateway."""
+
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> OpenAccount:
+        """`feature`: what the work is for; by default what the client says."""
+
+
+class NoAccount:
+    """The charge of a request where there is no ledger."""
+
+    __slots__ = ()
+
+    async def opened(self) -> None:
+        return
+
+    def note(self) -> None:
+        return
+
+    async def ended(self, finish_reason: str) -> None:
+        return
+
+    def settle(self, finish_reason: str) -> None:
+        return
+
+
+class NoAccounts:
+    """Without a ledger nothing is charged."""
+
+    _account = NoAccount()
+
+    def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> NoAccount:
+        return self._account
+
+
 class Account:
-    """The charge of one request."""
+    """The charge of one request, in the ledger."""
 
     __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled", "_void")
 
@@ -60,7 +112,7 @@ class Account:
         self._opened: asyncio.Future[bool] | None = None
         self._settled: asyncio.Future[bool] | None = None
         self._void = False
-        """It was never written, so it was refused."""
+        """It could not be written, so the request was refused."""
 
     def open(self) -> None:
         self._opened = self._journal.open(self._charge)
@@ -80,8 +132,8 @@ class Account:
         self._journal.note(self._charge.id, self._generation.cached_tokens, self._generation.completion_tokens)
 
     async def ended(self, finish_reason: str) -> None:
-        """Write the end of the charge; returns when that is done, or is left to be done when it can be. Raises
-        `LedgerUnavailable` when not even its beginning could be written."""
+        """Write the end of the charge; returns when it is written, or will be written as soon as that is possible.
+        Raises `LedgerUnavailable` when not even its beginning could be written."""
         if await self.settle(finish_reason) or self._opened is None:
             return
         if not (self._opened.done() and self._opened.result()):
@@ -91,7 +143,7 @@ class Account:
             raise LedgerUnavailable
 
     def settle(self, finish_reason: str) -> asyncio.Future[bool]:
-        """Write the end of the charge, once; the first reason stands. Tells whether it was written in time."""
+        """Write the end of the charge, once; the first reason stands. The result: whether it was written in time."""
         if self._settled is None:
             settlement = self._settlement(finish_reason)
             self._settled = self._journal.settle(settlement)
@@ -102,7 +154,7 @@ class Account:
     def _settlement(self, finish_reason: str) -> Settlement:
         cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
         charge, prompt = self._charge, self._generation.prompt_tokens
-        if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
+        if charge.prompt_tokens != prompt:  # a remote server reports its prompt tokens only now
             charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
         pays = self._generation.billable and not self._void
         cost = cost_of(charge, cached, completion) if pays else 0
@@ -110,8 +162,8 @@ class Account:
 
 
 class LineAccount(Account):
-    """The charge of a batch's line, which exists only once the line is answered: one that breaks off is run again, and
-    nobody pays for what came to nothing."""
+    """The charge of a batch line. It is opened only once the line is answered: a line that breaks off is run again, and
+    is not charged twice."""
 
     __slots__ = ()
 
@@ -129,7 +181,7 @@ class LineAccount(Account):
 
 
 class Accounts:
-    """One per gateway process."""
+    """The charges of one gateway process."""
 
     def __init__(
         self,
@@ -171,7 +223,7 @@ class Accounts:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
-        price = price.recalled() if generation.recalled else price
+        price = price.recalled() if generation.from_cache else price
         sent = exchange.header(b"x-feature")
         named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
         charge = Charge(
@@ -199,7 +251,7 @@ class Accounts:
         return account
 
     async def recover(self) -> int:
-        """Settle what dead gateways left open; how many charges that were. What an engine must be asked about waits."""
+        """Settle what dead gateways left open; returns how many charges. Those whose engine does not answer wait."""
         settled = 0
         abandoned = await self.ledger.open_charges(abandoned_since=time.time() - self._dead_after_s)
         by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
@@ -215,14 +267,14 @@ class Accounts:
         return settled
 
     async def _ask(self, model: str, charges: Sequence[str]) -> dict[str, list[Produced]] | None:
-        """What the model's engine produced, by charge; None when it cannot say at the moment."""
+        """What the model's engine produced, by charge; None when the engine does not answer."""
         served = next((served for served in self._registry if served.name == model), None)
         if served is None:
-            return {}  # it is not served here any more
+            return {}  # the model is no longer served here
         try:
             entries = await asyncio.wait_for(served.backend.produced(charges), ASK_S)
         except (ApiError, TimeoutError) as error:
-            log.info("the engine of %s cannot be asked about open charges: %s", model, error or "no answer")
+            log.info("the engine of %s does not answer about open charges: %s", model, error or "no answer")
             return None
         found: defaultdict[str, list[Produced]] = defaultdict(list)
         for entry in merged(entries):
@@ -232,12 +284,12 @@ class Accounts:
     def _settle_abandoned(self, entry: OpenCharge, known: dict[str, list[Produced]] | None) -> bool:
         now, charge = time.time(), entry.charge
         if known is None and now - charge.opened_at < KEEP_S:
-            return False  # it is asked again; later than that it would have forgotten
+            return False  # the engine is asked again, until it would have dropped the counts
         produced = (known or {}).get(charge.id, [])
         if any(run.finish_reason is None for run in produced):
             return False  # still running: its gateway may be alive after all
         counted = usage_of(produced)
-        # What was noted had arrived at the gateway; after a failover it may be more than one engine produced.
+        # The noted tokens had arrived at the gateway; after a failover they may be more than one engine produced.
         used = Usage(
             charge.prompt_tokens,
             max(entry.cached_tokens, counted.cached),
@@ -273,5 +325,5 @@ def _count(metrics: UsageMetrics, settlement: Settlement) -> None:
 
 
 def _storable(text: str) -> str:
-    """What every store can hold: one client's odd characters must not stop the ledger for all."""
+    """Text that every store accepts: odd characters from one client must not stop the ledger."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()[:_USER_LENGTH]

@@ -1,4 +1,4 @@
-"""What limits and the ledger need to know of work, whether it generates, encodes or was found in a cache."""
+"""What limits and the ledger need to know about work: a generation, an encoding, or an answer from a cache."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Metered(Protocol):
     def most_completion_tokens(self) -> int: ...
 
     @property
-    def recalled(self) -> bool:
-        """Whether it was found in a cache of answers."""
+    def from_cache(self) -> bool:
+        """Whether the answer was found in the response cache."""
 
     @property
     def billable(self) -> bool:
@@ -68,7 +68,7 @@ class FixedWork:
     completion_tokens: int = 0
     most_completion_tokens: int = 0
     billable: bool = False
-    recalled: bool = False
+    from_cache: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

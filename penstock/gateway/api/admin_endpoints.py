@@ -1,4 +1,4 @@
-"""The endpoints that need an admin's key: the table of the public ones is `endpoints.py`."""
+"""The table of the endpoints that need the scope `admin`; `endpoints.py` has the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ ADMIN = (
         scope="admin",
     ),
     Endpoint(
-        "DELETE", "/v1/admin/tools/{name}", ToolEndpoints.remove_tool_server, "Remove one.", "Admin", scope="admin"
+        "DELETE",
+        "/v1/admin/tools/{name}",
+        ToolEndpoints.remove_tool_server,
+        "Remove a tool server.",
+        "Admin",
+        scope="admin",
     ),
     Endpoint(
         "GET",
@@ -42,7 +47,7 @@ ADMIN = (
         "DELETE",
         "/v1/admin/cache",
         CacheEndpoints.evict_all_caches,
-        "Forget them.",
+        "Delete cached answers.",
         "Admin",
         scope="admin",
         query=AdminCacheQuery,
@@ -93,7 +98,7 @@ ADMIN = (
         "POST",
         "/v1/admin/models",
         ModelAdminEndpoints.load_model,
-        "Serve one more model.",
+        "Load a model.",
         "Admin",
         ModelLoadRequest,
         scope="admin",
@@ -102,7 +107,7 @@ ADMIN = (
         "DELETE",
         "/v1/admin/models/{model:path}",
         ModelAdminEndpoints.unload_model,
-        "Serve it no more.",
+        "Unload a model.",
         "Admin",
         scope="admin",
     ),
@@ -110,7 +115,7 @@ ADMIN = (
         "POST",
         "/v1/admin/models/{model:path}/sleep",
         SleepEndpoints.sleep_model,
-        "Free a model's memory.",
+        "Put a model to sleep.",
         "Admin",
         scope="admin",
     ),
@@ -118,11 +123,11 @@ ADMIN = (
         "POST",
         "/v1/admin/models/{model:path}/wake",
         SleepEndpoints.wake_model,
-        "Load it again.",
+        "Wake a model.",
         "Admin",
         scope="admin",
     ),
-    Endpoint("GET", "/v1/admin/routes", RouteEndpoints.list_routes, "What each route does.", "Admin", scope="admin"),
+    Endpoint("GET", "/v1/admin/routes", RouteEndpoints.list_routes, "List routes.", "Admin", scope="admin"),
     Endpoint(
         "PATCH",
         "/v1/admin/routes/{route}",
@@ -153,7 +158,7 @@ ADMIN = (
         "POST",
         "/v1/admin/models/{model:path}/restart",
         ReplicaEndpoints.restart_model,
-        "Drain and start again, one replica after the other.",
+        "Restart replicas one after the other, draining each.",
         "Admin",
         RestartRequest,
         scope="admin",
@@ -162,19 +167,19 @@ ADMIN = (
         "POST",
         "/v1/admin/models/{model:path}/drain",
         ReplicaEndpoints.drain_replica,
-        "Let a replica finish what it runs and stop.",
+        "Drain and stop a replica.",
         "Admin",
         DrainRequest,
         scope="admin",
     ),
     Endpoint(
-        "POST", "/v1/admin/drain", ReplicaEndpoints.drain_server, "Finish what runs and stop.", "Admin", scope="admin"
+        "POST", "/v1/admin/drain", ReplicaEndpoints.drain_server, "Drain and stop the server.", "Admin", scope="admin"
     ),
     Endpoint(
         "GET",
         "/v1/admin/feedback",
         FeedbackEndpoints.list_feedback,
-        "What users think of answers.",
+        "Ratings of answers.",
         "Admin",
         query=FeedbackQuery,
         scope="admin",
@@ -188,14 +193,12 @@ ADMIN = (
         query=RequestsQuery,
         scope="admin",
     ),
-    Endpoint(
-        "GET", "/v1/admin/tenants", IdentityEndpoints.list_tenants, "The tenants there are.", "Admin", scope="admin"
-    ),
+    Endpoint("GET", "/v1/admin/tenants", IdentityEndpoints.list_tenants, "List tenants.", "Admin", scope="admin"),
     Endpoint(
         "POST",
         "/v1/admin/tenants",
         IdentityEndpoints.create_tenant,
-        "Make a tenant.",
+        "Create a tenant.",
         "Admin",
         TenantRequest,
         scope="admin",
@@ -213,7 +216,7 @@ ADMIN = (
         "GET",
         "/v1/admin/tenants/{tenant}",
         IdentityEndpoints.get_tenant,
-        "A tenant, its limits, what it spent.",
+        "A tenant with its limits and spending.",
         "Admin",
         scope="admin",
     ),
@@ -221,11 +224,13 @@ ADMIN = (
         "GET",
         "/v1/admin/keys",
         IdentityEndpoints.list_keys,
-        "The keys there are, without their secrets.",
+        "List keys, without their secrets.",
         "Admin",
         scope="admin",
     ),
-    Endpoint("POST", "/v1/admin/keys", IdentityEndpoints.create_key, "Make a key.", "Admin", KeyRequest, scope="admin"),
+    Endpoint(
+        "POST", "/v1/admin/keys", IdentityEndpoints.create_key, "Create a key.", "Admin", KeyRequest, scope="admin"
+    ),
     Endpoint(
         "PATCH",
         "/v1/admin/keys/{key}",

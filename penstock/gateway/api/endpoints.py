@@ -5,14 +5,14 @@ from __future__ import annotations
 from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
 from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
-from penstock.gateway.api.anthropic.endpoints import count_tokens, create_message
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.api.openai.chat import chat_completions
-from penstock.gateway.api.openai.completions import completions
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
-from penstock.gateway.api.openai.responses.endpoints import create_response, delete_response, get_response
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
@@ -47,7 +47,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/chat/completions",
-        chat_completions,
+        ChatEndpoints.chat_completions,
         "Answer a conversation, streamed or whole.",
         "Inference",
         ChatRequest,
@@ -56,7 +56,7 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/completions",
-        completions,
+        CompletionEndpoints.completions,
         "Continue text or token ids.",
         "Inference",
         CompletionRequest,
@@ -65,14 +65,20 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/responses",
-        create_response,
+        ResponseEndpoints.create_response,
         "Answer a conversation, which may be stored and continued.",
         "Inference",
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", get_response, "A stored response.", "Inference"),
-    Endpoint("DELETE", "/v1/responses/{response}", delete_response, "Forget a stored response.", "Inference"),
+    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{response}",
+        ResponseEndpoints.delete_response,
+        "Delete a stored response.",
+        "Inference",
+    ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
     Endpoint(
         "GET",
@@ -86,7 +92,7 @@ ENDPOINTS = (
         "GET",
         "/v1/conversations/{conversation}",
         ConversationEndpoints.get_conversation,
-        "What was said.",
+        "A conversation with its messages.",
         "Conversations",
         query=ConversationQuery,
     ),
@@ -94,15 +100,15 @@ ENDPOINTS = (
         "DELETE",
         "/v1/conversations/{conversation}",
         ConversationEndpoints.delete_conversation,
-        "Forget it.",
+        "Delete a conversation.",
         "Conversations",
         query=ConversationQuery,
     ),
     Endpoint(
         "POST",
         "/v1/messages",
-        create_message,
-        "Answer a conversation, for clients of the Messages API.",
+        MessageEndpoints.create_message,
+        "Answer a conversation (Messages API).",
         "Inference",
         MessagesRequest,
         serves_tokens=True,
@@ -111,8 +117,8 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
-        count_tokens,
-        "How many tokens a conversation has.",
+        MessageEndpoints.count_tokens,
+        "Count the tokens of a conversation.",
         "Tokens",
         CountTokensRequest,
         serves_tokens=True,
@@ -122,7 +128,7 @@ ENDPOINTS = (
         "POST",
         "/v1/embeddings",
         EmbeddingEndpoints.embeddings,
-        "Vectors of texts.",
+        "Embed texts.",
         "Inference",
         EmbeddingsRequest,
         serves_tokens=True,
@@ -131,26 +137,31 @@ ENDPOINTS = (
         "POST",
         "/v1/rerank",
         RerankEndpoints.rerank,
-        "Documents in order of how well they answer a query.",
+        "Rank documents by relevance to a query.",
         "Inference",
         RerankRequest,
         serves_tokens=True,
     ),
-    Endpoint("POST", "/v1/files", FileEndpoints.create_file, "Send a file of requests.", "Batches", form=FILE_FORM),
-    Endpoint("GET", "/v1/files", FileEndpoints.list_files, "The files there are.", "Batches", query=FilesQuery),
-    Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "A file without its content.", "Batches"),
+    Endpoint("POST", "/v1/files", FileEndpoints.create_file, "Upload a file of requests.", "Batches", form=FILE_FORM),
+    Endpoint("GET", "/v1/files", FileEndpoints.list_files, "List files.", "Batches", query=FilesQuery),
+    Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "Metadata of a file.", "Batches"),
     Endpoint("DELETE", "/v1/files/{file}", FileEndpoints.delete_file, "Delete a file.", "Batches"),
-    Endpoint("GET", "/v1/files/{file}/content", FileEndpoints.file_content, "What is in a file.", "Batches"),
+    Endpoint("GET", "/v1/files/{file}/content", FileEndpoints.file_content, "The content of a file.", "Batches"),
     Endpoint(
         "POST", "/v1/batches", BatchEndpoints.create_batch, "Run the requests in a file.", "Batches", BatchRequest
     ),
-    Endpoint(
-        "GET", "/v1/batches", BatchEndpoints.list_batches, "The batches there are.", "Batches", query=BatchesQuery
-    ),
-    Endpoint("GET", "/v1/batches/{batch}", BatchEndpoints.get_batch, "A batch and how far it is.", "Batches"),
-    Endpoint("POST", "/v1/batches/{batch}/cancel", BatchEndpoints.cancel_batch, "Stop a batch.", "Batches"),
+    Endpoint("GET", "/v1/batches", BatchEndpoints.list_batches, "List batches.", "Batches", query=BatchesQuery),
+    Endpoint("GET", "/v1/batches/{batch}", BatchEndpoints.get_batch, "A batch and its progress.", "Batches"),
+    Endpoint("POST", "/v1/batches/{batch}/cancel", BatchEndpoints.cancel_batch, "Cancel a batch.", "Batches"),
     Endpoint("GET", "/v1/cache", CacheEndpoints.show_cache, "Your tenant's cached answers.", "Inference"),
-    Endpoint("DELETE", "/v1/cache", CacheEndpoints.evict_cache, "Forget them.", "Inference", query=CacheQuery),
+    Endpoint(
+        "DELETE",
+        "/v1/cache",
+        CacheEndpoints.evict_cache,
+        "Delete your tenant's cached answers.",
+        "Inference",
+        query=CacheQuery,
+    ),
     Endpoint("GET", "/v1/models", ModelEndpoints.list_models, "The models served here.", "Models"),
     Endpoint("GET", "/v1/models/{model:path}", ModelEndpoints.get_model, "One model.", "Models"),
     Endpoint(
@@ -166,7 +177,7 @@ ENDPOINTS = (
         "POST",
         "/v1/detokenize",
         TokenEndpoints.detokenize,
-        "Text of token ids.",
+        "Decode token ids.",
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,
@@ -175,7 +186,7 @@ ENDPOINTS = (
         "POST",
         "/v1/collections",
         CollectionEndpoints.create_collection,
-        "Make a collection.",
+        "Create a collection.",
         "Knowledge",
         CollectionRequest,
     ),
@@ -183,7 +194,7 @@ ENDPOINTS = (
         "GET",
         "/v1/collections",
         CollectionEndpoints.list_collections,
-        "The collections there are.",
+        "List collections.",
         "Knowledge",
         query=PageQuery,
     ),
@@ -191,21 +202,21 @@ ENDPOINTS = (
         "GET",
         "/v1/collections/{collection}",
         CollectionEndpoints.get_collection,
-        "One, and how far its documents are.",
+        "A collection and the progress of its documents.",
         "Knowledge",
     ),
     Endpoint(
         "DELETE",
         "/v1/collections/{collection}",
         CollectionEndpoints.delete_collection,
-        "Delete it with all it holds.",
+        "Delete a collection with its documents.",
         "Knowledge",
     ),
     Endpoint(
         "POST",
         "/v1/collections/{collection}/search",
         CollectionEndpoints.search_collection,
-        "Search it.",
+        "Search a collection.",
         "Knowledge",
         SearchRequest,
         serves_tokens=True,
@@ -224,7 +235,7 @@ ENDPOINTS = (
         "GET",
         "/v1/collections/{collection}/documents",
         DocumentEndpoints.list_documents,
-        "Its documents.",
+        "List the documents of a collection.",
         "Knowledge",
         query=DocumentsQuery,
     ),
@@ -232,14 +243,14 @@ ENDPOINTS = (
         "GET",
         "/v1/collections/{collection}/documents/{document}",
         DocumentEndpoints.get_document,
-        "One document.",
+        "A document.",
         "Knowledge",
     ),
     Endpoint(
         "PUT",
         "/v1/collections/{collection}/documents/{document}",
         DocumentEndpoints.put_document,
-        "Add it, or replace it.",
+        "Add or replace a document.",
         "Knowledge",
         DocumentRequest,
         query=FileQuery,
@@ -249,21 +260,21 @@ ENDPOINTS = (
         "DELETE",
         "/v1/collections/{collection}/documents/{document}",
         DocumentEndpoints.delete_document,
-        "Delete it.",
+        "Delete a document.",
         "Knowledge",
     ),
     Endpoint(
         "GET",
         "/v1/collections/{collection}/documents/{document}/chunks",
         DocumentEndpoints.list_chunks,
-        "What it was cut into.",
+        "The chunks of a document.",
         "Knowledge",
     ),
     Endpoint(
         "GET",
         "/v1/collections/{collection}/chunks/{chunk}",
         DocumentEndpoints.get_chunk,
-        "What a citation names.",
+        "A chunk, as citations name it.",
         "Knowledge",
     ),
     Endpoint(
@@ -279,11 +290,11 @@ ENDPOINTS = (
         "POST",
         "/v1/feedback",
         FeedbackEndpoints.give_feedback,
-        "Say what you think of an answer.",
+        "Rate an answer.",
         "Accounts",
         FeedbackRequest,
     ),
-    Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "What was used and what it cost.", "Accounts", query=UsageQuery),
+    Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "Usage and cost.", "Accounts", query=UsageQuery),
     *ADMIN,
     Endpoint("GET", "/health/live", HealthEndpoints.live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint(

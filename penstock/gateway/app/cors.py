@@ -1,6 +1,6 @@
-"""Which web pages may use the API from a browser. Off unless origins are configured: then a browser lets no page in.
+"""CORS: which web pages may use the API from a browser; none unless origins are configured.
 
-Keys travel in headers and never in cookies, so `access-control-allow-credentials` is never sent.
+Keys are sent in headers, never in cookies, so `access-control-allow-credentials` is never sent.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _REMEMBER_S = b"600"
 
 
 class Cors:
-    """Adds the headers that a browser asks for."""
+    """Adds CORS headers and answers preflight requests."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
 
     async def answered(self, exchange: Exchange) -> bool:
-        """Mark the reply to come; True when the request was a browser's own question and has been answered."""
+        """Add headers to the reply to come; True when the request was a preflight and has been answered."""
         origin = exchange.header(b"origin")
         if origin is None:
             return False

@@ -1,4 +1,4 @@
-"""Bytes to a typed request, with every way that can fail turned into a 400 that names the parameter."""
+"""Decodes bytes into typed requests; every failure becomes a 400 that names the parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field 
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") -> T:
-    """`at`: where in the request the bytes are, when they are a part of it."""
+    """`at`: the path of `body` inside the request, when it is a part of it."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -35,16 +35,16 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") ->
 
 
 def decode_query(kind: type[T], scope: MutableMapping[str, Any]) -> T:
-    """What stands behind the question mark, as the struct that documents it; of a name given twice the last counts."""
+    """The query string as the struct that documents it; where a name is repeated, the last value counts."""
     try:
         found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, errors="replace")
-    except ValueError as error:  # more parameters than anybody means
+    except ValueError as error:  # far too many parameters
         raise InvalidRequest(f"The query cannot be read: {error}.") from None
     return convert_query(kind, {name: values[-1] for name, values in found.items()})
 
 
 def convert_query(kind: type[T], found: Mapping[str, str]) -> T:
-    """Named texts, from a query or a form, as the struct that documents them."""
+    """Named strings from a query or a form as the struct that documents them."""
     try:
         return msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -75,7 +75,7 @@ def _joined(outer: str, inner: str) -> str:
 
 
 def _limited(param: str) -> str:
-    """A parameter name as given by the client may be arbitrarily long."""
+    """Parameter names come from the client and may be arbitrarily long."""
     return param if len(param) <= 128 else param[:125] + "..."
 
 
@@ -84,7 +84,7 @@ def _lower(message: str) -> str:
 
 
 def given(value: Unsupported) -> bool:
-    """Whether a raw field was sent with something in it; null and an empty list are nothing."""
+    """Whether a raw field was sent with a value other than null and an empty list."""
     return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")
 
 

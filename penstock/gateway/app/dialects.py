@@ -1,4 +1,4 @@
-"""How an API family says what all of them have in common: errors, and where a caller's limits stand."""
+"""How each API family renders errors and rate-limit headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.limits import LimitState
 from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, PayloadTooLarge
 
 Renaming = Sequence[tuple[str, str]]
-"""Patterns of parameter names and what they are called instead; the first that fits counts."""
+"""Patterns of parameter names with their replacements; the first match counts."""
 
 
 def _object(**properties: object) -> dict[str, object]:
@@ -24,12 +24,12 @@ _OPTIONAL = {"type": ["string", "null"]}
 
 
 class Dialect:
-    """OpenAI's way, which most endpoints speak."""
+    """OpenAI's format, used by most endpoints."""
 
     error_name = "Error"
     error_schema = _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL))
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
-    """Where the answer says which request it is to."""
+    """The response headers that carry the request id."""
 
     def error(self, error: ApiError, request_id: str) -> object:
         return error.body()
@@ -44,7 +44,7 @@ class Dialect:
 
 
 class AnthropicDialect(Dialect):
-    """The way of `/v1/messages`."""
+    """Anthropic's format, used by `/v1/messages`."""
 
     error_name = "MessagesError"
     error_schema = _object(type=_STRING, error=_object(type=_STRING, message=_STRING), request_id=_STRING)
@@ -83,7 +83,7 @@ def _anthropic_type(error: ApiError) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`6m0s`, `1.5s`, `20ms`: as clients of this kind of header read it."""
+    """`6m0s`, `20s`, `20ms`: the format of OpenAI's rate-limit headers."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, rest = divmod(round(seconds), 60)
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def renamed(names: Renaming) -> Iterator[None]:
-    """What is shared speaks of the parameters of chat completions; errors raised inside speak of `names` instead."""
+    """Shared code names the parameters of chat completions; errors raised in this context are renamed by `names`."""
     try:
         yield
     except InvalidRequest as error:

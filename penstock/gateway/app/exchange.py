@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.gateway.app.dialects import OPENAI, Dialect
-from penstock.gateway.http.request import DEPARTURE, Message, Scope
+from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
@@ -32,30 +32,30 @@ Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DISCARD_LIMIT = 64 * 2**20
-"""How much of a body that is too large is read and thrown away before the connection is closed on it."""
+"""How much of a body that is too large is read and discarded before the connection is closed."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
 
 
 def new_id() -> str:
-    """Never used before. It begins with the time, so that the ledger's indexes grow at their end."""
+    """A unique id. It begins with the time, so that the ledger's indexes grow at their end."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
 
 
 class BatchLine(NamedTuple):
-    """Says that a request is one of a batch: it runs last, at the batch price, and is billed when it is answered."""
+    """Marks a request of a batch: it has the lowest priority, the batch price, and is billed when it is answered."""
 
     batch: str
     number: int
 
 
 class ClientGone(PenstockError):
-    """The client left, or stopped reading; there is nobody to answer."""
+    """The client disconnected or stopped reading, so there is nobody to answer."""
 
 
 class Exchange:
-    """A request with its response. One coroutine uses it, except `watch`."""
+    """A request with its response, used by one coroutine."""
 
     __slots__ = (
         "_given",
@@ -85,7 +85,7 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self._given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        """Headers as sent; of a name that was given twice the first counts."""
+        """The request headers; where a name is repeated, the first value."""
         self._receive = receive
         self._send = send
         self.method: str = scope["method"]
@@ -98,7 +98,7 @@ class Exchange:
         self.body_size = 0
         self.caller: Caller = OPEN_CALLER
         self.line: BatchLine | None = None
-        """Set on a request of a batch; its caller is known then."""
+        """The line of a batch that this request belongs to; `caller` is set beforehand then."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -118,7 +118,7 @@ class Exchange:
         return self.status is not None
 
     async def body(self, limit: int) -> bytes:
-        """All of it, within `receive_s`; a client that sends byte by byte does not hold a place here for longer."""
+        """The whole body. It must arrive within `receive_s`, so that slow clients cannot hold resources for longer."""
         try:
             return await _within(self.receive_s, self._read_body(limit))
         except TimeoutError:
@@ -139,8 +139,8 @@ class Exchange:
             elif size > limit + DISCARD_LIMIT:
                 raise PayloadTooLarge(limit=limit)
             else:
-                parts.clear()  # read on: a client that is still sending would not see the answer
-            # The server says that there is no more only when asked once more; its length says it at once.
+                parts.clear()  # keep reading: a client that is still sending would not see the reply
+            # `more_body` becomes false only with another message; the announced length tells at once.
             if size == announced or not message.get("more_body", False):
                 self.body_read = True
                 self.timeline.follow("receive")
@@ -156,13 +156,13 @@ class Exchange:
 
     @contextmanager
     def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:
-        """While inside, `fail` is called as soon as the client leaves, whatever the answering coroutine is doing."""
-        departure = self.scope[DEPARTURE]
-        departure(lambda: fail(ClientGone()))
+        """In this context `fail` is called as soon as the client disconnects, whatever the handler is doing."""
+        on_disconnect = self.scope[ON_DISCONNECT]
+        on_disconnect(lambda: fail(ClientGone()))
         try:
             yield
         finally:
-            departure(None)
+            on_disconnect(None)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         length = (b"content-length", str(len(body)).encode())
@@ -173,7 +173,7 @@ class Exchange:
         await self.reply(status, encode_json(value))
 
     async def reply_parts(self, parts: AsyncIterator[bytes], length: int, content_type: bytes) -> None:
-        """A body that is not in memory at one time."""
+        """Reply with a body that is not in memory as a whole."""
         await self._start(200, [*self._headers(content_type), (b"content-length", str(length).encode())])
         async for part in parts:
             await self.write(part)
@@ -195,7 +195,7 @@ class Exchange:
         await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """The head, which goes out with the first of the body and so waits for nothing."""
+        """Send the head, which is written together with the first part of the body, so this never blocks."""
         try:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
         except ConnectionResetError:
@@ -203,8 +203,7 @@ class Exchange:
         self.status = status
 
     async def _guarded(self, message: Message) -> None:
-        """Send. Mostly the server takes it at once; it blocks while the client's socket is full, and only then is there
-        a clock to watch."""
+        """Send a message. It blocks while the client's socket buffer is full; only then is a timeout needed."""
         try:
             await _within(self.stalled_reader_s, self._send(message))
         except ConnectionResetError:
@@ -220,7 +219,7 @@ class Exchange:
             *self.extra_headers,
         ]
         if not self.body_read and self.method == "POST" and self.scope["http_version"].startswith("1"):
-            headers.append((b"connection", b"close"))  # what is left of the body is in the way of another request
+            headers.append((b"connection", b"close"))  # the unread rest of the body would be taken for the next request
         return headers
 
     def _choose_request_id(self) -> str:
@@ -231,11 +230,11 @@ class Exchange:
 
 
 class StalledReader(ClientGone):
-    """The client keeps its connection open but has read nothing for too long."""
+    """The client keeps its connection open but has not read anything for too long."""
 
 
 async def _within(seconds: float, work: Awaitable[T]) -> T:
-    """Await `work`. Mostly it ends without waiting for anything; only when it does is there a clock to watch."""
+    """Await `work` with a timeout, which is only set up when `work` really has to wait."""
     steps = work.__await__()
     try:
         waiting_for = next(steps)
@@ -246,7 +245,7 @@ async def _within(seconds: float, work: Awaitable[T]) -> T:
 
 
 class _Rest:
-    """What is left of an awaitable after its first step."""
+    """The rest of an awaitable after its first step."""
 
     def __init__(self, waiting_for: Any, steps: Generator[Any, Any, Any]) -> None:
         self._waiting_for = waiting_for

@@ -1,4 +1,4 @@
-"""Forms with files in them (`multipart/form-data`), read whole: the body's size was limited before."""
+"""Forms with files (`multipart/form-data`), parsed as a whole: the size of the body is limited before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Field:
 
 @dataclass(slots=True)
 class _Reader:
-    """Collects what the parser finds."""
+    """Collects the fields that the parser finds."""
 
     fields: list[Field] = field(default_factory=list)
     _headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class _Reader:
 
 
 def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:
-    """The fields of a form by name; the last of one name counts. Raises what is wrong with it."""
+    """The fields of a form by name; where a name is repeated, the last. Raises `InvalidRequest` if malformed."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise InvalidRequest("A file is sent as a form: `content-type: multipart/form-data` with a boundary.")

@@ -1,5 +1,5 @@
-"""The OpenAPI document: made from the table of endpoints, the request structs and the shapes of replies, so that a
-client generated from it, or a fuzzer, sees what the server really takes and says."""
+"""The OpenAPI document, generated from the table of endpoints, the request structs and the shapes of replies, so that
+generated clients and fuzzers see what the server really accepts and returns."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _query_parameters(endpoint: Endpoint, schemas: Document) -> list[Document]:
 
 
 def _not_null(schema: Document) -> Document:
-    """A query cannot say null: a parameter is there or it is not."""
+    """A query parameter is present or absent; it cannot be null."""
     kept = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     found = {**kept[0], **{key: value for key, value in schema.items() if key != "anyOf"}} if kept else dict(schema)
     if found.get("default", ...) is None:

@@ -1,4 +1,4 @@
-"""Lists that are read page by page."""
+"""Paginated lists."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import msgspec
 
 
 class NoQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Nothing may stand behind the question mark."""
+    """For endpoints without query parameters."""
 
 
 class Shown(Protocol):
-    """Something with an id that can be in a list."""
+    """Something with an id that can be listed."""
 
     def shown(self) -> dict[str, Any]: ...
 
 
 def page(found: Sequence[Shown], limit: int) -> dict[str, Any]:
-    """A list as the wire has it, from one entry more than was asked for."""
+    """A page for clients. `found` has one entry more than `limit` when there is another page."""
     return listed([entry.shown() for entry in found], limit)
 
 
 def listed(found: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """The same from entries that are written out already."""
+    """The same from entries that are dictionaries already."""
     entries = found[:limit]
     return {
         "object": "list",

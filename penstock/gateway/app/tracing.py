@@ -12,7 +12,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.telemetry.context import RequestContext, begin_span, current, read_trace
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.otlp_metrics import MetricPush
-from penstock.telemetry.timeline import Recent, Timeline
+from penstock.telemetry.timeline import RecentTimelines, Timeline
 from penstock.telemetry.tracing import Tracer
 
 slow_log = logging.getLogger("penstock.slow")
@@ -23,7 +23,7 @@ class RequestTracing:
 
     def __init__(self, config: TelemetryConfig, metrics: Metrics) -> None:
         self._config = config
-        self.recent = Recent(config.recent_requests)
+        self.recent = RecentTimelines(config.recent_requests)
         self.tracer = Tracer.open(config, metrics.registry) if config.otlp_endpoint else None
         self._push: MetricPush | None = None
         if config.otlp_endpoint and config.otlp_metrics_s is not None:
@@ -38,7 +38,7 @@ class RequestTracing:
         current.set(RequestContext(exchange.request_id, trace))
 
     def finish(self, exchange: Exchange) -> None:
-        """Called once, when the record of a request for tokens is complete."""
+        """Called once, when the record of a request that serves tokens is complete."""
         timeline = exchange.timeline
         timeline.ended_at = monotonic()
         session = exchange.header(b"x-session-id")
@@ -50,7 +50,7 @@ class RequestTracing:
         self._log_if_slow(timeline)
 
     def texts(self, exchange: Exchange) -> dict[str, Any] | None:
-        """What the log may say of prompts and answers: nothing, unless the configuration says so."""
+        """Prompts and answers for the log; None unless the configuration asks for them."""
         texts = exchange.timeline.texts
         if not texts:
             return None

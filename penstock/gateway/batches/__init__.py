@@ -1,1 +1,1 @@
-"""Files, and batches of requests that are read from one and answered into another."""
+"""Batches: requests read from an input file and answered into an output file."""

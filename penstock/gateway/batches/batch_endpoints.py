@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in a file, answered when there is room, for less."""
+"""/v1/batches: the requests of a file, answered at low priority and a lower price."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Word = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What makes a batch."""
+    """POST /v1/batches"""
 
     input_file_id: Word
     endpoint: Word

@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and what they write. A file is text; it belongs to the tenant that sent it."""
+"""/v1/files: the input and output files of batches. A file is text and belongs to the tenant that sent it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def _encoded(files: FileStore, id: str) -> AsyncIterator[bytes]:
 
 
 def away() -> ServiceUnavailable:
-    return ServiceUnavailable("The store of files and batches cannot be reached at the moment.")
+    return ServiceUnavailable("The store of files and batches is unavailable at the moment.")
 
 
 async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
@@ -139,7 +139,7 @@ async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
 
 
 def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
-    """The file, and how long to keep it; raises what is wrong with the form."""
+    """The file and how long to keep it; raises `InvalidRequest` when the form is wrong."""
     for name in form:
         if name not in FILE_FORM["properties"]:
             raise InvalidRequest(f"Unknown parameter: `{name[:64]}`.", param=name[:64], code="unknown_parameter")

@@ -1,7 +1,7 @@
-"""Files of tenants in the table store: text, cut at line ends into parts, so that no statement is large.
+"""Files of tenants in the table store: text, split at line ends into parts, so that no statement is large.
 
-A file is visible once all of it is there; what an upload or a batch left unfinished is removed when it is old. A file
-belongs to a tenant and is never found by another.
+A file becomes visible when it is complete; incomplete files of aborted uploads and batches are removed later. A file
+belongs to a tenant and is invisible to others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from penstock.storage import Database, Row, Statement
 
 PART = 512 * 1024
-"""Characters of a part, unless a single line is longer."""
+"""Characters of a part; a longer line makes a longer part."""
 UNFINISHED_S = 3600.0
 _VERSIONS = (
     (
@@ -43,7 +43,7 @@ class File(msgspec.Struct, frozen=True):
     expires_at: float | None
 
     def shown(self) -> dict[str, Any]:
-        """As the wire has it."""
+        """The file as clients see it."""
         return {
             "id": self.id,
             "object": "file",
@@ -58,7 +58,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class FileWriter:
-    """A file being written. Nobody sees it before `finished`'s statement has run."""
+    """A file being written. It becomes visible when the statement of `finished` has run."""
 
     def __init__(self, database: Database, file: File) -> None:
         self._database = database
@@ -69,14 +69,14 @@ class FileWriter:
         self._bytes = 0
 
     async def add(self, text: str) -> None:
-        """Whole lines."""
+        """Append whole lines."""
         self._waiting.append(text)
         self._size += len(text)
         if self._size >= PART:
             await self._flush()
 
     async def finished(self) -> Statement:
-        """Write what is left; the statement that makes the file appear."""
+        """Write the rest; returns the statement that makes the file visible."""
         await self._flush()
         return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (self._bytes, self.file.id)
 
@@ -145,7 +145,7 @@ class FileStore:
         return [_file(row) for row in rows]
 
     async def used(self, tenant: str) -> int:
-        """Bytes that a tenant's files have."""
+        """The size of a tenant's files in bytes."""
         rows = await self._database.fetch(
             "SELECT CAST(COALESCE(SUM(bytes), 0) AS BIGINT) FROM files WHERE tenant = ? AND expires_at > ?",
             tenant, self._clock(),
@@ -167,7 +167,7 @@ class FileStore:
         )
 
     async def sweep(self) -> None:
-        """Remove what has expired, and what was never finished."""
+        """Remove expired files, and old files that were never completed."""
         rows = await self._database.fetch(
             "SELECT id FROM files WHERE expires_at <= ? OR (complete = 0 AND created_at <= ?) LIMIT 100",
             self._clock(), self._clock() - UNFINISHED_S,

@@ -1,6 +1,6 @@
-"""The lines of a batch's files: what a request must look like, and how its answer is written.
+"""The lines of a batch's files: how requests are validated and answers are written.
 
-Everything about a line is checked before the first one runs, so that a batch with mistakes costs nothing.
+All lines are checked before the first one runs, so that a batch with mistakes costs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MOST_PROBLEMS = 100
 CUSTOM_ID = 256
-"""Characters a line's own name may have."""
+"""The most characters of a `custom_id`."""
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +27,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What is wrong with an input file."""
+    """A problem of an input file."""
 
     code: str
     message: str
@@ -44,12 +44,12 @@ _streamed = msgspec.json.Decoder(_Streamed)
 
 
 def read(text: str) -> Line:
-    """A line that was checked."""
+    """Decode a line that was checked before."""
     return _line.decode(text)
 
 
 def numbered(part: str, first: int) -> Iterator[tuple[int, str]]:
-    """The lines of a part that say something, numbered as in the file; `first` is the number of the part's first."""
+    """The non-empty lines of a part with their numbers in the file; `first` is the number of its first line."""
     for number, text in enumerate(part.split("\n"), start=first):
         if number == 1:
             text = text.removeprefix("\ufeff")
@@ -58,7 +58,7 @@ def numbered(part: str, first: int) -> Iterator[tuple[int, str]]:
 
 
 class Check:
-    """Looks at every line of a file, in order; `problems` has the first of what is wrong."""
+    """Checks the lines of a file in order; `problems` has the first `MOST_PROBLEMS` problems."""
 
     def __init__(self, endpoint: str, most: int) -> None:
         self._endpoint = endpoint
@@ -114,7 +114,7 @@ def answered(custom_id: str, status: int, request_id: str, body: bytes) -> str:
 
 
 def unanswered(custom_id: str, code: str, message: str) -> str:
-    """A line of the error file for a request that was not run to its end."""
+    """A line of the error file for a request that was not completed."""
     return _written(custom_id, None, {"code": code, "message": message})
 
 

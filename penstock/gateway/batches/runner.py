@@ -1,8 +1,8 @@
 """Runs batches: claims one, checks its input, answers its lines a few at a time, writes its files.
 
-Whatever happens to this process, the batch goes on elsewhere from the answers that were written: a line is done when
-its answer is in the store, and is billed once under a charge id made from the batch and its number. Lines run at the
-lowest priority; one that is refused because there is no room waits and tries again until the batch's time is over.
+If this process dies, another gateway continues from the stored answers: a line is done when its answer is in the store,
+and it is billed once, under a charge id made from the batch and its number. Lines run at the lowest priority; a line
+that is refused for lack of capacity is retried until the completion window of the batch is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 from penstock.gateway.app.exchange import BatchLine, Exchange, encode_json
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.inner import Inner, Reply
+from penstock.gateway.batches.line_request import LineRequest, Reply
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
 from penstock.gateway.batches.store import Answer, Batch, BatchStore
 from penstock.identity import Caller
@@ -29,13 +29,13 @@ from penstock.telemetry.exposition import MetricRegistry
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16
-"""Batches that one gateway runs side by side, so that a short one need not wait for a long one."""
-OF_A_TENANT = 2
-"""Of which those of one tenant are so many at most."""
+"""Batches that one gateway runs concurrently, so that a short one need not wait for a long one."""
+PER_TENANT = 2
+"""Batches of one tenant that one gateway runs concurrently."""
 SWEEP_S = 600.0
 LONGEST_PAUSE_S = 30.0
 ATTEMPTS = 5
-"""How often a line is tried that the server failed on; one that found no room is tried until it does."""
+"""Attempts for a line on which the server fails; a line that finds no capacity is retried without this limit."""
 
 Reason = Literal["cancelled", "expired", "held", "lost"]
 FindCaller = Callable[[str, str], Awaitable[Caller]]
@@ -47,7 +47,7 @@ _WHY: dict[str, tuple[str, str]] = {
 
 
 class _Stop:
-    """Why a batch ends early. `held`: lines that run may finish; otherwise they are broken off."""
+    """Why a batch ends early. `held`: running lines may finish; otherwise they are aborted."""
 
     def __init__(self) -> None:
         self.reason: Reason | None = None
@@ -78,13 +78,15 @@ class BatchRunner:
         metrics: MetricRegistry,
     ) -> None:
         self._answers = metrics.counter(
-            "penstock_batch_lines_total", "Requests of batches, by how they were answered.", ("endpoint", "outcome")
+            "penstock_batch_lines_total", "Requests of batches, by outcome.", ("endpoint", "outcome")
         )
         self._tried_again = metrics.counter(
-            "penstock_batch_retries_total", "Requests of batches that found no room or failed, and wait.", ("endpoint",)
+            "penstock_batch_retries_total",
+            "Requests of batches that found no capacity or failed, and are retried.",
+            ("endpoint",),
         )
         metrics.sampled(
-            "gauge", "penstock_batches_running", "Batches that are being run.", (), self._running_now, merge="sum"
+            "gauge", "penstock_batches_running", "Batches that are running.", (), self._running_now, merge="sum"
         )
         self._batches = batches
         self._files = files
@@ -117,11 +119,11 @@ class BatchRunner:
         return path in self._paths
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Look for work now: a batch was created or cancelled."""
         self._wake.set()
 
     def hold(self) -> None:
-        """Begin nothing more: the gateway drains."""
+        """Start no further lines: the gateway drains."""
         self._held = True
         for _, stop in self._running.values():
             stop.set("held")
@@ -150,13 +152,13 @@ class BatchRunner:
                     self._tenants[batch.tenant] += 1
                     task.add_done_callback(partial(self._ended, batch))
             except DatabaseError as error:
-                log.warning("batches cannot be read: %s", error)
+                log.warning("cannot read the batches: %s", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._lease_s / 4)
             self._wake.clear()
 
     async def _claim(self) -> Batch | None:
-        full = [tenant for tenant, count in self._tenants.items() if count >= OF_A_TENANT]
+        full = [tenant for tenant, count in self._tenants.items() if count >= PER_TENANT]
         return await self._batches.claim(self._name, self._lease_s, besides=list(self._running), not_of=full)
 
     def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
@@ -167,13 +169,13 @@ class BatchRunner:
         self._wake.set()
 
     async def _drive(self, batch: Batch, stop: _Stop) -> None:
-        """Run a batch and keep its lease meanwhile; what goes wrong with the store leaves it to a later claim."""
+        """Run a batch and renew its lease meanwhile; when the store fails, a later claim continues the batch."""
         work = asyncio.create_task(self._work(batch, stop), name=f"{batch.id} work")
         try:
             while not (await asyncio.wait((work,), timeout=min(2.0, self._lease_s / 4)))[0]:
                 status = await self._batches.renew(batch.id, self._name, self._lease_s)
                 if status is None:
-                    log.warning("%s is run by another gateway now", batch.id)
+                    log.warning("%s: another gateway has taken over the batch", batch.id)
                     return
                 if status == "cancelling":
                     stop.set("cancelled")
@@ -181,9 +183,9 @@ class BatchRunner:
                     stop.set("expired")
             await work
         except DatabaseError as error:
-            log.warning("%s waits: %s", batch.id, error)
+            log.warning("%s: paused, the store failed: %s", batch.id, error)
         except Exception:
-            log.exception("%s failed; it is tried again later", batch.id)
+            log.exception("%s: failed, will be retried", batch.id)
         finally:
             stop.set("lost")
             work.cancel()
@@ -208,9 +210,9 @@ class BatchRunner:
             await self._finish(batch, stop.reason)
 
     async def _validate(self, batch: Batch) -> bool:
-        """Whether the batch goes on; what is wrong with its file is written down."""
+        """Whether the input is valid; problems are stored with the batch."""
         if await self._files.get(batch.input_file_id, batch.tenant) is None:
-            problems = [Problem("file_not_found", f"The file {batch.input_file_id} is not there any more.")]
+            problems = [Problem("file_not_found", f"The file {batch.input_file_id} no longer exists.")]
         else:
             check = Check(batch.endpoint, self._most_lines)
             first = 1
@@ -234,7 +236,7 @@ class BatchRunner:
             first += part.count("\n")
 
     async def _answer_lines(self, batch: Batch, stop: _Stop) -> None:
-        """A line that waits for room does so here, among those of its own batch, and takes no slot from others."""
+        """Answer the lines. A line that waits for capacity delays its own batch and takes no slot from others."""
         tasks: set[asyncio.Task[None]] = set()
         try:
             async for number, text in self._lines(batch):
@@ -279,15 +281,15 @@ class BatchRunner:
             caller = await self._caller(batch.tenant, batch.key)
         except AuthenticationError as error:
             return Reply(f"req_{uuid.uuid4().hex}", error.status, {}, encode_json(error.body()))
-        except ApiError as error:  # the store of keys is away
+        except ApiError as error:  # the key store is unavailable
             return Reply("", error.status, dict(error.headers()))
-        inner = Inner(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now)
-        await self._answer(inner.exchange)
-        return inner.reply
+        request = LineRequest(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now)
+        await self._answer(request.exchange)
+        return request.reply
 
     async def _finish(self, batch: Batch, why: Reason | None) -> None:
         if why is None and batch.status != "finalizing" and not await self._batches.finalizing(batch.id, self._name):
-            return  # cancelled at the last moment, or lost: the next claim sees which
+            return  # cancelled meanwhile, or the lease is lost: the next claim finds out
         if why is not None:
             await self._write_off(batch, *_WHY[why])
         statements: list[Statement] = []
@@ -297,13 +299,13 @@ class BatchRunner:
         if why == "cancelled" or why == "expired":
             status = why
         await self._batches.finish(batch.id, self._name, status, output=output, errors=errors, with_files=statements)
-        log.info("%s is %s", batch.id, status)
+        log.info("%s: %s", batch.id, status)
 
     async def _write_off(self, batch: Batch, code: str, message: str) -> None:
         """An entry in the error file for every line that has no answer."""
         answers: list[Answer] = []
         async for number, text in self._lines(batch):
-            with suppress(ValueError):  # one that was cancelled before its input was checked
+            with suppress(ValueError):  # the batch was cancelled before its input was checked
                 answers.append(Answer(number, False, unanswered(read(text).custom_id, code, message)))
             if len(answers) >= 500:
                 await self._batches.add(answers, batch.id)
@@ -311,7 +313,7 @@ class BatchRunner:
         await self._batches.add(answers, batch.id)
 
     async def _compose(self, batch: Batch, ok: bool, statements: list[Statement]) -> str | None:
-        """Write a file of answers; its id, or None when there are none. It appears when `statements` are run."""
+        """Write a file of answers; returns its id, or None when there are none. Running `statements` publishes it."""
         page = await self._batches.answers(batch.id, ok=ok)
         if not page:
             return None
@@ -325,7 +327,7 @@ class BatchRunner:
 
 
 def _pause(reply: Reply, attempt: int) -> float | None:
-    """How long to wait before a line is tried again; None when the answer stands."""
+    """How long to wait before a line is retried; None when the reply is final."""
     status = reply.status or 500
     if status < 429 and status != 408:
         return None

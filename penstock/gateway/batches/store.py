@@ -1,8 +1,7 @@
-"""Batches in the table store: their state, whose turn it is to run them, and the answers so far.
+"""Batches in the table store: their state, the lease of the gateway that runs them, and the answers so far.
 
-A batch is run by the one gateway that holds its lease; a lease that is not renewed ends, and another gateway goes on
-from the answers that are there. A line has one answer: the first that was written. Every change that a runner makes
-is made only while the lease is its own.
+A batch is run by the one gateway that holds its lease; when a lease expires, another gateway continues from the stored
+answers. A line has one answer: the first that was written. A runner changes a batch only while it holds the lease.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Batch(msgspec.Struct, frozen=True):
     error_file_id: str | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As the wire has it."""
+        """The batch as clients see it."""
         times = {name: getattr(self, name) for name in _TIMES}
         problems = msgspec.json.decode(self.errors) if self.errors else None
         return {
@@ -96,7 +95,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What goes into a batch's output file, or its error file when not `ok`."""
+    """A line of a batch's output file, or of its error file when not `ok`."""
 
     line: int
     ok: bool
@@ -152,7 +151,7 @@ class BatchStore:
         return [await self._with_counts(Batch(*row)) for row in rows]
 
     async def cancel(self, id: str, tenant: str) -> bool:
-        """Whether it could still be cancelled; whoever runs it sees it soon."""
+        """Whether it could still be cancelled; the gateway that runs it notices soon."""
         changed = await self._database.execute(
             "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ? AND tenant = ? "
             "AND status IN ('validating', 'in_progress')",
@@ -161,7 +160,7 @@ class BatchStore:
         return bool(changed)
 
     async def uses(self, file_id: str) -> bool:
-        """Whether a batch that is not over reads this file."""
+        """Whether an active batch reads this file."""
         rows = await self._database.fetch(
             f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN ({_IN_ACTIVE}) LIMIT 1", file_id
         )
@@ -170,7 +169,7 @@ class BatchStore:
     async def claim(
         self, runner: str, lease_s: float, *, besides: Sequence[str] = (), not_of: Sequence[str] = ()
     ) -> Batch | None:
-        """Take the oldest batch that nobody runs, of a tenant that is not among `not_of`."""
+        """Lease the oldest batch that is not leased, except those in `besides` and those of tenants in `not_of`."""
         now = self.clock()
         others = f"AND tenant NOT IN ({', '.join('?' * len(not_of))}) " if not_of else ""
         rows = await self._database.fetch(
@@ -189,7 +188,7 @@ class BatchStore:
         return None
 
     async def renew(self, id: str, runner: str, lease_s: float) -> Status | None:
-        """The batch's status, with the lease prolonged; None when it has gone to somebody else."""
+        """Renew the lease and return the batch's status; None when another gateway has the lease."""
         renewed = await self._database.execute(
             "UPDATE batches SET leased_until = ? WHERE id = ? AND runner = ?", self.clock() + lease_s, id, runner
         )
@@ -200,13 +199,13 @@ class BatchStore:
         return status
 
     async def release(self, id: str, runner: str) -> None:
-        """Give the batch to whoever wants it."""
+        """Give up the lease."""
         await self._database.execute(
             "UPDATE batches SET runner = '', leased_until = 0 WHERE id = ? AND runner = ?", id, runner
         )
 
     async def begun(self, id: str, runner: str, total: int) -> bool:
-        """The input is good. False: it was cancelled meanwhile, or the lease is lost."""
+        """The input is valid. Returns False when the batch was cancelled meanwhile or the lease is lost."""
         changed = await self._database.execute(
             "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
             "WHERE id = ? AND runner = ? AND status = 'validating'",

@@ -1,7 +1,7 @@
 """The oldest turns of a conversation, condensed by the model that answers it.
 
-It happens in the background as soon as a conversation fills most of its room, so that the next turn finds the notes
-ready; a turn that arrives earlier waits for them. What the model is asked is in `penstock.conversations.summaries`.
+It happens in the background as soon as a conversation fills most of its room, so that the next turn finds the summary
+ready; a turn that arrives earlier waits for it. What the model is asked is in `penstock.conversations.summaries`.
 When it fails, for whatever reason, turns are left out instead: no answer depends on a summary.
 """
 
@@ -11,22 +11,22 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.conversations import Conversation, HeldConversation, Message, Summary
+from penstock.config.context import ConversationsConfig
+from penstock.conversations import Conversation, HeldConversation, Message, Sessions, Summary
 from penstock.conversations.conversation import pack
 from penstock.conversations.summaries import SummaryBudget, Tokens, condense, question, with_notes
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.generation.engine import Prompt as Tokenized
-from penstock.gateway.generation.respond import complete
-from penstock.gateway.generation.tool_choice import for_template
-from penstock.gateway.process.service import Service
-from penstock.gateway.rag.retrieval import Retrieved
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
+from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.sources import Sources
+from penstock.gateway.generation.spec import internal_spec
 from penstock.protocol.errors import ApiError
-from penstock.routing.registry import ServedModel
 from penstock.storage import DatabaseError
-from penstock.tools.toolbox import Toolbox
+from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -38,120 +38,129 @@ _AHEAD_PRIORITY = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """How a conversation becomes a prompt."""
+class ConversationPrompt:
+    """How a stored conversation becomes a prompt."""
 
-    service: Service
-    model: ServedModel
-    toolbox: Toolbox | None
+    chat: ChatPrompt
     system: str
     conversation: Conversation
-    retrieved: Retrieved | None = None
-    """Sources for the last question."""
+    sources: Sources | None = None
+    """For the last question."""
 
     async def encoded(self, summary: Summary, start: int) -> list[int]:
-        messages, tools = self._template(summary, start)
-        return await self.service.encode_chat(self.model, messages, tools=tools)
+        """The prompt from turn `start` on, with a summary of earlier turns."""
+        return await self.chat.tokens(self._messages(summary, start))
 
     def counter(self, summary: Summary) -> Callable[[int], int]:
-        """The prompt's length by its first turn; to be used in a thread."""
+        """Counts the tokens of the prompt by its first turn; to be called in a thread."""
+        return lambda start: self.chat.length(self._messages(summary, start))
 
-        def count(start: int) -> int:
-            messages, tools = self._template(summary, start)
-            return len(self.model.text.encode_chat(messages, tools=tools))
-
-        return count
-
-    def _template(self, summary: Summary, start: int) -> tuple[list[Message], list[Message] | None]:
+    def _messages(self, summary: Summary, start: int) -> list[Message]:
         messages = [*with_notes(self.system, summary), *self.conversation.since(start)]
-        if self.retrieved is not None:
-            messages = self.retrieved.dressed(messages)
-        return for_template(messages, self.toolbox.tools if self.toolbox is not None else (), self.model)
+        return messages if self.sources is None else self.sources.in_prompt(messages)
 
 
-async def summarise(prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int) -> Summary:
-    """Notes that make the conversation fit, or the ones there are. Waits for those under way in the background."""
-    service = prompt.service
-    assert service.sessions is not None
-    if await service.sessions.wait_background(held.owner, held.id):
-        newer = await service.sessions.get(held.owner, held.id)
-        if newer is not None:
-            summary = prompt.conversation.own(newer[2])
-            if len(await prompt.encoded(summary, summary.covers)) <= room:
-                return summary
-    try:
-        summary = await _condensed(prompt, attempt, summary, room, priority=0)
-        await service.sessions.store.summarise(held.owner, held.id, held.created_at, pack(summary))
-    except (ApiError, DatabaseError) as error:
-        log.warning(
-            "turns could not be condensed, or their notes not kept: %s",
-            error,
-            extra={"request_id": attempt.exchange.request_id},
+class Summariser:
+    """Condenses turns."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        config: ConversationsConfig,
+        settings: GenerationSettings,
+        lifecycle: GenerationLifecycle,
+        metrics: Metrics,
+    ) -> None:
+        self._sessions = sessions
+        self._config = config
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+
+    async def summarise(
+        self, attempt: Attempt, prompt: ConversationPrompt, held: HeldConversation, summary: Summary, room: int
+    ) -> Summary:
+        """A summary with which the conversation fits, or the current one. Waits for one that is being made in the
+        background."""
+        sessions = self._sessions
+        if await sessions.wait_background(held.owner, held.id):
+            newer = await sessions.get(held.owner, held.id)
+            if newer is not None:
+                summary = prompt.conversation.own(newer[2])
+                if len(await prompt.encoded(summary, summary.covers)) <= room:
+                    return summary
+        try:
+            summary = await self._condensed(attempt, prompt, summary, room, priority=0)
+            await sessions.store.summarise(held.owner, held.id, held.created_at, pack(summary))
+        except (ApiError, DatabaseError) as error:
+            log.warning(
+                "turns could not be condensed, or their summary not be stored: %s",
+                error,
+                extra={"request_id": attempt.exchange.request_id},
+            )
+            self._metrics.context.summary("waited", "failed")
+        else:
+            self._metrics.context.summary("waited", "done")
+        return summary
+
+    async def summarise_ahead(
+        self, attempt: Attempt, prompt: ConversationPrompt, held: HeldConversation, summary: Summary, room: int
+    ) -> None:
+        """The same after a request, in the background."""
+        store, stored_summary = self._sessions.store, False
+        try:
+            summary = await self._condensed(attempt, prompt, summary, room, priority=_AHEAD_PRIORITY)
+            stored = await store.get(held.owner, held.id)
+            if stored is not None:
+                stored_summary = await store.summarise(held.owner, held.id, stored.created_at, pack(summary))
+        except (ApiError, DatabaseError) as error:
+            about = {"request_id": attempt.exchange.request_id}
+            log.warning("turns could not be condensed ahead: %s", error, extra=about)
+        self._metrics.context.summary("ahead", "done" if stored_summary else "failed")
+
+    async def _condensed(
+        self, attempt: Attempt, prompt: ConversationPrompt, summary: Summary, room: int, *, priority: int
+    ) -> Summary:
+        config, model, conversation = self._config, prompt.chat.model, prompt.conversation
+        text, tokenization, exchange = model.text, prompt.chat.tokenization, attempt.exchange
+        note = min(config.note_tokens, max(16, room // 8))
+        budget = max(1, int(room * LEFT) - note)
+        upto = await tokenization.run(
+            fit_turns,
+            conversation.end,
+            start=max(conversation.first, summary.covers),
+            keep=config.keep_turns,
+            budget=budget,
+            target=budget,
+            count=prompt.counter(summary),
         )
-        service.metrics.context.summary("waited", "failed")
-    else:
-        service.metrics.context.summary("waited", "done")
-    return summary
 
+        async def ask(messages: list[Message], tokens: int) -> str:
+            spec = internal_spec(
+                attempt.ids.next(),
+                model,
+                await tokenization.encode_chat(model, messages),
+                [SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=text.eos_token_ids)],
+                started_at=exchange.started_at,
+                priority=priority,
+                cache_salt=self._settings.cache_salt(exchange.caller),
+                time_limit_s=self._settings.time_limit_s,
+            )
+            generation = EngineGeneration(spec, self._metrics)
+            return await self._lifecycle.complete(attempt, generation, feature=FEATURE)
 
-async def summarise_ahead(
-    prompt: Prompt, attempt: Attempt, held: HeldConversation, summary: Summary, room: int
-) -> None:
-    """The same behind the request's back."""
-    service = prompt.service
-    assert service.sessions is not None
-    outcome = "failed"
-    try:
-        summary = await _condensed(prompt, attempt, summary, room, priority=_AHEAD_PRIORITY)
-        stored = await service.sessions.store.get(held.owner, held.id)
-        if stored is not None and await service.sessions.store.summarise(
-            held.owner, held.id, stored.created_at, pack(summary)
-        ):
-            outcome = "done"
-    except (ApiError, DatabaseError) as error:
-        log.warning("turns could not be condensed ahead: %s", error, extra={"request_id": attempt.exchange.request_id})
-    service.metrics.context.summary("ahead", "done" if outcome == "done" else "failed")
+        def cut(words: str, most: int) -> str:
+            ids = text.encode(words, special=False)
+            return words if len(ids) <= most else text.decode(ids[:most])
 
-
-async def _condensed(prompt: Prompt, attempt: Attempt, summary: Summary, room: int, *, priority: int) -> Summary:
-    service, model = prompt.service, prompt.model
-    config, text = service.settings.conversations, model.text
-    note = min(config.note_tokens, max(16, room // 8))
-    budget = max(1, int(room * LEFT) - note)
-    conversation = prompt.conversation
-    upto = await service.in_thread(
-        fit_turns,
-        conversation.end,
-        start=max(conversation.first, summary.covers),
-        keep=config.keep_turns,
-        budget=budget,
-        target=budget,
-        count=prompt.counter(summary),
-    )
-
-    async def ask(messages: list[Message], tokens: int) -> str:
-        asked = await service.encode_chat(model, messages)
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=text.eos_token_ids)
-        generation = EngineGeneration(
-            model,
-            [Tokenized(asked, [params])],
-            id=attempt.ids.next(),
-            metrics=service.metrics,
-            started_at=attempt.exchange.started_at,
-            stops=[],
-            priority=priority,
-            cache_salt=service.cache_salt(attempt.exchange.caller),
-            time_limit_s=service.settings.time_limit_s,
+        tokens = Tokens(count=lambda words: len(text.encode(words, special=False)), cut=cut)
+        frame = len(await tokenization.encode_chat(model, question("")))
+        transcript = max(64, room - note - frame)
+        return await condense(
+            conversation,
+            summary,
+            upto,
+            ask=ask,
+            tokens=tokens,
+            room=SummaryBudget(note, max(note, room // 4), transcript),
         )
-        return await complete(service, attempt, generation, aside=FEATURE)
-
-    def cut(words: str, most: int) -> str:
-        ids = text.encode(words, special=False)
-        return words if len(ids) <= most else text.decode(ids[:most])
-
-    tokens = Tokens(count=lambda words: len(text.encode(words, special=False)), cut=cut)
-    frame = len(await service.encode_chat(model, question("")))
-    transcript = max(64, room - note - frame)
-    return await condense(
-        conversation, summary, upto, ask=ask, tokens=tokens, room=SummaryBudget(note, max(note, room // 4), transcript)
-    )

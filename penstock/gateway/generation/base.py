@@ -1,7 +1,8 @@
-"""What answers one HTTP request, whoever produces it.
+"""A generation: what answers one HTTP request, whichever kind of backend produces it.
 
-Two kinds: `EngineGeneration`, whose choices are token requests to an engine, and `Relay`, whose text another server
-writes. Everything around an answer (charges, limits, guardrails, rendering) works with this.
+There are two kinds. The choices of an `EngineGeneration` are token requests to an engine; the text of a
+`RemoteGeneration` is written by another server. Everything around an answer (admission, charges, guardrails, rendering)
+works with this base, which also observes latencies and counts what is paid for.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.gateway.generation.choice import Piece
-from penstock.gateway.moderation.guardrails import OutputGuard
-from penstock.gateway.moderation.stream import Screen
-from penstock.gateway.rag.retrieval import Retrieved
+from penstock.gateway.accounting.admission import EngineDemand
+from penstock.gateway.generation.choice import Piece, TextGuard
+from penstock.gateway.generation.sources import Sources
 from penstock.routing.registry import AnsweringModel
-from penstock.telemetry.timeline import Run
+from penstock.telemetry.context import sampled_trace
+from penstock.telemetry.metrics import Metrics, RequestMetrics
+from penstock.telemetry.timeline import EngineRun
 from penstock.text import TextModel
 
 
@@ -24,14 +26,14 @@ class Gate(Protocol):
     """What a generation may have to wait for before it runs."""
 
     async def wait(self, within: float | None = None) -> bool:
-        """Whether it is open; False when `within` seconds have passed. Raises when it will never be."""
+        """Whether it is open; False when `within` seconds have passed. Raises when it will never open."""
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, gets `error`."""
+        """Raise `error` in `wait`, now or later."""
 
 
 class ChoiceState(Protocol):
-    """How far a choice is."""
+    """How far a choice has got."""
 
     index: int
     finished: bool
@@ -42,36 +44,54 @@ class ChoiceState(Protocol):
     """When its first and its newest token arrived."""
 
 
+class PieceStream(Protocol):
+    """Stands between a generation and its reader, and may hold pieces back."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held back."""
+
+    async def next(self, within: float | None = None) -> list[Piece]:
+        """As `Generation.next`."""
+
+    async def close(self) -> None: ...
+
+
 class Generation(ABC):
     """All choices of one HTTP request."""
 
-    id: str
-    """Names it in the ledger, in the engine and to the client; never used before."""
-    model: AnsweringModel
-    replica: str
-    """Which engine or server of the model began it."""
     choices: Sequence[ChoiceState]
-    first_token_at: float | None = None
     text: TextModel | None = None
     """The model's tokenizer, where it is known here."""
-    retrieved: Retrieved | None = None
+    sources: Sources | None = None
     """What the answer was given to draw from."""
-
-    asks_at: float | None = None
+    asked_at: float | None = None
     """When it asked to be admitted, if it did."""
     question: str | None = None
-    """What was asked, when the answer is to be judged."""
+    """What the user asked, when the answer is to be graded."""
     on_submit: Callable[[str], None] | None = None
     """Called with the name of the engine or server that begins it."""
+    moderated: PieceStream | None = None
+    """Holds pieces back until a moderation model has seen them."""
+    first_token_at: float | None = None
 
+    _observed: RequestMetrics
+    """Metrics of the replica; set when the replica gets the request, which is before its first token."""
     _submitted_at: float | None = None
+    _texts: list[list[str]] | None = None
 
-    screen: Screen | None = None
-    """What holds its text back until a moderation model has seen it."""
+    def __init__(self, id: str, model: AnsweringModel, replica: str, metrics: Metrics, started_at: float) -> None:
+        """`replica`: which engine or server of the model is expected to begin it."""
+        self.id = id
+        self.model = model
+        self.replica = replica
+        self._metrics = metrics
+        self._started_at = started_at
+        self._trace = sampled_trace()
 
     @abstractmethod
     def submit(self, gate: Gate | None = None) -> None:
-        """Run; with a `gate`, as soon as it opens (`next` waits for that). Raises what stands against it."""
+        """Run; with a `gate`, as soon as it opens (`next` waits for that). Raises what prevents it."""
 
     @abstractmethod
     async def next(self, within: float | None = None) -> list[Piece]:
@@ -79,73 +99,31 @@ class Generation(ABC):
 
     @abstractmethod
     def fail(self, error: Exception) -> None:
-        """End now: nothing more is generated, and whoever waits in `next` gets `error`."""
+        """End now: nothing more is generated, and `next` raises `error`."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop whatever still runs. Safe to call twice."""
 
     @abstractmethod
-    async def quiet(self) -> None:
-        """After `close`: returns when the last word about what was cut off has been said, or nobody will say it."""
+    async def settled(self) -> None:
+        """After `close`: returns when the engine has reported its last tokens, or will not report any more."""
 
     @abstractmethod
-    def guard(self, make: Callable[[], OutputGuard]) -> None:
-        """Pass the text of every choice through guardrails."""
+    def guard(self, make: Callable[[], TextGuard]) -> None:
+        """Pass the text of every choice through a guard."""
 
     @abstractmethod
     def cut(self, index: int) -> None:
-        """End a choice because of what it says; whoever asks for that shows nothing more of it."""
-
-    async def shown(self, within: float | None = None) -> list[Piece]:
-        """New pieces as the client may see them; empty when `within` seconds pass without any."""
-        return await (self if self.screen is None else self.screen).next(within)
-
-    @property
-    def all_shown(self) -> bool:
-        return self.done and (self.screen is None or self.screen.idle)
-
-    @abstractmethod
-    def keep_text(self) -> None:
-        """Remember what is generated; for `texts`."""
+        """End a choice because of its content. The caller shows nothing more of it."""
 
     @abstractmethod
     def texts(self, most: int) -> list[tuple[str, str]] | None:
-        """The prompt and the answer of each choice, at most `most` characters of each, if they were to be kept."""
+        """Prompt and answer of each choice, at most `most` characters of each; None unless `keep_text` was called."""
 
     @abstractmethod
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         """What each choice did, for the request's timeline."""
-
-    def _run(
-        self,
-        choice: ChoiceState,
-        purpose: str,
-        prompt_tokens: int,
-        cached_tokens: int,
-        completion_tokens: int,
-        engine_s: tuple[float | None, float | None, float | None] = (None, None, None),
-    ) -> Run:
-        """`engine_s`: how long the engine says that the queue, the prompt and decoding took."""
-        queue_s, prefill_s, decode_s = engine_s
-        return Run(
-            engine=self.replica,
-            model=self.model.name,
-            choice=choice.index,
-            asked_at=self.asks_at,
-            submitted_at=self._submitted_at,
-            ended_at=time.monotonic(),
-            first_at=choice.first_at,
-            last_at=choice.last_at,
-            queue_s=queue_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            outcome=choice.outcome or "abort",
-            purpose=purpose,
-        )
 
     @property
     @abstractmethod
@@ -168,9 +146,25 @@ class Generation(ABC):
     def most_completion_tokens(self) -> int: ...
 
     @property
-    def recalled(self) -> bool:
-        """Whether the answer comes from a cache."""
+    def from_cache(self) -> bool:
+        """Whether the answer comes from the response cache."""
         return False
+
+    def demand(self) -> EngineDemand | None:
+        """What it asks of an engine's admission queue; None when it takes no engine of ours."""
+        return None
+
+    async def shown(self, within: float | None = None) -> list[Piece]:
+        """New pieces as the client may see them; empty when `within` seconds pass without any."""
+        return await (self if self.moderated is None else self.moderated).next(within)
+
+    @property
+    def all_shown(self) -> bool:
+        return self.done and (self.moderated is None or self.moderated.idle)
+
+    def keep_text(self) -> None:
+        """Keep what is generated, for `texts`."""
+        self._texts = [[] for _ in self.choices]
 
     @property
     def complete(self) -> bool:
@@ -187,11 +181,72 @@ class Generation(ABC):
         return outcomes.pop() if len(outcomes) == 1 else "mixed"
 
     def usage(self) -> dict[str, object]:
-        prompt, completion = self.prompt_tokens, self.completion_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
+        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    def _began(self, replica: str) -> None:
+        """A replica has got the request."""
+        self.replica = replica
+        self._observed = self._metrics.request(self.model.base_name, replica)
+        if self.on_submit is not None:
+            self.on_submit(replica)
+
+    def _observe_tokens(self, choice: ChoiceState, count: int, at: float) -> None:
+        """`count` new tokens of a choice arrived."""
+        if choice.last_at is None:
+            if self.first_token_at is None:
+                self.first_token_at = at
+            self._observed.ttft.observe(at - self._started_at, trace=self._trace)
+            choice.first_at = at
+        else:
+            self._observed.itl.observe((at - choice.last_at) / count, count)
+        choice.last_at = at
+
+    def _observe_end(self, at: float, prompt_tokens: int, completion_tokens: int) -> None:
+        observed = self._observed
+        observed.e2e.observe(at - self._started_at, trace=self._trace)
+        observed.generation_tokens.observe(completion_tokens)
+        observed.prompt_tokens.observe(prompt_tokens)
+
+    def _count_outcome(self, choice: ChoiceState) -> None:
+        self._metrics.finished(self.model.base_name, self.replica, choice.outcome or "unknown")
+
+    def _run(
+        self,
+        choice: ChoiceState,
+        purpose: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        completion_tokens: int,
+        engine_s: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> EngineRun:
+        """`engine_s`: how long queue, prefill and decode took, as the engine reports it."""
+        queue_s, prefill_s, decode_s = engine_s
+        return EngineRun(
+            engine=self.replica,
+            model=self.model.name,
+            choice=choice.index,
+            asked_at=self.asked_at,
+            submitted_at=self._submitted_at,
+            ended_at=time.monotonic(),
+            first_at=choice.first_at,
+            last_at=choice.last_at,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            outcome=choice.outcome or "abort",
+            purpose=purpose,
+        )
+
+
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    """The `usage` object of a reply."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }

@@ -1,4 +1,4 @@
-"""Chat messages, checked and flattened to what a chat template takes."""
+"""Chat messages, checked and flattened for the chat template."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] 
     return flat
 
 
+def user_texts(messages: list[ChatMessage]) -> list[str]:
+    """What the user says in a conversation, oldest first; it decides where a route leads."""
+    return [
+        message["content"]
+        for message in template_messages(messages)
+        if message["role"] == "user" and message["content"]
+    ]
+
+
 def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
     param = f"{at}.tool_call_id"
     if message.tool_call_id is None:
@@ -49,8 +58,9 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     for name in MESSAGE_UNSUPPORTED:
         if given(getattr(message, name)):
             raise not_supported(f"{at}.{name}")
+    # The annotations of an assistant message are its citations, which the model need not see again.
     if given(message.annotations) and message.role != "assistant":
-        raise not_supported(f"{at}.annotations")  # an assistant's say where its words came from, and nothing to it
+        raise not_supported(f"{at}.annotations")
     content = message.content
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
@@ -59,7 +69,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
             content = ""
         else:
             raise InvalidRequest(f"Missing required parameter: `{at}.content`.", param=f"{at}.content")
-    # `developer` is the newer name of the same thing; templates know only `system`.
+    # `developer` is the newer name of `system`; templates know only `system`.
     role = "system" if message.role == "developer" else message.role
     flat: dict[str, Any] = {"role": role, "content": _text(content, at)}
     if message.name is not None:

@@ -1,44 +1,32 @@
 """A generation that engines produce: submit requests, turn deltas into pieces of text, abort what is left.
 
-Invariant: whatever happens (client gone, error, stop string, time limit, drain), `close` leaves no request of
-ours in the engine, and `next` never waits beyond the time limit. The tokens of a choice that ended are those the client
-was told of; of one that was cut off, all that the engine had produced when it heard of it (after `quiet`).
+Invariant: whatever happens (client gone, error, stop string, time limit, drain), `close` leaves no request of this
+generation in the engine, and `next` never waits beyond the time limit. The tokens of a choice that ended are those the
+client was told of; of one that was cut off, all that the engine had produced when it was told (after `settled`).
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from penstock.backends.mailbox import Mailbox
-from penstock.engine.request import Delta, Request, SamplingParams
+from penstock.engine.request import Delta
+from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.generation.base import Gate, Generation
-from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece
-from penstock.gateway.moderation.guardrails import OutputGuard
-from penstock.gateway.rag.retrieval import Retrieved
-from penstock.gateway.response_cache.replay import Memory, Question, replayed
-from penstock.metering.engine_counts import engine_id
+from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, TextGuard
+from penstock.gateway.generation.replay import AnswerRecord, replayed
+from penstock.gateway.generation.sources import Sources
+from penstock.gateway.generation.spec import GenerationSpec
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
 from penstock.routing.registry import ServedModel
-from penstock.telemetry.context import sampled_trace
-from penstock.telemetry.metrics import Metrics, RequestMetrics
-from penstock.telemetry.timeline import Run
-from penstock.tools.toolbox import Toolbox
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.timeline import EngineRun
 
 GRACE_S = 5.0
-"""How much longer than the engine's own deadline the gateway waits before it stops believing in it."""
-LAST_WORDS_S = 10.0
-"""How long an engine that is alive may take to say how far an aborted request was."""
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt and the parameters of its choices, one entry per choice."""
-
-    tokens: list[int]
-    params: list[SamplingParams]
+"""How much longer than the engine's own deadline the gateway waits before it gives up on the engine."""
+LAST_REPORT_S = 10.0
+"""How long an engine that is alive may take to report the last tokens of an aborted request."""
 
 
 class EngineGeneration(Generation):
@@ -47,94 +35,39 @@ class EngineGeneration(Generation):
     model: ServedModel
     choices: list[Choice]
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompts: Sequence[Prompt],
-        *,
-        id: str | None = None,
-        metrics: Metrics,
-        started_at: float,
-        stops: list[str],
-        priority: int = 0,
-        cache_salt: str = "",
-        affinity: str = "",
-        patient: bool = True,
-        speculation: bool = True,
-        time_limit_s: float | None = None,
-        want_logprobs: bool = False,
-        discard: bool = False,
-        continuation: bool = False,
-        toolbox: Toolbox | None = None,
-        seeded: bool = False,
-        comparable: Question | None = None,
-    ) -> None:
-        """`id`: names it in the ledger, in the engine and to the client; never used before. `seeded`: the client chose
-        the seed, so the answer is the same every time. `comparable`: what the semantic cache may compare."""
-        self.id = id or uuid.uuid4().hex
-        self.model = model
+    def __init__(self, spec: GenerationSpec, metrics: Metrics) -> None:
+        model = spec.model
+        super().__init__(spec.id, model, model.backend.name, metrics, spec.started_at)
+        self.spec = spec
         self.text = model.text
-        self.prompts = prompts
-        self._prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self._prompt_tokens = sum(len(prompt.tokens) for prompt in spec.prompts)
         self.mailbox = Mailbox()
-        self.choices = []
-        self._requests: list[Request] = []
-        self._metrics = metrics
-        self.replica = model.backend.name
-        self._observed: RequestMetrics
-        """Of the replica: there from the moment it has the request, which is before its first delta."""
-        self._started_at = started_at
-        self._submitted_at: float | None = None
-        self._trace = sampled_trace()
-        self._texts: list[list[str]] | None = None
-        self._time_limit_s = time_limit_s
+        self._requests = spec.requests()
+        self.choices = [
+            Choice(
+                index,
+                model.text,
+                stops=spec.stops,
+                min_tokens=request.params.min_tokens,
+                want_logprobs=spec.logprobs,
+                discard=spec.prompt_only,
+                continuation=spec.continuation,
+                toolbox=spec.toolbox,
+            )
+            for index, request in enumerate(self._requests)
+        ]
         self._deadline: float | None = None
-        self._unfinished = sum(len(prompt.params) for prompt in prompts)
+        self._unfinished = len(self.choices)
         self._gate: Gate | None = None
         self._failure: Exception | None = None
-        self.on_submit: Callable[[str], None] | None = None
-        """Told which replica has it, if anybody wants to know."""
-        self.priority = priority
-        self.stops = stops
-        self.seeded = seeded
-        self.comparable = comparable
-        self.form = (want_logprobs, discard, continuation, toolbox is not None)
-        """What besides parameters and prompt decides how tokens become an answer."""
-        self._memory: Memory | None = None
-        self._recalled: Iterator[tuple[int, Delta]] | None = None
-        self._recalled_tokens = 0
-        for place, prompt in enumerate(prompts):
-            for number, params in enumerate(prompt.params):
-                request = Request(
-                    engine_id(self.id, place, number, counted=not discard),
-                    prompt.tokens,
-                    params,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    affinity=affinity,
-                    patient=patient,
-                    timeout_s=time_limit_s,
-                    speculation=speculation,
-                    adapter=model.adapter,
-                )
-                self._requests.append(request)
-                self.choices.append(
-                    Choice(
-                        len(self.choices),
-                        model.text,
-                        stops=stops,
-                        min_tokens=params.min_tokens,
-                        want_logprobs=want_logprobs,
-                        discard=discard,
-                        continuation=continuation,
-                        toolbox=toolbox,
-                    )
-                )
+        self._record: AnswerRecord | None = None
+        self._replay: Iterator[tuple[int, Delta]] | None = None
+        self._replayed_tokens = 0
 
-    def guard(self, make: Callable[[], OutputGuard]) -> None:
-        if self.choices[0].want_logprobs:
+    def guard(self, make: Callable[[], TextGuard]) -> None:
+        if self.spec.logprobs:
             raise InvalidRequest(
-                "`logprobs` would show what the guardrails of this server keep back, so it cannot be asked for here.",
+                "`logprobs` would show what the guardrails of this server hold back, so it is not allowed here.",
                 param="logprobs",
             )
         for choice in self.choices:
@@ -145,24 +78,20 @@ class EngineGeneration(Generation):
         ended, choice.finished, choice.outcome = choice.finished, True, CONTENT_FILTER
         if not ended:
             self._unfinished -= 1
-            if not self.recalled:
+            if not self.from_cache:
                 self.model.backend.abort(self._requests[index].request_id)
                 self._finished(choice, time.monotonic())
-
-    def keep_text(self) -> None:
-        self._texts = [[] for _ in self.choices]
 
     def texts(self, most: int) -> list[tuple[str, str]] | None:
         if self._texts is None:
             return None
-        prompts = [prompt.tokens for prompt in self.prompts for _ in prompt.params]
         decode = self.model.text.decode
         return [
-            (decode(tokens, skip_special=False)[:most], "".join(parts)[:most])
-            for tokens, parts in zip(prompts, self._texts, strict=True)
+            (decode(request.prompt, skip_special=False)[:most], "".join(parts)[:most])
+            for request, parts in zip(self._requests, self._texts, strict=True)
         ]
 
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         return [
             self._run(
                 choice,
@@ -175,36 +104,35 @@ class EngineGeneration(Generation):
             for choice in self.choices
         ]
 
-    def cite(self, retrieved: Retrieved, *, attribute: bool) -> None:
-        """Resolve the citations of every choice. `attribute`: see `Retrieved.citer`."""
-        self.retrieved = retrieved
+    def cite(self, sources: Sources, *, attribute: bool) -> None:
+        """Resolve the citations of every choice. `attribute`: see `Sources.citer`."""
+        self.sources = sources
         for choice in self.choices:
-            choice.citer = retrieved.citer(attribute=attribute)
+            choice.citer = sources.citer(attribute=attribute)
 
-    def remember(self) -> None:
-        """Keep what the engine says; for `memory`."""
-        self._memory = Memory(len(self.choices))
-
-    @property
-    def memory(self) -> list[Delta] | None:
-        """All that was said, a delta per choice, if it was kept and everything ended by itself."""
-        whole = self._memory is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
-        return self._memory.deltas if self._memory is not None and whole else None
+    def record(self) -> None:
+        """Record what the engine generates, for `recording`."""
+        self._record = AnswerRecord(len(self.choices))
 
     @property
-    def recalled(self) -> bool:
-        """Whether the answer comes from a cache."""
-        return self._recalled is not None
+    def recording(self) -> list[Delta] | None:
+        """The whole answer, a delta per choice, if it was recorded and every choice ended by itself."""
+        whole = self._record is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
+        return self._record.deltas if self._record is not None and whole else None
 
-    def recall(self, deltas: Sequence[Delta]) -> None:
-        """Say this instead of asking the engine."""
-        self._recalled = replayed(deltas)
-        self._recalled_tokens = sum(len(delta.tokens) for delta in deltas)
+    @property
+    def from_cache(self) -> bool:
+        return self._replay is not None
+
+    def replay(self, deltas: Sequence[Delta]) -> None:
+        """Answer with a recording instead of asking the engine."""
+        self._replay = replayed(deltas)
+        self._replayed_tokens = sum(len(delta.tokens) for delta in deltas)
         for index, request in enumerate(self._requests):
             self.mailbox.cached[index] = len(request.prompt)
 
     def submit(self, gate: Gate | None = None) -> None:
-        if self._recalled is not None:
+        if self._replay is not None:
             return
         self._gate = gate
         if gate is not None:
@@ -212,16 +140,13 @@ class EngineGeneration(Generation):
                 gate.fail(self._failure)
             return
         self._submitted_at = time.monotonic()
-        if self._time_limit_s is not None:
-            self._deadline = self._submitted_at + self._time_limit_s + GRACE_S
+        if self.spec.time_limit_s is not None:
+            self._deadline = self._submitted_at + self.spec.time_limit_s + GRACE_S
         try:
             for index, request in enumerate(self._requests):
                 replica = self.model.backend.submit(request, self.mailbox, index)
                 if not index:
-                    self.replica = replica or self.replica
-                    self._observed = self._metrics.request(self.model.base_name, self.replica)
-                    if self.on_submit is not None:
-                        self.on_submit(self.replica)
+                    self._began(replica or self.replica)
         except ApiError:
             self.close()
             raise
@@ -231,8 +156,8 @@ class EngineGeneration(Generation):
         return self._unfinished == 0
 
     async def next(self, within: float | None = None) -> list[Piece]:
-        if self._recalled is not None:
-            return self._next_recalled(self._recalled)
+        if self._replay is not None:
+            return self._next_replayed(self._replay)
         if self._gate is not None:
             if not await self._gate.wait(within):
                 return []
@@ -252,7 +177,7 @@ class EngineGeneration(Generation):
                     self._texts[piece.index].append(piece.text)
         return pieces
 
-    def _next_recalled(self, parts: Iterator[tuple[int, Delta]]) -> list[Piece]:
+    def _next_replayed(self, parts: Iterator[tuple[int, Delta]]) -> list[Piece]:
         for index, delta in parts:
             choice = self.choices[index]
             piece = None if choice.finished else choice.feed(delta)
@@ -261,7 +186,7 @@ class EngineGeneration(Generation):
                 if self._texts is not None:
                     self._texts[index].append(piece.text)
                 return [piece]
-        raise ServerError("A kept answer ended before its end.")
+        raise ServerError("A cached answer is incomplete.")
 
     def fail(self, error: Exception) -> None:
         self.close()
@@ -275,8 +200,8 @@ class EngineGeneration(Generation):
             self.model.backend.abort(request.request_id)
         self.mailbox.close()
 
-    async def quiet(self) -> None:
-        end = time.monotonic() + LAST_WORDS_S
+    async def settled(self) -> None:
+        end = time.monotonic() + LAST_REPORT_S
         while any(map(self._awaited, self.choices)) and (left := end - time.monotonic()) > 0:
             await self.mailbox.stirred(left)
         self.mailbox.close()
@@ -284,11 +209,19 @@ class EngineGeneration(Generation):
     def _awaited(self, choice: Choice) -> bool:
         return not choice.finished and self.model.backend.holds(self._requests[choice.index].request_id)
 
-    @property
-    def cache_key(self) -> str:
-        """Prompts share cached prefixes only under the same one."""
-        first = self._requests[0]
-        return f"{first.adapter}\0{first.cache_salt}"
+    def demand(self) -> EngineDemand | None:
+        if self._replay is not None:
+            return None
+        spec = self.spec
+        return EngineDemand(
+            id=self.id,
+            model=self.model,
+            priority=spec.priority,
+            prompts=[prompt.tokens for prompt in spec.prompts],
+            sequences=len(self.choices),
+            most_output=self.most_completion_tokens,
+            cache_key=f"{self.model.adapter}\0{spec.cache_salt}",
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -296,8 +229,8 @@ class EngineGeneration(Generation):
 
     @property
     def most_completion_tokens(self) -> int:
-        if self._recalled is not None:
-            return self._recalled_tokens
+        if self._replay is not None:
+            return self._replayed_tokens
         return sum(request.params.max_tokens for request in self._requests)
 
     @property
@@ -306,15 +239,15 @@ class EngineGeneration(Generation):
 
     def _tokens(self, choice: Choice) -> int:
         """Of a choice that has not ended: what has arrived, whether it was read or not."""
-        if choice.finished or choice.discard or self.recalled:
+        if choice.finished or choice.discard or self.from_cache:
             return choice.completion_tokens
         return self.mailbox.produced.get(choice.index, 0)
 
     @property
     def cached_tokens(self) -> int:
-        """Per prompt, what its first choice found in the cache; the others share with the first by design."""
+        """Per prompt, what its first choice found in the prefix cache; the others share with the first by design."""
         total = first = 0
-        for prompt in self.prompts:
+        for prompt in self.spec.prompts:
             total += self.mailbox.cached.get(first, 0)
             first += len(prompt.params)
         return total
@@ -327,9 +260,18 @@ class EngineGeneration(Generation):
             raise EngineLost("The engine gave up this request; try again.")
         if delta.finish_reason == "timeout" and not delta.tokens and not choice.completion_tokens:
             raise RequestTimeout("The request did not produce a token in the time allowed.")
-        self._observe(choice, delta, at)
-        if self._memory is not None:
-            self._memory.add(index, delta)
+        if delta.tokens:
+            self._observe_tokens(choice, len(delta.tokens), at)
+        if delta.queue_s is not None:
+            choice.queue_s = delta.queue_s
+            self._observed.queue.observe(delta.queue_s)
+        if delta.prefill_s is not None:
+            choice.prefill_s = delta.prefill_s
+            self._observed.prefill.observe(delta.prefill_s)
+        if delta.decode_s is not None:
+            choice.decode_s = delta.decode_s
+        if self._record is not None:
+            self._record.add(index, delta)
         piece = choice.feed(delta)
         if piece is not None and piece.finish_reason is not None:
             self._unfinished -= 1
@@ -349,34 +291,12 @@ class EngineGeneration(Generation):
         )
         return [piece for piece in pieces if piece is not None]
 
-    def _observe(self, choice: Choice, delta: Delta, at: float) -> None:
-        count = len(delta.tokens)
-        if count:
-            if choice.last_at is None:
-                if self.first_token_at is None:
-                    self.first_token_at = at
-                self._observed.ttft.observe(at - self._started_at, trace=self._trace)
-                choice.first_at = at
-            else:
-                self._observed.itl.observe((at - choice.last_at) / count, count)
-            choice.last_at = at
-        if delta.queue_s is not None:
-            choice.queue_s = delta.queue_s
-            self._observed.queue.observe(delta.queue_s)
-        if delta.prefill_s is not None:
-            choice.prefill_s = delta.prefill_s
-            self._observed.prefill.observe(delta.prefill_s)
-        if delta.decode_s is not None:
-            choice.decode_s = delta.decode_s
-
     def _finished(self, choice: Choice, at: float) -> None:
-        observed, tokens = self._observed, choice.completion_tokens
-        observed.e2e.observe(at - self._started_at, trace=self._trace)
-        observed.generation_tokens.observe(tokens)
-        observed.prompt_tokens.observe(len(self._requests[choice.index].prompt))
+        tokens = choice.completion_tokens
+        self._observe_end(at, len(self._requests[choice.index].prompt), tokens)
         if choice.first_at is not None:
             decode_s = at - choice.first_at if choice.decode_s is None else choice.decode_s
-            observed.decode.observe(decode_s)
+            self._observed.decode.observe(decode_s)
             if tokens > 1:
-                observed.per_token.observe(decode_s / (tokens - 1))
-        self._metrics.finished(self.model.base_name, self.replica, choice.outcome or "unknown")
+                self._observed.per_token.observe(decode_s / (tokens - 1))
+        self._count_outcome(choice)

@@ -1,8 +1,8 @@
-"""The other kind of generation: another server writes the answer, and its text is passed on.
+"""A generation that another server produces, whose text is passed on.
 
 Owns one task that reads the server's stream into pieces. Invariants: at most `MOST_UNREAD` pieces wait for a slow
-client, then the server waits too; the end of an answer is passed on together with what it used, once the server has
-said that; leaving closes the connection to the server.
+client, then the server waits too; the end of an answer is passed on together with its usage, once the server has
+reported that; closing the generation closes the connection to the server.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from penstock.backends.openai import Chunk, ChunkChoice, ChunkUsage
 from penstock.gateway.generation.base import Gate, Generation
-from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece
-from penstock.gateway.moderation.guardrails import OutputGuard
+from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece, TextGuard
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
 from penstock.routing.remotes import RemoteMember, RemoteModel
-from penstock.telemetry.context import sampled_trace
-from penstock.telemetry.metrics import Metrics, RequestMetrics
-from penstock.telemetry.timeline import Run
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.timeline import EngineRun
 
 MOST_UNREAD = 256
 _REASONS = frozenset(("stop", "length", "tool_calls", "content_filter"))
@@ -33,25 +31,24 @@ _REASONS = frozenset(("stop", "length", "tool_calls", "content_filter"))
 log = logging.getLogger("penstock.gateway")
 
 
-class RelayChoice:
+class RemoteChoice:
     """One choice of the server's answer."""
 
-    __slots__ = ("calls", "completion_tokens", "finished", "first_at", "guard", "index", "last_at", "outcome", "parts")
+    __slots__ = ("calls", "completion_tokens", "finished", "first_at", "guard", "index", "last_at", "outcome")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.finished = False
         self.outcome: str | None = None
         self.completion_tokens = 0
-        """Chunks with something in them: what tokens are until the server says how many there were."""
+        """Chunks with content: they stand for tokens until the server reports its usage."""
         self.first_at: float | None = None
         self.last_at: float | None = None
-        self.guard: OutputGuard | None = None
+        self.guard: TextGuard | None = None
         self.calls: set[int] = set()
-        self.parts: list[str] | None = None
 
     def read(self, sent: ChunkChoice) -> Piece:
-        """What a chunk adds. The piece that ends the choice has a reason."""
+        """What a chunk adds. The last piece of the choice has a finish reason."""
         piece = Piece(self.index, text=sent.delta.content or "")
         for call in sent.delta.tool_calls or ():
             piece.calls = piece.calls or []
@@ -70,49 +67,42 @@ class RelayChoice:
                 piece.finish_reason = CONTENT_FILTER
         if piece.finish_reason is not None:
             self.finished, self.outcome = True, piece.finish_reason
-        if self.parts is not None:
-            self.parts.append(piece.text)
         return piece
 
 
-class Relay(Generation):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSpec:
+    """What another server is asked to generate."""
+
+    id: str
+    """Names the generation in the ledger and to the client; never used before."""
+    model: RemoteModel
+    body: dict[str, Any]
+    choices: int
+    request_id: str
+    started_at: float
+    prompt_tokens: int
+    """An estimate, until the server reports its usage."""
+    most_tokens: int
+    """Completion tokens that are reserved."""
+    time_limit_s: float | None = None
+
+
+class RemoteGeneration(Generation):
     """An answer that another server writes."""
 
     model: RemoteModel
-    choices: list[RelayChoice]
+    choices: list[RemoteChoice]
 
-    def __init__(
-        self,
-        model: RemoteModel,
-        body: dict[str, Any],
-        *,
-        choices: int,
-        request_id: str,
-        metrics: Metrics,
-        started_at: float,
-        prompt_tokens: int,
-        most_tokens: int,
-        time_limit_s: float | None = None,
-    ) -> None:
-        """`prompt_tokens`: a guess, until the server says how many there were."""
-        self.id = uuid.uuid4().hex
-        self.model = model
-        self.replica = model.members[0].server.name
-        self.choices = [RelayChoice(index) for index in range(choices)]
-        self._body = body
-        self._request_id = request_id
-        self._metrics = metrics
-        self._observed: RequestMetrics | None = None
-        self._started_at = started_at
-        self._submitted_at: float | None = None
-        self._trace = sampled_trace()
-        self._guessed_prompt = prompt_tokens
-        self._most_tokens = most_tokens
-        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    def __init__(self, spec: RemoteSpec, metrics: Metrics) -> None:
+        super().__init__(spec.id, spec.model, spec.model.members[0].server.name, metrics, spec.started_at)
+        self.choices = [RemoteChoice(index) for index in range(spec.choices)]
+        self._spec = spec
+        self._deadline = None if spec.time_limit_s is None else time.monotonic() + spec.time_limit_s
         self._usage: ChunkUsage | None = None
         self._pieces: list[Piece] = []
         self._ends: list[Piece] = []
-        """What ends choices, kept back until the server's stream is over."""
+        """The last pieces of choices, held back until the server's stream is over."""
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
@@ -120,14 +110,11 @@ class Relay(Generation):
         self._reader: asyncio.Task[None] | None = None
 
     def submit(self, gate: Gate | None = None) -> None:
-        assert gate is None, "whoever runs the model has a queue of their own"
+        assert gate is None, "a remote server has a queue of its own"
         self._submitted_at = time.monotonic()
         member = self.model.choose()
-        self.replica = member.server.name
-        self._observed = self._metrics.request(self.model.base_name, self.replica)
-        if self.on_submit is not None:
-            self.on_submit(self.replica)
-        self._reader = asyncio.create_task(self._read(member), name=f"relay {self.id}")
+        self._began(member.server.name)
+        self._reader = asyncio.create_task(self._read(member), name=f"remote answer {self.id}")
 
     async def next(self, within: float | None = None) -> list[Piece]:
         if self._deadline is not None:
@@ -156,30 +143,26 @@ class Relay(Generation):
         if self._reader is not None and not self._reader.cancelling():
             self._reader.cancel()
 
-    async def quiet(self) -> None:
-        """Nothing is heard of what was cut off: the connection is closed."""
+    async def settled(self) -> None:
+        """A server reports nothing about an answer that was cut off: the connection is closed."""
 
-    def guard(self, make: Callable[[], OutputGuard]) -> None:
+    def guard(self, make: Callable[[], TextGuard]) -> None:
         for choice in self.choices:
             choice.guard = make()
 
     def cut(self, index: int) -> None:
         self.choices[index].finished, self.choices[index].outcome = True, CONTENT_FILTER
-        if self._finished and not self._over:
+        if self.complete and not self._over:
             self.close()
             self._end()
 
-    def keep_text(self) -> None:
-        for choice in self.choices:
-            choice.parts = []
-
     def texts(self, most: int) -> list[tuple[str, str]] | None:
-        if self.choices[0].parts is None:
+        if self._texts is None:
             return None
-        prompt = msgspec.json.encode(self._body["messages"]).decode()[:most]
-        return [(prompt, "".join(choice.parts or ())[:most]) for choice in self.choices]
+        prompt = msgspec.json.encode(self._spec.body["messages"]).decode()[:most]
+        return [(prompt, "".join(parts)[:most]) for parts in self._texts]
 
-    def runs(self, purpose: str = "") -> list[Run]:
+    def runs(self, purpose: str = "") -> list[EngineRun]:
         return [
             self._run(choice, purpose, self.prompt_tokens, self.cached_tokens, choice.completion_tokens)
             for choice in self.choices
@@ -191,7 +174,7 @@ class Relay(Generation):
 
     @property
     def prompt_tokens(self) -> int:
-        return self._guessed_prompt if self._usage is None else self._usage.prompt_tokens
+        return self._spec.prompt_tokens if self._usage is None else self._usage.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -205,36 +188,32 @@ class Relay(Generation):
 
     @property
     def most_completion_tokens(self) -> int:
-        return self._most_tokens
+        return self._spec.most_tokens
 
     async def _read(self, member: RemoteMember) -> None:
         try:
-            async with aclosing(self.model.answer(self._body, self._request_id, member)) as chunks:
+            async with aclosing(self.model.answer(self._spec.body, self._spec.request_id, member)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
-                    if self._finished and self._cut:
+                    if self.complete and self._cut:
                         break
                     while len(self._pieces) >= MOST_UNREAD:
                         self._room.clear()
                         await self._room.wait()
-            if not self._finished:
+            if not self.complete:
                 self._error = EngineLost("The server behind this model ended its answer early.")
         except ApiError as error:
-            if not self._finished:  # what breaks after the end breaks nothing
+            if not self.complete:  # an error after the last piece does not matter
                 self._error = error
         except Exception:
-            log.exception("relay failed", extra={"request_id": self._request_id, "model": self.model.name})
+            log.exception("remote answer failed", extra={"request_id": self._spec.request_id, "model": self.model.name})
             self._error = ServerError("The server failed on this request.")
         finally:
             self._end()
 
     @property
-    def _finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
-
-    @property
     def _cut(self) -> bool:
-        """Whether it was ended here, so that the server need not go on."""
+        """Whether a guard ended it here, so that the server need not go on."""
         return any(choice.outcome == CONTENT_FILTER and choice.guard is not None for choice in self.choices)
 
     def _end(self) -> None:
@@ -242,7 +221,10 @@ class Relay(Generation):
             self._over = True
             if self._error is None:
                 self._pieces += self._ends
-                self._observe_end()
+                if self._submitted_at is not None:
+                    self._observe_end(time.monotonic(), self.prompt_tokens, self.completion_tokens)
+                    for choice in self.choices:
+                        self._count_outcome(choice)
         self._arrived.set()
 
     def _take(self, chunk: Chunk) -> None:
@@ -254,8 +236,10 @@ class Relay(Generation):
                 continue
             choice = self.choices[sent.index]
             piece = choice.read(sent)
+            if self._texts is not None:
+                self._texts[sent.index].append(piece.text)
             if piece.text or piece.calls:
-                self._observe(choice, now)
+                self._observe_tokens(choice, 1, now)
             if piece.finish_reason is not None:
                 self._ends.append(piece)
             elif piece.text or piece.calls:
@@ -273,22 +257,3 @@ class Relay(Generation):
                 held = choice.guard.push("", final=True)[0] if choice.guard is not None else ""
                 self._ends.append(Piece(choice.index, text=held, finish_reason="length", stop_reason=TIME_LIMIT))
         self._end()
-
-    def _observe(self, choice: RelayChoice, now: float) -> None:
-        assert self._observed is not None
-        if choice.last_at is None:
-            self.first_token_at = self.first_token_at or now
-            choice.first_at = now
-            self._observed.ttft.observe(now - self._started_at, trace=self._trace)
-        else:
-            self._observed.itl.observe(now - choice.last_at)
-        choice.last_at = now
-
-    def _observe_end(self) -> None:
-        if self._observed is None:
-            return
-        self._observed.e2e.observe(time.monotonic() - self._started_at, trace=self._trace)
-        self._observed.prompt_tokens.observe(self.prompt_tokens)
-        self._observed.generation_tokens.observe(self.completion_tokens)
-        for choice in self.choices:
-            self._metrics.finished(self.model.base_name, self.replica, choice.outcome or "unknown")

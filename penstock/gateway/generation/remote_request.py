@@ -1,4 +1,4 @@
-"""From a conversation to the request for another server, as far as the two mean the same."""
+"""From a chat request to the body of a request to another server, as far as its options mean the same there."""
 
 from __future__ import annotations
 
@@ -8,51 +8,43 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.remote import Relay
-from penstock.gateway.generation.sampling import Limits, stop_strings
-from penstock.gateway.generation.schemas import ChatRequest
-from penstock.gateway.process.service import Service
+from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.remote import RemoteSpec
+from penstock.gateway.generation.sampling import TokenLimit, stop_strings
+from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
+from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.remotes import RemoteModel
 
-PASSED_ON = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "seed",
-    "n",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
+TOKEN_OPTIONS = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
+"""Options about tokens, which only the other server knows."""
+OWN_OPTIONS = (
+    *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
+    *("user", "safety_identifier", "metadata", "service_tier", "speculation", "prompt_cache_key", "store"),
+    *("conversation", "rag", "modalities", "server_tools"),
 )
-"""What means the same there; a server that does not know one of these refuses it itself."""
-TOKENS_OF_ITS_OWN = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
-"""What speaks of tokens, which are that server's own."""
-CHARACTERS_PER_TOKEN = 4
+"""Options that this gateway applies itself, or writes in another form."""
+PASSED_ON = tuple(
+    name for name in ChatRequest.__struct_fields__ if name not in (*TOKEN_OPTIONS, *OWN_OPTIONS, *CHAT_UNSUPPORTED)
+)
+"""All other options mean the same there; a server that does not know one of them refuses it itself."""
 UNLIMITED = 4096
-"""Tokens that an answer without a limit is expected to have at most, for what is reserved."""
+"""Completion tokens that are reserved for an answer without a limit."""
 
 
-def relay(
-    service: Service,
+def remote_spec(
     attempt: Attempt,
+    settings: GenerationSettings,
     request: ChatRequest,
     messages: Sequence[dict[str, Any]],
-    limit: Limits,
+    limit: TokenLimit,
     model: RemoteModel,
-) -> Relay:
-    """The generation in which `model` answers; `messages` have been checked."""
-    for name in TOKENS_OF_ITS_OWN:
+) -> RemoteSpec:
+    """What `model` is asked to generate; `messages` have been checked."""
+    for name in TOKEN_OPTIONS:
         if getattr(request, name):
             raise InvalidRequest(
-                f"`{name}` speaks of tokens, and those of `{model.name}`, which another server runs, are not known.",
+                f"`{name}` is about tokens; those of `{model.name}`, which another server runs, are not known here.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -68,14 +60,14 @@ def relay(
     attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
     n = request.n or 1
     characters = sum(len(message["content"]) for message in messages)
-    return Relay(
-        model,
-        body,
+    return RemoteSpec(
+        id=attempt.ids.next(),
+        model=model,
+        body=body,
         choices=n,
         request_id=attempt.exchange.request_id,
-        metrics=service.metrics,
         started_at=attempt.exchange.started_at,
         prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
         most_tokens=n * (most or model.context_window or UNLIMITED),
-        time_limit_s=service.settings.time_limit_s,
+        time_limit_s=settings.time_limit_s,
     )

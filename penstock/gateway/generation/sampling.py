@@ -1,4 +1,4 @@
-"""From a validated request to the engine's sampling parameters; what depends on the model is checked here."""
+"""From a request to the sampling parameters of the engine; what depends on the model is checked here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from penstock.engine.request import EngineInfo, SamplingParams
 from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.generation.schemas import Sampling
-from penstock.gateway.process.settings import GatewaySettings
+from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 
 SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TokenLimit:
     """How many tokens a request asks for, before the prompt's length is known."""
 
     max_tokens: int | None
@@ -28,7 +28,7 @@ def sampling_params(
     request: Sampling,
     info: EngineInfo,
     eos: tuple[int, ...],
-    limits: Limits,
+    limit: TokenLimit,
     *,
     logprobs: int | None,
     grammar: str = "",
@@ -44,7 +44,7 @@ def sampling_params(
             raise not_supported("stream_options.include_obfuscation")
     seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
-        max_tokens=limits.max_tokens or 0,
+        max_tokens=limit.max_tokens or 0,
         min_tokens=request.min_tokens or 0,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
@@ -65,7 +65,7 @@ def sampling_params(
 def fit(
     params: SamplingParams,
     prompt_tokens: int,
-    limits: Limits,
+    limit: TokenLimit,
     window: int,
     prompt_param: str,
     quota: int | None = None,
@@ -78,12 +78,12 @@ def fit(
     room = window - prompt_tokens
     if room < 1:
         raise exceeded(limit=window, prompt_tokens=prompt_tokens, param=prompt_param)
-    if limits.max_tokens is not None:
-        if limits.max_tokens > room:
-            raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limits.max_tokens, param=prompt_param)
-        max_tokens = limits.max_tokens
+    if limit.max_tokens is not None:
+        if limit.max_tokens > room:
+            raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limit.max_tokens, param=prompt_param)
+        max_tokens = limit.max_tokens
     else:
-        max_tokens = room if limits.default is None else min(room, limits.default)
+        max_tokens = room if limit.default is None else min(room, limit.default)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"`min_tokens` ({params.min_tokens}) is more than may be generated ({max_tokens}).", param="min_tokens"
@@ -91,19 +91,19 @@ def fit(
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
 
-def limits(asked: int | None, settings: GatewaySettings, *, default: int | None, param: str) -> Limits:
+def token_limit(asked: int | None, settings: GenerationSettings, *, default: int | None, param: str) -> TokenLimit:
     """Apply the server's own cap to what was asked."""
     cap = settings.max_tokens
     if asked is not None and cap is not None and asked > cap:
         raise InvalidRequest(f"`{param}` is {asked}; this server allows at most {cap}.", param=param)
     if cap is not None:
         default = cap if default is None else min(default, cap)
-    return Limits(asked, default, param)
+    return TokenLimit(asked, default, param)
 
 
-def with_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of the i-th choice: the same, with the next seed."""
-    return params if choice == 0 else replace(params, seed=(params.seed + choice) & SEED_MASK)
+def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:
+    """The parameters of each of `n` choices: the same, with the next seed."""
+    return [params, *(replace(params, seed=(params.seed + i) & SEED_MASK) for i in range(1, n or 1))]
 
 
 def stop_strings(request: Sampling) -> list[str]:
@@ -120,7 +120,7 @@ def check_token_ids(ids: tuple[int, ...] | list[int] | dict[int, float], vocab_s
         )
 
 
-def check_choices(prompts: int, n: int, settings: GatewaySettings) -> None:
+def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:
     if prompts * n > settings.max_choices:
         asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
         raise InvalidRequest(

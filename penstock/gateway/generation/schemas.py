@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct
 
 from penstock.gateway.app.decoding import Unsupported
-from penstock.gateway.rag.schemas import RagRequest
 
 INT64 = 2**63 - 1
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -164,6 +163,30 @@ class NamedConversation(Struct, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+
+
+QUERY_CHARACTERS = 4096
+SearchQuery = Annotated[str, Meta(min_length=1, max_length=QUERY_CHARACTERS)]
+SearchMode = Literal["hybrid", "vector", "bm25"]
+SearchCandidates = Annotated[int, Meta(ge=1, le=200)]
+SearchTopK = Annotated[int, Meta(ge=1, le=50)]
+
+
+class RagRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`rag` of a chat completion: answer from a collection."""
+
+    collection: Annotated[str, Meta(min_length=1, max_length=128)]
+    query: SearchQuery | None = None
+    """What to search for; the last message of the user when not given."""
+    mode: SearchMode | None = None
+    candidates: SearchCandidates | None = None
+    top_k: SearchTopK | None = None
+    rerank: bool | None = None
+    context_tokens: Annotated[int, Meta(ge=64)] | None = None
+    """Most tokens of sources; never more than the server allows."""
+    citations: Literal["auto", "model", "none"] | None = None
+    """model: the numbers the model writes are resolved. auto (the default): sentences that plainly come from a source
+    and have no number get one as well. none: nothing is resolved."""
 
 
 class ChatRequest(Sampling, kw_only=True):

@@ -1,10 +1,10 @@
 """One client's connection: bytes are parsed into requests, which are answered one after the other.
 
-Invariants: one request is answered at a time and few more wait, so what a connection holds is bounded; a head
-beyond `head_limit` or that nobody can read ends the connection with an answer; what is left of a body nobody wants is
-read and thrown away for a moment before the connection closes, so that the answer to it arrives. What the application
-lets escape is told to the listener's `Failure`, which may still answer; without an answer the connection ends. Nothing
-that is over refers to itself, so that memory is given back without a garbage collection, during which everybody waits.
+Invariants: one request is answered at a time and few more are queued, so the memory of a connection is bounded. A head
+that is malformed or larger than `head_limit` is answered with an error and ends the connection. The unread rest of a
+body is discarded for a moment before the connection closes, so that the client sees the reply. An exception that the
+application does not catch goes to the listener's `Failure`, which may still reply; without a reply the connection ends.
+Finished requests are not part of reference cycles, so their memory is freed without a garbage collection.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Failure = Callable[[Exception, Scope, Receive, Send | None], Awaitable[None]]
-"""Told of what escaped the application. It may answer with the last argument, unless that has begun already (None)."""
+"""Called with an exception that the application did not catch. The last argument sends a reply; it is None when a reply
+has begun already."""
 log = logging.getLogger("penstock.http")
 
 MOST_WAITING = 64
-"""Requests that were sent before the answers to earlier ones."""
+"""Pipelined requests that may wait for the replies to earlier ones."""
 BODY_AHEAD = 256 * 1024
-"""Bytes of a body that are read before somebody takes them."""
+"""Bytes of a body that are buffered before the application reads them."""
 UNSENT = 64 * 1024
-"""Bytes of an answer that wait for the client to read before the answer has to."""
+"""Bytes of a reply that are buffered for the client before sending blocks."""
 LINGER_S = 2.0
-"""How long the rest of an unwanted body is thrown away."""
+"""How long the unread rest of a body is discarded before the connection closes."""
 
 
 class Connections:
-    """What the connections of one listener share."""
+    """The state that the connections of one listener share."""
 
     def __init__(self, app: Application, failed: Failure, *, head_limit: int, receive_s: float, room: int) -> None:
-        """`room`: the most connections; others are told to come back."""
+        """`room`: the most connections; further ones are answered with 503."""
         self.app = app
         self.failed = failed
         self.head_limit = head_limit
@@ -52,14 +53,14 @@ class Connections:
         self.closing = False
 
     def sweep(self) -> None:
-        """Close connections that have been waited for long enough."""
+        """Close connections whose deadline has passed."""
         now = self.loop.time()
         for connection in [one for one in self.open if one.due is not None and one.due <= now]:
             connection.expire()
 
 
 class Connection(asyncio.Protocol):
-    """Also what the parser calls back (`on_…`)."""
+    """Receives the callbacks of the transport and of the parser (`on_…`)."""
 
     def __init__(self, shared: Connections) -> None:
         self._shared = shared
@@ -67,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._scheme: dict[str, Any] = {}
         self._coming: Request | None = None
-        """Whose head or body is arriving."""
+        """The request whose head or body is arriving."""
         self._answering: Request | None = None
         self._waiting: deque[Request] = deque()
         self._head_size = 0
@@ -75,10 +76,10 @@ class Connection(asyncio.Protocol):
         self._refusal = b""
         self._reading = True
         self._last = False
-        """Whether nothing that follows on this connection is read."""
+        """Whether no further request on this connection is read."""
         self.paused: asyncio.Future[None] | None = None
         self.due: float | None = None
-        """When the connection is closed, if what is waited for has not come until then."""
+        """The deadline of the client, by the clock of the event loop; None while there is none."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         shared = self._shared
@@ -105,7 +106,7 @@ class Connection(asyncio.Protocol):
         self._last = True
         for request in (self._answering, self._coming):
             if request is not None:
-                request.leave()
+                request.disconnect()
         self._coming = self._parser = None  # the parser refers to its connection
         self._waiting.clear()
         self.resume_writing()
@@ -119,7 +120,7 @@ class Connection(asyncio.Protocol):
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._last = True  # no other protocol is spoken here: this request is answered, and that is it
+            self._last = True  # upgrades are not supported: this request is answered, then the connection ends
             if self._answering is not None:
                 self._answering.keep_alive = False
         except httptools.HttpParserError:
@@ -142,7 +143,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._coming is not None
-        if self._in_head:  # what follows a chunked body is not asked for
+        if self._in_head:  # trailers of a chunked body are ignored
             self._coming.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -192,23 +193,23 @@ class Connection(asyncio.Protocol):
         try:
             await self._shared.app(scope, request.receive, request.send)
         except Exception as error:
-            if not (request.left and isinstance(error, ConnectionResetError)):
+            if not (request.disconnected and isinstance(error, ConnectionResetError)):
                 await self._failed(request, scope, error)
         finally:
-            if request.left:
+            if request.disconnected:
                 self._answering = None
             elif not request.done:
                 self._give_up(request)
 
     async def _failed(self, request: Request, scope: Scope, error: Exception) -> None:
-        silent = request.started or request.left
+        silent = request.started or request.disconnected
         try:
             await self._shared.failed(error, scope, request.receive, None if silent else request.send)
         except Exception:
-            log.exception("what tells of failures failed")
+            log.exception("the failure handler failed")
 
     def _give_up(self, request: Request) -> None:
-        """The application ended without a whole answer; half of one must not look like it."""
+        """The application ended without a complete reply; an incomplete one must not look complete."""
         if request.started:
             self._transport.abort()
         else:
@@ -238,14 +239,14 @@ class Connection(asyncio.Protocol):
             self._transport.close()
         else:
             self.due = self._shared.loop.time() + self._shared.receive_s
-            self.read_on()  # the end of a large body may have come while nobody took it
+            self.read_on()  # reading may have been paused by a large body
 
     def close_when_idle(self) -> None:
         if self._answering is None:
             self._transport.close()
 
     def expire(self) -> None:
-        """What was waited for has not come."""
+        """The deadline has passed."""
         self.due = None
         if self._coming is not None and not self._last:
             self._refuse(b"408 Request Timeout")
@@ -270,7 +271,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _linger(self) -> None:
-        """Say that nothing more comes; read what the client still sends, for a while."""
+        """Half-close; discard what the client still sends, for a while."""
         self._last = True
         self.due = self._shared.loop.time() + LINGER_S
         if self._transport.can_write_eof():
@@ -280,13 +281,13 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _refuse(self, status: bytes) -> None:
-        """Answer what is no request, and close."""
+        """Reply to something that is not a valid request, and close."""
         self._last = True
         answering = self._answering
         if answering is not None:
             if answering.complete:
-                return  # only what follows it cannot be read; the connection ends with its answer
-            answering.leave()
+                return  # only a later request is malformed; the connection ends after this reply
+            answering.disconnect()
             if answering.started:
                 self._transport.abort()
                 return
@@ -295,7 +296,7 @@ class Connection(asyncio.Protocol):
 
 
 def _origin_form(target: bytes) -> bytes:
-    """The path of a target that a proxy was meant by (`http://host/path`)."""
+    """The path of a target in absolute form, which clients send to proxies (`http://host/path`)."""
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:

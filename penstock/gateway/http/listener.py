@@ -1,7 +1,7 @@
-"""A port: accepts connections, and lets them go.
+"""A listening port: accepts connections and closes them at the end.
 
-Connections are accepted here, many at a time: libuv takes one per turn of the event loop, and under load, when a turn
-answers dozens of requests, new clients would wait for seconds beside old ones that are served at once.
+Connections are accepted here in batches: libuv accepts one per iteration of the event loop, and under load, when an
+iteration answers dozens of requests, new clients would wait for seconds while connected ones are served at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ log = logging.getLogger("penstock.http")
 
 BACKLOG = 4096
 AT_ONCE = 64
-"""Connections that are accepted in one turn of the event loop."""
+"""Connections that are accepted in one iteration of the event loop."""
 AGAIN_S = 0.1
-"""How long none is accepted when the system has no room for more."""
+"""How long to wait before accepting again when the system is out of resources."""
 
 
 class Listener:
@@ -35,8 +35,8 @@ class Listener:
         receive_s: float,
         room: int,
     ) -> None:
-        """`failed`: told of what `app` lets escape. `head_limit`: bytes of a request line and headers. `receive_s`: how
-        long a connection may send no request, or take to send the head of one. `room`: the most connections."""
+        """`failed` is called with exceptions that `app` does not catch. `head_limit`: bytes of a request line and its
+        headers. `receive_s`: how long a connection may be idle or take to send a head. `room`: most connections."""
         self._address = host, port
         self._shared = Connections(app, failed, head_limit=head_limit, receive_s=receive_s, room=room)
         self._listening: socket.socket | None = None
@@ -52,7 +52,7 @@ class Listener:
         self._sweeper = asyncio.create_task(self._sweep(), name="http sweeper")
 
     async def close(self, within: float) -> None:
-        """Accept nothing more; let what is being answered end, cut what has not after `within` seconds."""
+        """Stop accepting; let running requests finish for `within` seconds, then cancel them."""
         if self._listening is None or self._sweeper is None:
             return
         shared = self._shared
@@ -87,8 +87,8 @@ class Listener:
                 arrived, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file descriptor, no memory: some will be given back
-                log.error("no connection can be accepted: %s", error)
+            except OSError as error:  # out of file descriptors or memory, which is temporary
+                log.error("cannot accept connections: %s", error)
                 loop.remove_reader(self._listening.fileno())
                 self._again = loop.call_later(AGAIN_S, self._watch)
                 return
@@ -101,9 +101,9 @@ class Listener:
         try:
             arrived.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._shared.loop.connect_accepted_socket(lambda: Connection(self._shared), arrived)
-        except OSError as error:  # it has left already
+        except OSError as error:  # the client has disconnected already
             arrived.close()
-            log.debug("a connection ended before it began: %s", error)
+            log.debug("a connection ended before it was set up: %s", error)
 
     async def _sweep(self) -> None:
         interval = min(1.0, self._shared.receive_s / 4)

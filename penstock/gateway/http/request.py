@@ -1,8 +1,8 @@
-"""One request of a connection and the answer to it, as an ASGI application sees them.
+"""One request of a connection and its reply, as an ASGI application sees them.
 
-`receive` gives the body as it arrives and then waits for the client to leave; who only wants to know of that
-registers a callback (`departure`), which costs no task. `send` writes: a head waits for the first part of its body, so
-that a short answer is one packet, and a client that does not read makes only its own answer wait.
+`receive` gives the body as it arrives and then waits for the client to disconnect; code that only needs to know of the
+disconnect registers a callback (`on_disconnect`), which costs no task. `send` writes: the head waits for the first part
+of the body, so that a short reply is one packet, and a client that does not read delays only its own reply.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from urllib.parse import unquote
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
-Gone = Callable[[], None]
+Callback = Callable[[], None]
 
-DEPARTURE = "penstock.departure"
-"""Key of a scope: a function that takes what is to be called when the client leaves, or None for nothing any more."""
+ON_DISCONNECT = "penstock.on_disconnect"
+"""Key of a scope: a function that registers the callback for a disconnect of the client; None removes it."""
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
 _BODILESS = frozenset((204, 304))
 _DISCONNECT: Message = {"type": "http.disconnect"}
@@ -30,24 +30,24 @@ class Wire(Protocol):
     """What a request needs of its connection."""
 
     paused: asyncio.Future[None] | None
-    """Done when there is room to write again; None while there is."""
+    """Resolved when the socket accepts data again; None while it does."""
 
     def write(self, data: bytes) -> None: ...
 
     def read_on(self) -> None:
-        """Room for more of the body."""
+        """Resume reading: more of the body fits into the buffer."""
 
     def answered(self, request: Request, *, keep: bool) -> None:
-        """The answer is complete; `keep`: the connection may go on."""
+        """The reply is complete; `keep`: the connection may be used again."""
 
 
 class Request:
-    """What arrives is put in by the connection; the application takes it out and answers."""
+    """Filled by the connection, read and answered by the application."""
 
     __slots__ = (
+        "_callback",
         "_chunked",
         "_expects",
-        "_gone",
         "_head",
         "_keep",
         "_loop",
@@ -57,10 +57,10 @@ class Request:
         "_wire",
         "buffered",
         "complete",
+        "disconnected",
         "done",
         "headers",
         "keep_alive",
-        "left",
         "method",
         "started",
         "target",
@@ -76,25 +76,25 @@ class Request:
         self.version = "1.1"
         self.keep_alive = True
         self.buffered = 0
-        """Bytes of the body that nobody has taken yet."""
+        """Bytes of the body that the application has not read yet."""
         self.complete = False
         """Whether all of the body has arrived."""
-        self.left = False
+        self.disconnected = False
         self.started = False
         self.done = False
-        """Whether the answer is complete."""
+        """Whether the reply is complete."""
         self._parts: list[bytes] = []
         self._told = False
-        """Whether the application knows that the body is complete."""
+        """Whether the application has been told that the body is complete."""
         self._expects = False
         self._waiter: asyncio.Future[None] | None = None
-        self._gone: Gone | None = None
+        self._callback: Callback | None = None
         self._head = b""
         self._chunked = False
         self._keep = True
 
     def scope(self, scheme: dict[str, Any]) -> Scope:
-        """For the application, once the head has arrived. `scheme`: what all requests of the connection share."""
+        """The ASGI scope, once the head has arrived. `scheme`: the part that all requests of the connection share."""
         path, _, query = self.target.partition(b"?")
         text = path.decode("latin-1")
         for name, value in self.headers:
@@ -108,7 +108,7 @@ class Request:
             "raw_path": path,
             "query_string": query,
             "headers": self.headers,
-            DEPARTURE: self.departure,
+            ON_DISCONNECT: self.on_disconnect,
         }
 
     def feed(self, part: bytes) -> None:
@@ -120,18 +120,18 @@ class Request:
         self.complete = True
         self._wake()
 
-    def leave(self) -> None:
-        """The client has left."""
-        self.left = True
+    def disconnect(self) -> None:
+        """The client has disconnected."""
+        self.disconnected = True
         self._wake()
-        gone, self._gone = self._gone, None
-        if gone is not None and not self.done:
-            gone()
+        callback, self._callback = self._callback, None
+        if callback is not None and not self.done:
+            callback()
 
-    def departure(self, gone: Gone | None) -> None:
-        self._gone = gone
-        if gone is not None and self.left:
-            self._loop.call_soon(gone)
+    def on_disconnect(self, callback: Callback | None) -> None:
+        self._callback = callback
+        if callback is not None and self.disconnected:
+            self._loop.call_soon(callback)
 
     async def receive(self) -> Message:
         while True:
@@ -143,7 +143,7 @@ class Request:
                 if not self.complete:
                     self._wire.read_on()
                 return {"type": "http.request", "body": body, "more_body": not self.complete}
-            if self.left or self.done:
+            if self.disconnected or self.done:
                 return _DISCONNECT
             if self._expects and not self.started:
                 self._expects = False
@@ -155,13 +155,13 @@ class Request:
                 self._waiter = None
 
     async def send(self, message: Message) -> None:
-        if self.left:
-            raise ConnectionResetError("the client has left")
+        if self.disconnected:
+            raise ConnectionResetError("the client has disconnected")
         if message["type"] == "http.response.start":
             self._begin(message["status"], message["headers"])
             return
         if not self.started or self.done:
-            raise RuntimeError("an answer has one start, then its body, then an end")
+            raise RuntimeError("a response has one start, then its body, then an end")
         more: bool = message.get("more_body", False)
         body: bytes = message.get("body", b"")
         if self._chunked:
@@ -181,13 +181,13 @@ class Request:
 
     def finish(self) -> None:
         self.done = True
-        self._gone = None
+        self._callback = None
         self._wake()
         self._wire.answered(self, keep=self._keep)
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.started:
-            raise RuntimeError("an answer has one start")
+            raise RuntimeError("a response has one start")
         self.started = True
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
         sized, closes = status in _BODILESS, False
@@ -200,8 +200,8 @@ class Request:
         if not sized and self.version == "1.1":
             self._chunked = self.method != "HEAD"
             lines.append(b"transfer-encoding: chunked\r\n")
-        # Where the length is not said, the end of the connection is the end of the body; and what is left of a body
-        # that is answered early would be taken for the next request.
+        # Without a length, the end of the connection ends the body; and the unread rest of a request body would be
+        # taken for the next request.
         self._keep = self.keep_alive and not closes and (sized or self.version == "1.1") and self.complete
         if not self._keep and not closes:
             lines.append(b"connection: close\r\n")
@@ -219,7 +219,7 @@ _dated: tuple[int, bytes] = (0, b"")
 
 
 def _date() -> bytes:
-    """The last line of a head and its end; the same for a whole second."""
+    """The date header and the end of the head; computed once a second."""
     global _dated
     now = int(time.time())
     if _dated[0] != now:

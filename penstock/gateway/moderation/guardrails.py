@@ -1,8 +1,8 @@
 """Guardrails: the configured rules for what may go into a model and come out of it, per tenant and tier.
 
-Patterns apply in the order of the configuration, each to what the ones before it left; then moderation models are asked
-about the rest. Input is refused with 400 or rewritten before a model sees it; output is filtered as it streams, and a
-refused one ends where the match begins, or with the last window that passed.
+Patterns apply in the order of the configuration, each to what the ones before it left; then moderation models check the
+rest. Input is refused with 400 or rewritten before a model sees it; output is filtered as it streams, and a refused
+answer ends where the match begins, or with the last window that passed.
 """
 
 from __future__ import annotations
@@ -11,32 +11,31 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config.guardrails import GuardrailConfig
 from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.moderation.client import Moderation, Stage
-from penstock.gateway.moderation.models import moderator
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.moderation.moderators import ModerationBackends, moderator
+from penstock.gateway.moderation.rule import ModerationRule, Stage
+from penstock.gateway.moderation.stream import ModeratedStream
 from penstock.identity import Caller
 from penstock.protocol.errors import ContentBlocked, ServiceUnavailable
+from penstock.telemetry.metrics import Metrics
 from penstock.text.pattern_filter import LONGEST_PATTERN, StreamFilter, TextPattern, TooSlow
-
-if TYPE_CHECKING:
-    from penstock.gateway.moderation.stream import Check
-    from penstock.gateway.process.service import Service
 
 log = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 4096
 """Input up to this size is checked on the event loop."""
 _NO_TEXT = frozenset(("role", "type", "id", "tool_call_id"))
-"""Keys of a message whose values are not the client's own words."""
+"""Keys of a message whose values are not the client's text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One entry of the configuration, compiled."""
+class PatternRule:
+    """A guardrail of the kind `patterns`, compiled."""
 
     name: str
     config: GuardrailConfig
@@ -51,11 +50,11 @@ class Rule:
 
 
 class OutputGuard:
-    """The rules over the text of one choice."""
+    """The pattern rules over the text of one choice."""
 
     __slots__ = ("_filters", "_noted")
 
-    def __init__(self, rules: Sequence[Rule], noted: Callable[[Rule, int], None]) -> None:
+    def __init__(self, rules: Sequence[PatternRule], noted: Callable[[PatternRule, int], None]) -> None:
         self._noted = noted
         self._filters = [(rule, StreamFilter(pattern, rule.replacement)) for rule in rules for pattern in rule.patterns]
 
@@ -67,24 +66,25 @@ class OutputGuard:
             text, ended = stream.push(text, final=final)
             if stream.hits > before:
                 self._noted(rule, stream.hits - before)
-            if ended:  # what is left of the match passes the other rules, and is all there is
+            if ended:  # the text before the match still passes the other rules, and is the end
                 final = refused = True
         return text, refused
 
 
 class Guardrails:
-    """All rules of a gateway."""
+    """All rules of a gateway. Without any it does nothing."""
 
-    def __init__(self, configured: Sequence[GuardrailConfig], service: Service) -> None:
+    def __init__(self, configured: Sequence[GuardrailConfig], metrics: Metrics, backends: ModerationBackends) -> None:
         rules = [_compiled(config) for config in configured if config.kind == "patterns"]
         self._input = [rule for rule in rules if rule.config.stage != "output"]
         self._output = [rule for rule in rules if rule.config.stage != "input"]
-        self._metrics = service.metrics
+        self._metrics = metrics
         self._moderations = [
-            Moderation(config, moderator(service, config), service.metrics)
+            ModerationRule(config, moderator(config, backends), metrics)
             for config in configured
             if config.kind == "model"
         ]
+        self.checks_input = bool(self._input) or any(rule.config.stage != "output" for rule in self._moderations)
 
     async def close(self) -> None:
         for moderation in self._moderations:
@@ -92,31 +92,41 @@ class Guardrails:
 
     async def messages(self, exchange: Exchange, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation as a model may see it."""
+        if not self.checks_input:
+            return messages
         rules = [rule for rule in self._input if rule.applies(exchange.caller)]
         messages = await self._checked(rules, messages, "messages") if rules else messages
         await self._moderate(exchange, messages, "messages")
         return messages
 
     async def prompt(self, exchange: Exchange, text: str) -> str:
+        """Text as a model may see it."""
+        if not self.checks_input:
+            return text
         rules = [rule for rule in self._input if rule.applies(exchange.caller)]
         text = await self._checked(rules, text, "prompt") if rules else text
         await self._moderate(exchange, [text], "prompt")
         return text
 
-    def screening(self, exchange: Exchange) -> tuple[Check, int] | None:
-        """What says whether text of an answer may be shown, and how much is shown to it together; None when nothing
-        has to."""
+    def watch(self, exchange: Exchange, generation: Generation) -> None:
+        """Filter what the generation says."""
+        if not self._output and not self._moderations:
+            return
+        rules = [rule for rule in self._output if rule.applies(exchange.caller)]
+        if rules:
+            generation.guard(lambda: OutputGuard(rules, self._note_output))
         asked = self._asked(exchange, "output")
         if not asked:
-            return None
+            return
 
         async def check(text: str) -> bool:
-            said = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
-            return all(verdict == "passed" for verdict in said)
+            verdicts = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
+            return all(verdict == "passed" for verdict in verdicts)
 
-        return check, min(moderation.config.window for moderation in asked)
+        window = min(moderation.config.window for moderation in asked)
+        generation.moderated = ModeratedStream(generation, check, window)
 
-    def _asked(self, exchange: Exchange, stage: Stage) -> list[Moderation]:
+    def _asked(self, exchange: Exchange, stage: Stage) -> list[ModerationRule]:
         return [
             moderation
             for moderation in self._moderations
@@ -124,7 +134,7 @@ class Guardrails:
         ]
 
     async def _moderate(self, exchange: Exchange, values: Sequence[Any], param: str) -> None:
-        """Show each of `values`, messages or prompts, to the moderation models; raises what follows from it."""
+        """Have the moderation models check each of `values`, messages or prompts; raises when one does not pass."""
         asked = self._asked(exchange, "input")
         if not asked:
             return
@@ -139,17 +149,12 @@ class Guardrails:
                     code="moderation_unavailable",
                 )
 
-    def output(self, caller: Caller) -> Callable[[], OutputGuard] | None:
-        """Makes what watches a choice; None when nothing has to."""
-        rules = [rule for rule in self._output if rule.applies(caller)]
-        return (lambda: OutputGuard(rules, self._note_output)) if rules else None
-
-    async def _checked(self, rules: Sequence[Rule], value: Any, param: str) -> Any:
+    async def _checked(self, rules: Sequence[PatternRule], value: Any, param: str) -> Any:
         if _size(value) <= INLINE_CHARACTERS:
             return self._check(rules, value, param)
         return await asyncio.to_thread(self._check, rules, value, param)
 
-    def _check(self, rules: Sequence[Rule], value: Any, param: str) -> Any:
+    def _check(self, rules: Sequence[PatternRule], value: Any, param: str) -> Any:
         if isinstance(value, str):
             for rule in rules:
                 value = self._apply(rule, value, param)
@@ -160,7 +165,7 @@ class Guardrails:
             return [self._check(rules, item, param) for item in value]
         return value
 
-    def _apply(self, rule: Rule, text: str, param: str) -> str:
+    def _apply(self, rule: PatternRule, text: str, param: str) -> str:
         try:
             for pattern in rule.patterns:
                 if not pattern.found(text):
@@ -174,11 +179,11 @@ class Guardrails:
             raise self._refused(rule, param) from None
         return text
 
-    def _refused(self, rule: Rule, param: str) -> ContentBlocked:
+    def _refused(self, rule: PatternRule, param: str) -> ContentBlocked:
         self._metrics.guardrail(rule.name, "input", "refuse")
         return _blocked(rule.name, param)
 
-    def _note_output(self, rule: Rule, times: int) -> None:
+    def _note_output(self, rule: PatternRule, times: int) -> None:
         self._metrics.guardrail(rule.name, "output", rule.config.action, times)
 
 
@@ -192,7 +197,7 @@ def _blocked(rule: str, param: str) -> ContentBlocked:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """What a message says, its calls included."""
+    """The texts of a message, its calls included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -212,7 +217,7 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, list) else 0
 
 
-def _compiled(config: GuardrailConfig) -> Rule:
+def _compiled(config: GuardrailConfig) -> PatternRule:
     try:
         patterns = [TextPattern(source) for source in config.patterns]
         if config.words:
@@ -222,4 +227,4 @@ def _compiled(config: GuardrailConfig) -> Rule:
     for source in (*config.patterns, *config.words):
         if len(source) > LONGEST_PATTERN:
             raise ConfigError(f"guardrails: {config.name}: a pattern has more than {LONGEST_PATTERN} characters")
-    return Rule(config.name, config, tuple(patterns))
+    return PatternRule(config.name, config, tuple(patterns))

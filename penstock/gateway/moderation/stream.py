@@ -1,8 +1,8 @@
-"""Answers shown to moderation models before they are shown to clients, as they are generated.
+"""Streams that moderation models check before clients see them, while the engine goes on.
 
-The pieces of a choice are held back until they come to a window of text, or the choice ends; then the window is judged,
-together with the end of what was shown before it, while the engine goes on. Invariant: no piece is handed out whose
-text has not passed, and after one that did not nothing follows but the end of the choice.
+The pieces of a choice are held back until they fill a window of text, or the choice ends; then the window is checked,
+together with the end of what was shown before it. Invariant: no piece is handed out whose text has not passed, and
+after one that did not pass nothing follows but the end of the choice.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING
 
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, Piece
-
-if TYPE_CHECKING:
-    from penstock.gateway.generation.base import Generation
 
 Check = Callable[[str], Awaitable[bool]]
 """Whether a text may be shown."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """What is kept back of one choice."""
+class _HeldText:
+    """What is held back of one choice."""
 
     pieces: list[Piece] = field(default_factory=list)
     text: str = ""
@@ -42,14 +39,14 @@ class _Held:
         return bool(self.pieces) and (len(self.text) >= window or self.pieces[-1].finish_reason is not None)
 
 
-class Screen:
-    """Between one generation and whoever shows it."""
+class ModeratedStream:
+    """Stands between a generation and its reader."""
 
     def __init__(self, generation: Generation, check: Check, window: int) -> None:
         self._generation = generation
         self._check = check
         self._window = window
-        self._held = [_Held() for _ in generation.choices]
+        self._held = [_HeldText() for _ in generation.choices]
         self._checking: asyncio.Task[list[Piece]] | None = None
 
     @property
@@ -58,14 +55,14 @@ class Screen:
         return self._checking is None and not any(held.pieces for held in self._held)
 
     async def next(self, within: float | None = None) -> list[Piece]:
-        """As that of the generation: new pieces, now harmless; empty when `within` seconds pass without any."""
+        """New pieces that have passed; empty when `within` seconds go by without any."""
         until = None if within is None else monotonic() + within
         while True:
             left = None if until is None else max(until - monotonic(), 0.0)
             if self._checking is None:
                 due = [held for held in self._held if held.due(self._window)]
                 if due:
-                    self._checking = asyncio.create_task(self._judge(due), name="moderation of an answer")
+                    self._checking = asyncio.create_task(self._check_all(due), name="moderation of an answer")
                 elif self._generation.done:
                     return []
                 else:
@@ -87,11 +84,11 @@ class Screen:
             with suppress(asyncio.CancelledError):
                 await self._checking
 
-    async def _judge(self, due: list[_Held]) -> list[Piece]:
+    async def _check_all(self, due: list[_HeldText]) -> list[Piece]:
         """The pieces of these choices, or their ends."""
         return [piece for pieces in await asyncio.gather(*map(self._one, due)) for piece in pieces]
 
-    async def _one(self, held: _Held) -> list[Piece]:
+    async def _one(self, held: _HeldText) -> list[Piece]:
         harmless = not held.text or await self._check(held.before + held.text)
         pieces, held.pieces = held.pieces, []
         held.before, held.text = (held.before + held.text)[-self._window :], ""

@@ -25,6 +25,7 @@ from penstock.config.schema import (
     TelemetryConfig,
     TierConfig,
 )
+from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.dispatch import Resilience
@@ -158,6 +159,22 @@ class GatewaySettings:
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
     log_format: LogFormat = "text"
     log_level: str = "info"
+
+    @property
+    def generation(self) -> GenerationSettings:
+        return GenerationSettings(
+            body_limit=self.body_limit,
+            max_tokens=self.max_tokens,
+            default_max_tokens=self.default_max_tokens,
+            max_choices=self.max_choices,
+            time_limit_s=self.time_limit_s,
+            batch_time_limit_s=self.batches.time_limit_s,
+            engine_wait_s=self.engine_wait_s,
+            hold_status_s=self.hold_status_s,
+            keep_alive_s=self.keep_alive_s,
+            share_prefixes=self.share_prefixes,
+            record_text=self.telemetry.record_text,
+        )
 
     def price_book(self) -> PriceBook:
         """The configured prices; a model's own are what is left when no entry is for it."""

@@ -1,55 +1,56 @@
-"""A sample of answers graded by a model, behind the clients' backs: do they answer the question, do the sources bear
-them out?
+"""A sample of answers graded by a model after the clients have got them: do they address the question, and do the
+sources support them?
 
 Sampled answers wait in a bounded queue for one task, which asks the judge at the lowest priority, one at a time; what
-does not fit the queue is not judged, and counted. Grades go to metrics only: no text is kept, logged or billed.
+does not fit the queue is counted and not graded. Grades go to metrics only: no text is kept, logged or billed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from time import monotonic
+from typing import Any, Literal
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.schemas import ChoiceFormat
+from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.spec import internal_spec
+from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import ApiError, ServerError
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.context_metrics import ContextMetrics
-
-if TYPE_CHECKING:
-    from penstock.gateway.process.service import Service
 
 log = logging.getLogger(__name__)
 
 YES, NO = "yes", "no"
 SAMPLES = 4
-"""How often a question is put to the judge, at temperature 1: the mean of many grades is then the probability that it
-says yes, which tells more of a small model than its likeliest word."""
+"""How often the judge is asked a question, at temperature 1: the mean of many grades is then the probability that it
+says yes, which says more about a small model's opinion than its likeliest word."""
 MOST_CHARACTERS = 6000
-"""Of a question, an answer, or all sources: what a judge gets to read."""
-CHARACTERS_PER_TOKEN = 2.4
-"""Texts are cut to so many characters of the judge's window: more than it needs in almost any language."""
+"""Of a question, an answer, or all sources: what the judge gets to read."""
+WINDOW_SHARE = 0.6
+"""Share of the judge's window that texts are estimated to fill; the rest is a margin for other languages."""
 PRIORITY = 3
-"""After everything that anybody waits for, batches included."""
+"""After everything that a client waits for, batches included."""
 _LIMIT_S = 60.0
 _TASK = "You check answers."
 _RELEVANCE = "Question: {question}\nAnswer: {answer}\n\nDoes the answer address the question? Reply yes or no."
 _GROUNDEDNESS = "Sources: {sources}\n\nAnswer: {answer}\n\nDo the sources support the answer? Reply yes or no."
-_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """An answer to be judged."""
+class SampledAnswer:
+    """An answer to be graded."""
 
     question: str
     answer: str
@@ -59,15 +60,38 @@ class Sample:
     cache_salt: str
 
 
-class Judge:
-    """One per gateway process that judges."""
+class NoJudge:
+    """A gateway that grades no answers."""
 
-    def __init__(self, service: Service, config: JudgeConfig, *, draw: Callable[[], float] = random.random) -> None:
-        self._service = service
+    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def submit(self, exchange: Exchange, generation: Generation) -> None:
+        return
+
+
+class Judge:
+    """Grades answers of one gateway process."""
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        settings: GenerationSettings,
+        registry: ModelRegistry,
+        tokenization: Tokenization,
+        grammars: GrammarCache,
+        metrics: ContextMetrics,
+        *,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
         self._config = config
-        self._metrics: ContextMetrics = service.metrics.context
+        self._settings = settings
+        self._registry = registry
+        self._tokenization = tokenization
+        self._grammars = grammars
+        self._metrics = metrics
         self._draw = draw
-        self._queue: asyncio.Queue[Sample] = asyncio.Queue(config.queue)
+        self._queue: asyncio.Queue[SampledAnswer] = asyncio.Queue(config.queue)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -79,7 +103,7 @@ class Judge:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def choose(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
         if self._draw() >= self._config.rate:
             return
@@ -88,19 +112,21 @@ class Judge:
             generation.question = asked
             generation.keep_text()
 
-    def add(self, exchange: Exchange, generation: Generation) -> None:
-        """Take a marked answer that is complete; never waits."""
+    def submit(self, exchange: Exchange, generation: Generation) -> None:
+        """Take an answer, if it was marked and is complete. Never waits."""
+        if generation.question is None or not generation.done:
+            return
         texts = generation.texts(MOST_CHARACTERS)
-        if generation.question is None or not texts or not texts[0][1].strip():
+        if not texts or not texts[0][1].strip():
             return
         route = next((value.decode() for name, value in exchange.extra_headers if name == b"x-penstock-route"), "")
-        sample = Sample(
+        sample = SampledAnswer(
             generation.question[:MOST_CHARACTERS],
             texts[0][1],
             _sources(generation, texts[0][1]),
             generation.model.name,
             route,
-            self._service.cache_salt(exchange.caller),
+            self._settings.cache_salt(exchange.caller),
         )
         try:
             self._queue.put_nowait(sample)
@@ -115,12 +141,12 @@ class Judge:
                 await self._judge(sample)
                 outcome = "judged"
             except ApiError as error:
-                log.info("an answer could not be judged: %s", error.message)
+                log.info("an answer could not be graded: %s", error.message)
             except Exception:
-                log.exception("an answer could not be judged")
+                log.exception("an answer could not be graded")
             self._metrics.judged(sample.model, sample.route, outcome)
 
-    async def _judge(self, sample: Sample) -> None:
+    async def _judge(self, sample: SampledAnswer) -> None:
         grade = await self._grade(sample, _RELEVANCE, question=sample.question, answer=sample.answer)
         self._metrics.relevance(sample.model, sample.route, grade)
         if sample.sources:
@@ -128,30 +154,28 @@ class Judge:
             grade = await self._grade(sample, _GROUNDEDNESS, sources=sources, answer=sample.answer)
             self._metrics.groundedness(sample.model, sample.route, grade)
 
-    async def _grade(self, sample: Sample, form: str, **texts: str) -> float:
+    async def _grade(self, sample: SampledAnswer, form: str, **texts: str) -> float:
         """How often the judge says yes, from 0 to 1; it can say nothing but yes or no."""
-        service = self._service
-        model = service.registry.route(self._config.model or sample.model).model
-        info = await model.backend.wait_ready(service.settings.engine_wait_s)
-        most = min(MOST_CHARACTERS, int(info.max_model_len * CHARACTERS_PER_TOKEN / len(texts)))
+        model = self._registry.route(self._config.model or sample.model).model
+        info = await model.backend.wait_ready(self._settings.engine_wait_s)
+        most = min(MOST_CHARACTERS, int(info.max_model_len * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
         question = form.format(**{name: text[:most] for name, text in texts.items()})
         messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
-        tokens = await service.encode_chat(model, messages)
-        grammar = await service.grammars.response_format(ChoiceFormat([YES, NO]))
+        tokens = await self._tokenization.encode_chat(model, messages)
+        grammar = await self._grammars.response_format(ChoiceFormat([YES, NO]))
         params = SamplingParams(max_tokens=4, stop_token_ids=model.text.eos_token_ids, grammar=grammar)
-        requests = [
-            Request(
-                f"judge:{next(_serial)}",
-                tokens[: info.max_model_len - params.max_tokens],
-                replace(params, seed=random.getrandbits(63)),
-                priority=PRIORITY,
-                cache_salt=sample.cache_salt,
-                timeout_s=_LIMIT_S,
-                adapter=model.adapter,
-            )
-            for _ in range(SAMPLES)
-        ]
-        said = await asyncio.gather(*(_word(model, request) for request in requests))
+        spec = internal_spec(
+            "judge",
+            model,
+            tokens[: info.max_model_len - params.max_tokens],
+            [replace(params, seed=random.getrandbits(63)) for _ in range(SAMPLES)],
+            started_at=monotonic(),
+            priority=PRIORITY,
+            cache_salt=sample.cache_salt,
+            time_limit_s=_LIMIT_S,
+            counted=False,
+        )
+        said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
         return said.count(YES) / SAMPLES
 
 
@@ -166,15 +190,9 @@ async def _word(model: ServedModel, request: Request) -> str:
 
 
 def _sources(generation: Generation, answer: str) -> tuple[str, ...]:
-    """What the answer cites; all it was given to draw from when it cites nothing."""
-    if generation.retrieved is None:
+    """The sources that the answer cites; all that it was given when it cites none."""
+    if generation.sources is None:
         return ()
-    given = {f"[{source.number}]": source.text for source in generation.retrieved.context.sources}
+    given = {f"[{number}]": text for number, text in generation.sources.texts().items()}
     cited = {number: text for number, text in given.items() if number in answer}
     return tuple(f"{number} {text}" for number, text in (cited or given).items())
-
-
-def judge_answer(service: Service, exchange: Exchange, generation: Generation) -> None:
-    """Hand a complete answer to the judge, if it was chosen."""
-    if service.judge is not None and generation.question is not None and generation.done:
-        service.judge.add(exchange, generation)

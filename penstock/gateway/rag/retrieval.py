@@ -1,8 +1,8 @@
-"""`rag` on a conversation: search while the engine is waited for, then put what was found in front of the question.
+"""`rag` on a conversation: search while the request waits for its engine, then put the sources before the question.
 
-The search begins as soon as the messages are known to be allowed; the route, the grammar and the length of the prompt
-without sources are worked out meanwhile. Sources go into this request's prompt only: what the client sent, and what is
-stored of a conversation, stays as it was.
+The search begins as soon as the messages have passed the content filter; the route, the grammar and the length of the
+prompt without sources are worked out meanwhile. Sources go into this request's prompt only: what the client sent, and
+what is stored of a conversation, stays as it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
 from penstock.gateway.rag.library import KnowledgeLibrary
-from penstock.gateway.rag.schemas import QUERY_CHARACTERS, RagRequest, SearchRequest
+from penstock.gateway.rag.schemas import SearchRequest
 from penstock.knowledge.citations import Citation, Citer
 from penstock.knowledge.entities import Chunk, Collection, KnowledgeError, Passage
 from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
@@ -32,8 +33,8 @@ TELLING_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieved:
-    """What an answer was given to draw from."""
+class RetrievedSources:
+    """What an answer was given to draw from; see `generation.sources.Sources`."""
 
     collection: Collection
     context: Context
@@ -42,17 +43,17 @@ class Retrieved:
     citations: Literal["auto", "model", "none"]
 
     def citer(self, *, attribute: bool) -> Citer | None:
-        """For one choice. `attribute`: text may be added to the answer."""
         if self.citations == "none":
             return None
         return Citer(self.context.sources, attribute=attribute and self.citations == "auto", question=self.query)
 
-    def dressed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation as the model gets it: with instructions, and the sources before the last question."""
+    def in_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return with_sources(with_instructions(messages), self.context)
 
+    def texts(self) -> dict[int, str]:
+        return {source.number: source.text for source in self.context.sources}
+
     def report(self) -> dict[str, Any]:
-        """The `rag` of a reply."""
         return {
             "collection": self.collection.id,
             "context_tokens": self.context.tokens,
@@ -64,7 +65,6 @@ class Retrieved:
         }
 
     def annotation(self, citation: Citation, *, flat: bool = False) -> dict[str, Any]:
-        """A citation and where it leads, as chat completions have it; `flat`: as responses do."""
         document = citation.source.passage.document
         cited = {
             "start_index": citation.start,
@@ -81,19 +81,31 @@ class Retrieved:
         }
 
 
+class CollectionSearch:
+    """Searches the collections of a tenant."""
+
+    def __init__(self, library: KnowledgeLibrary) -> None:
+        self._library = library
+
+    def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
+        return Retrieval(self._library, tenant, wanted, messages)
+
+
 class Retrieval:
-    """A search that runs while the rest of a request is prepared. Close it, whatever happens."""
+    """A search that runs while the rest of a request is prepared. It must be closed."""
 
     def __init__(
-        self, desk: KnowledgeLibrary, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]
+        self, library: KnowledgeLibrary, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]
     ) -> None:
         self._query = wanted.query or query_of(messages)
         self._wanted = wanted
-        self._most = desk.config.context_tokens
-        self._task = asyncio.create_task(self._search(desk, tenant, self._query), name="retrieval of a request")
+        self._most = library.config.context_tokens
+        self._task = asyncio.create_task(self._search(library, tenant, self._query), name="retrieval of a request")
 
-    async def result(self, count: Count, room: int) -> Retrieved:
-        """`count`: with the tokenizer of the model that answers; `room`: tokens left in its window."""
+    def instructed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return with_instructions(messages)
+
+    async def result(self, count: Count, room: int) -> RetrievedSources:
         collection, found = await self._task
         most = min(room, self._most, self._wanted.context_tokens or self._most)
         passages = found.passages
@@ -105,39 +117,41 @@ class Retrieval:
                 param="rag",
                 code="context_length_exceeded",
             )
-        return Retrieved(collection, context, found, self._query, self._wanted.citations or "auto")
+        return RetrievedSources(collection, context, found, self._query, self._wanted.citations or "auto")
 
     async def close(self) -> None:
         self._task.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # whoever wanted the result has been told
+        with suppress(asyncio.CancelledError, Exception):  # `result` has raised it already
             await self._task
 
-    async def _search(self, desk: KnowledgeLibrary, tenant: str, query: str) -> tuple[Collection, Found]:
-        collection = await find_collection(desk, tenant, self._wanted.collection, param="rag.collection")
-        return collection, await search(desk, collection, query, self._wanted)
+    async def _search(self, library: KnowledgeLibrary, tenant: str, query: str) -> tuple[Collection, Found]:
+        collection = await find_collection(library, tenant, self._wanted.collection, param="rag.collection")
+        return collection, await search(library, collection, query, self._wanted)
 
 
 async def search(
-    desk: KnowledgeLibrary, collection: Collection, query: str, wanted: RagRequest | SearchRequest
+    knowledge: KnowledgeLibrary, collection: Collection, query: str, wanted: RagRequest | SearchRequest
 ) -> Found:
-    keep = wanted.top_k or desk.config.passages
-    library = await desk.library()
+    keep = wanted.top_k or knowledge.config.passages
+    library = await knowledge.library()
     found = await guard(
         library.retriever.search(
             collection,
             query,
             mode=wanted.mode or "hybrid",
-            candidates=max(wanted.candidates or desk.config.candidates, keep),
+            candidates=max(wanted.candidates or knowledge.config.candidates, keep),
             keep=keep,
             rerank=wanted.rerank is not False,
         )
     )
-    desk.metrics.searched(found.seconds)
+    knowledge.metrics.searched(found.seconds)
     return found
 
 
-async def find_collection(desk: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None) -> Collection:
-    library = await desk.library()
+async def find_collection(
+    knowledge: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None
+) -> Collection:
+    library = await knowledge.library()
     found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
     if found is None:
         raise NotFound(f"There is no collection `{name[:128]}`.", param=param, code="collection_not_found")
@@ -154,7 +168,7 @@ async def guard(work: Awaitable[T]) -> T:
 
 
 def query_of(messages: Sequence[dict[str, Any]]) -> str:
-    """What the user asks: the last message, and the one before where the last says too little by itself."""
+    """What the user asks: the last message, with the one before it where the last alone says too little."""
     asked = [message["content"] for message in messages if message["role"] == "user"]
     if not asked:
         raise InvalidRequest("`rag` needs a message of the user, or `rag.query`.", param="rag")
@@ -164,7 +178,7 @@ def query_of(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def with_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation, told how to use sources: after what the system prompt says already."""
+    """The conversation with instructions on how to use sources, after the system prompt."""
     first, *rest = messages
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{INSTRUCTIONS}"}, *rest]

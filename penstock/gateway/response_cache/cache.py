@@ -1,8 +1,9 @@
-"""The response caches in front of generation: what may be looked up, under which key, and what is kept afterwards.
+"""The response cache in front of generation: what may be looked up, under which key, and what is cached afterwards.
 
-Invariants: a key and a partition hold everything that decides an answer (tenant, model, adapter, prompt or context,
-parameters, form), so nothing crosses from one tenant or setting to another; a lookup never fails a request, and waits
-for the encoder no longer than `cache.lookup_s`.
+There are two: the exact cache finds equal requests, the semantic cache similar ones. Invariants: a key and a partition
+hold everything that decides an answer (tenant, model, adapter, prompt or context, parameters, form), so nothing crosses
+from one tenant or setting to another; a lookup never fails a request, and waits for the encoder no longer than
+`cache.lookup_s`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -22,35 +23,68 @@ from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.response_cache.replay import decode_answer, encode_answer
+from penstock.gateway.generation.schemas import ChatRequest
+from penstock.gateway.generation.spec import CacheQuestion, GenerationSpec
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.cache_metrics import CacheMetrics
 
 log = logging.getLogger(__name__)
 
 HEADER = b"x-penstock-cache"
-Wish = Literal["off", "refresh", "exact", "semantic"]
-_WISHES = ("off", "refresh", "exact", "semantic")
+LONGEST_QUESTION = 1000
+"""Characters: about what an encoder reads, and what can be compared in no time."""
+CacheMode = Literal["off", "refresh", "exact", "semantic"]
+_MODES = ("off", "refresh", "exact", "semantic")
 _encode = msgspec.msgpack.Encoder().encode
+_answer_decoder = msgspec.msgpack.Decoder(list[Delta])
 
 
 @dataclass(slots=True)
-class Plan:
-    """How one request uses the caches."""
+class ResponseCacheLookup:
+    """How one request uses the cache."""
 
+    cache: ResponseCache
+    generation: EngineGeneration
     key: CacheKey
     exact: bool
     partition: CacheKey | None
     """Where the semantic cache looks; None: it does not."""
-    look: bool
+    read: bool
+    """Whether a cached answer may be given; otherwise it is replaced."""
     found: Literal["exact", "semantic", "miss"] = "miss"
     search: SearchResult = field(default_factory=SearchResult)
     match: CacheKey | None = None
-    """Of a semantic hit: the answer that was taken."""
+    """Of a semantic hit: the answer that was given."""
+
+    async def store(self, response_id: str) -> None:
+        await self.cache.store_answer(self, response_id)
 
 
-class Recall:
+class ResponseCacheOff:
+    """A gateway without a response cache."""
+
+    def question(self, request: ChatRequest, messages: list[dict[str, Any]]) -> None:
+        return None
+
+    def check(self, exchange: Exchange) -> None:
+        cache_mode(exchange, _OFF)
+
+    async def look_up(self, exchange: Exchange, generation: Generation) -> None:
+        cache_mode(exchange, _OFF)
+
+    async def suspect(self, tenant: str, response_id: str) -> bool:
+        return False
+
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        return 0
+
+    async def close(self) -> None:
+        return
+
+
+class ResponseCache:
     """Exact and semantic cache of one gateway process."""
 
     def __init__(
@@ -63,58 +97,89 @@ class Recall:
         self._index = None if embedder is None else SemanticIndex(store, embedder, config.threshold)
         self._opening: asyncio.Task[None] | None = None
 
-    def plan(self, exchange: Exchange, generation: EngineGeneration) -> Plan | None:
-        """None when the request has nothing to do with the caches."""
-        wish = wish_of(exchange, self.config)
-        if wish == "off":
+    def question(self, request: ChatRequest, messages: list[dict[str, Any]]) -> CacheQuestion | None:
+        """What the semantic cache compares: the last message, with those of otherwise equal requests."""
+        if self.config.semantic == "off":
             return None
-        steady = generation.seeded or all(params.greedy for params in _params(generation))
-        exact = wish == "exact" or (steady and self.config.exact == "on")
-        semantic = wish == "semantic" or (steady and self.config.semantic == "on")
-        if wish == "semantic":
+        *before, last = messages
+        if last["role"] != "user" or not 0 < len(last["content"]) <= LONGEST_QUESTION:
+            return None
+        # Who asks, and how the answer is delivered, does not decide what it says.
+        rest = msgspec.structs.replace(
+            request, messages=[], seed=request.seed if request.temperature != 0 else None, stream=None,
+            stream_options=None, user=None, safety_identifier=None, metadata=None, service_tier=None,
+            prompt_cache_key=None, speculation=None,
+        )  # fmt: skip
+        return CacheQuestion(last["content"], msgspec.json.encode((rest, before)))
+
+    def check(self, exchange: Exchange) -> None:
+        # An answer that is never cached: asking for a cache is an error, as where there is none.
+        cache_mode(exchange, _OFF)
+
+    async def look_up(self, exchange: Exchange, generation: Generation) -> ResponseCacheLookup | None:
+        if not isinstance(generation, EngineGeneration):
+            self.check(exchange)
+            return None
+        lookup = self._lookup(exchange, generation)
+        if lookup is None:
+            return None
+        exchange.timeline.follow("prepare")
+        with exchange.timeline.phase("cache"):
+            answer = await self._find(lookup) if lookup.read else None
+        if answer is not None:
+            generation.replay(answer)
+        else:
+            generation.record()
+        exchange.extra_headers.append((HEADER, lookup.found.encode()))
+        if lookup.exact:
+            self.metrics.looked("exact", hit=lookup.found == "exact")
+        if lookup.partition is not None and lookup.found != "exact":
+            self.metrics.looked("semantic", hit=lookup.found == "semantic")
+        return lookup
+
+    def _lookup(self, exchange: Exchange, generation: EngineGeneration) -> ResponseCacheLookup | None:
+        """None when the request does not use the cache."""
+        mode = cache_mode(exchange, self.config)
+        if mode == "off":
+            return None
+        spec = generation.spec
+        repeatable = spec.seeded or all(params.greedy for params in _params(spec))
+        exact = mode == "exact" or (repeatable and self.config.exact == "on")
+        semantic = mode == "semantic" or (repeatable and self.config.semantic == "on")
+        if mode == "semantic":
             exact = exact or self.config.exact != "off"
-        if wish == "refresh":
+        if mode == "refresh":
             exact, semantic = self.config.exact != "off", self.config.semantic != "off"
         if not exact and not semantic:
             return None
         tenant, model = exchange.caller.tenant, generation.model
-        common = [model.name, model.fingerprint, generation.stops, generation.form]
-        key = CacheKey(tenant, model.name, _digest([*common, *_parameters(generation), _prompts(generation)]))
+        common = [model.name, model.fingerprint, spec.stops, spec.form]
+        prompts = [prompt.tokens for prompt in spec.prompts]
+        key = CacheKey(tenant, model.name, _digest([*common, *_parameters(spec), prompts]))
         partition = None
-        if semantic and generation.comparable is not None and self._index is not None:
-            partition = CacheKey(tenant, model.name, _digest([*common, generation.comparable.context]))
-        return Plan(key, exact, partition, look=wish != "refresh")
+        if semantic and spec.cache_question is not None and self._index is not None:
+            partition = CacheKey(tenant, model.name, _digest([*common, spec.cache_question.context]))
+        return ResponseCacheLookup(self, generation, key, exact, partition, read=mode != "refresh")
 
-    async def find(self, plan: Plan, exchange: Exchange, generation: EngineGeneration) -> None:
-        """Have `generation` say a kept answer, if there is one; otherwise have it remember what it says."""
-        answer = await self._find(plan, generation) if plan.look else None
-        if answer is not None:
-            generation.recall(answer)
-        else:
-            generation.remember()
-        exchange.extra_headers.append((HEADER, plan.found.encode()))
-        if plan.exact:
-            self.metrics.looked("exact", hit=plan.found == "exact")
-        if plan.partition is not None and plan.found != "exact":
-            self.metrics.looked("semantic", hit=plan.found == "semantic")
-
-    async def keep(self, plan: Plan, generation: EngineGeneration, response_id: str) -> None:
-        """After the answer: store a new one; note where a semantic hit came from."""
-        if generation.recalled:
+    async def store_answer(self, lookup: ResponseCacheLookup, response_id: str) -> None:
+        """After the answer: store a new one; note which cached answer a semantic hit was."""
+        generation, key, match = lookup.generation, lookup.key, lookup.match
+        if generation.from_cache:
             self.metrics.saved_tokens.inc(generation.completion_tokens)
-        if plan.match is not None:
-            await self.store.put(_hit(plan.key.tenant, response_id), _encode([plan.match.model, plan.match.digest]))
+        if match is not None:
+            await self.store.put(_hit(key.tenant, response_id), _encode([match.model, match.digest]))
             return
-        deltas = generation.memory
+        deltas = generation.recording
         if deltas is None:
             return
-        await self.store.put(plan.key, encode_answer(deltas))
-        if plan.partition is not None and plan.search.vector and generation.comparable is not None:
+        await self.store.put(key, _encode(deltas))
+        question = generation.spec.cache_question
+        if lookup.partition is not None and lookup.search.vector and question is not None:
             assert self._index is not None
-            await self._index.add(plan.partition, generation.comparable.text, plan.key.digest, plan.search.vector)
+            await self._index.add(lookup.partition, question.text, key.digest, lookup.search.vector)
 
     async def suspect(self, tenant: str, response_id: str) -> bool:
-        """A user did not like an answer. If it was a semantic hit, the answer is forgotten, and counted as doubtful."""
+        """A user disliked an answer. If it was a semantic hit, the cached answer is dropped and counted as wrong."""
         note = _hit(tenant, response_id)
         found = await self.store.get(note)
         if found is None:
@@ -125,33 +190,38 @@ class Recall:
         self.metrics.suspected.inc()
         return True
 
+    async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
+        """Drop the answers of a tenant, a model or both; how many there were."""
+        return await self.store.evict(tenant, model)
+
     async def close(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         await self.store.close()
 
-    async def _find(self, plan: Plan, generation: EngineGeneration) -> list[Delta] | None:
-        if plan.exact and (answer := await self._answer(plan.key)) is not None:
-            plan.found = "exact"
+    async def _find(self, lookup: ResponseCacheLookup) -> list[Delta] | None:
+        if lookup.exact and (answer := await self._answer(lookup.key)) is not None:
+            lookup.found = "exact"
             return answer
-        if plan.partition is None or not self._encoder_up():
+        if lookup.partition is None or not self._encoder_up():
             return None
-        assert self._index is not None and generation.comparable is not None
+        question = lookup.generation.spec.cache_question
+        assert self._index is not None and question is not None
         try:
             async with asyncio.timeout(self.config.lookup_s):
-                plan.search = await self._index.search(plan.partition, generation.comparable.text)
+                lookup.search = await self._index.search(lookup.partition, question.text)
         except TimeoutError:
             self.metrics.gave_up.inc()
             return None
         except ApiError as error:
-            log.warning("the semantic cache could not be asked: %s", error)
+            log.warning("the semantic cache could not be searched: %s", error)
             return None
-        self.metrics.refused(plan.search.refusals)
-        for match in plan.search.matches:
-            key = replace(plan.key, digest=match.digest)
+        self.metrics.refused(lookup.search.refusals)
+        for match in lookup.search.matches:
+            key = replace(lookup.key, digest=match.digest)
             if (answer := await self._answer(key)) is not None:
-                plan.found, plan.match = "semantic", key
+                lookup.found, lookup.match = "semantic", key
                 return answer
         return None
 
@@ -160,14 +230,14 @@ class Recall:
         if found is None:
             return None
         try:
-            return decode_answer(found)
+            return _answer_decoder.decode(found)
         except msgspec.MsgspecError:
-            log.warning("an answer in the cache cannot be read; it is dropped")
+            log.warning("a cached answer cannot be decoded; it is dropped")
             await self.store.drop(key)
             return None
 
     def _encoder_up(self) -> bool:
-        """Nobody waits for an encoder to start: it is asked for, and used once it is there."""
+        """No request waits for the encoder to start: the first one starts it, later ones use it."""
         if self._embedder is None:
             return False
         if not self._embedder.up and (self._opening is None or self._opening.done()):
@@ -181,18 +251,21 @@ class Recall:
             log.warning("the encoder of the semantic cache is not up: %s", error)
 
 
-def wish_of(exchange: Exchange, config: CacheConfig) -> Wish | None:
-    """What the request itself says about the caches; raises when that cannot be."""
+_OFF = CacheConfig()
+
+
+def cache_mode(exchange: Exchange, config: CacheConfig) -> CacheMode | None:
+    """What the request itself asks of the cache; raises when there is no such cache."""
     sent = exchange.header(HEADER)
     if sent is None:
         return None
-    wish = sent.decode("latin-1").strip().lower()
-    if wish not in _WISHES:
-        raise InvalidRequest(f"The header `x-penstock-cache` is one of {', '.join(_WISHES)}.", param="x-penstock-cache")
+    mode = sent.decode("latin-1").strip().lower()
+    if mode not in _MODES:
+        raise InvalidRequest(f"The header `x-penstock-cache` is one of {', '.join(_MODES)}.", param="x-penstock-cache")
     on = {"exact": config.exact, "semantic": config.semantic}
-    if on.get(wish) == "off":
-        raise InvalidRequest(f"This server has no {wish} cache (`cache.{wish}` is off).", param="x-penstock-cache")
-    return cast(Wish, wish)
+    if on.get(mode) == "off":
+        raise InvalidRequest(f"This server has no {mode} cache (`cache.{mode}` is off).", param="x-penstock-cache")
+    return cast(CacheMode, mode)
 
 
 def open_store(config: CacheConfig) -> AnswerStore:
@@ -207,19 +280,13 @@ def _hit(tenant: str, response_id: str) -> CacheKey:
     return CacheKey(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
 
 
-def _params(generation: EngineGeneration) -> Iterable[SamplingParams]:
-    return (params for prompt in generation.prompts for params in prompt.params)
+def _params(spec: GenerationSpec) -> Iterable[SamplingParams]:
+    return (params for prompt in spec.prompts for params in prompt.params)
 
 
-def _parameters(generation: EngineGeneration) -> list[SamplingParams]:
+def _parameters(spec: GenerationSpec) -> list[SamplingParams]:
     """As far as they decide the answer: a seed does so only where the client chose it and noise is drawn."""
-    return [
-        params if generation.seeded and not params.greedy else replace(params, seed=0) for params in _params(generation)
-    ]
-
-
-def _prompts(generation: EngineGeneration) -> list[list[int]]:
-    return [prompt.tokens for prompt in generation.prompts]
+    return [params if spec.seeded and not params.greedy else replace(params, seed=0) for params in _params(spec)]
 
 
 def _digest(parts: object) -> str:

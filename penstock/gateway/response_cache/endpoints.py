@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.response_cache.cache import Recall
+from penstock.gateway.response_cache.cache import ResponseCache
 from penstock.protocol.errors import InvalidRequest
 
 
@@ -25,7 +25,7 @@ class AdminCacheQuery(Struct, forbid_unknown_fields=True):
 class CacheEndpoints:
     """The cached answers of a tenant, and of all tenants."""
 
-    def __init__(self, cache: Recall) -> None:
+    def __init__(self, cache: ResponseCache) -> None:
         self._cache = cache
 
     async def show_cache(self, exchange: Exchange) -> None:
@@ -50,9 +50,9 @@ class CacheEndpoints:
         await exchange.reply_json({"object": "cache.evicted", "answers": gone})
 
 
-async def _described(recall: Recall, tenant: str | None) -> dict[str, Any]:
-    size = await recall.store.size(tenant)
-    config = recall.config
+async def _described(cache: ResponseCache, tenant: str | None) -> dict[str, Any]:
+    size = await cache.store.size(tenant)
+    config = cache.config
     return {
         "object": "cache",
         "exact": config.exact,

@@ -1,8 +1,8 @@
-"""Tools that the server runs: the model answers, its calls are run, it sees the results and answers again.
+"""Server tools: the model answers, the gateway runs its calls, the model sees the results and answers again.
 
 Every answer of the model is a generation of its own, with its own reservation and charge, so that what is billed is the
 exact sum. The client sees one answer: text as it comes, calls and results as events beside it. The last step allowed
-must do without tools, so a loop always ends in words. What a tool does wrong is told to the model, not to the client.
+has no tools, so a loop always ends in text. A failing tool is reported to the model, not to the client.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from penstock.config.cache import CacheConfig
+from penstock.config.context import ToolsConfig
 from penstock.conversations import Message
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.conversations.turn import OpenTurn, Recorder
+from penstock.gateway.generation.assistant_message import AssembledCall
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
-from penstock.gateway.generation.prepare import prepare_chat
-from penstock.gateway.generation.respond import engaged, guard_output
-from penstock.gateway.generation.sampling import Limits
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.response import send_failure
+from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, FunctionDefinition, ToolDefinition
-from penstock.gateway.process.service import Service
-from penstock.gateway.quality.judge import judge_answer
-from penstock.gateway.response_cache.cache import wish_of
-from penstock.gateway.server_tools.steps import Call, Step, StepsRenderer, Totals, shown
+from penstock.gateway.generation.turn import Turn, TurnRecorder
+from penstock.gateway.server_tools.steps import StepMessage, StepsRenderer, StepTotals, shown
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.logging import RequestRecord, log_request
 from penstock.tools.execution import Offer, Outcome, ToolError, ToolRegistry
@@ -38,68 +36,90 @@ from penstock.tools.toolbox import MAX_CALLS
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-Render = Callable[[Generation, "Recorder | None", Totals], StepsRenderer]
+Render = Callable[[Generation, TurnRecorder, StepTotals], StepsRenderer]
 
 
-async def answer_with_tools(
-    service: Service,
-    attempt: Attempt,
-    request: ChatRequest,
-    limit: Limits,
-    turn: OpenTurn | None,
-    render: Render,
-) -> None:
-    """Answer a chat request that names tools of the server. Tools may answer otherwise next time: nothing is cached."""
-    exchange = attempt.exchange
-    wish_of(exchange, CacheConfig())
-    loop = _Loop(service, attempt, request, limit, turn, await offered(service, exchange, request), render)
-    with exchange.watched(loop.fail):
-        if request.stream:
-            await loop.stream()
-        else:
-            await loop.whole()
-    if loop.generation is not None:
-        judge_answer(service, exchange, loop.generation)
+class ToolAnswers(Protocol):
+    """Answers chat requests that name server tools."""
+
+    async def answer(
+        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
+    ) -> None: ...
 
 
-async def offered(service: Service, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
-    """The functions that the request asks for; a 400 when it asks for what is not there."""
-    if request.tools:
-        raise InvalidRequest("`tools` and `server_tools` cannot be used together.", param="server_tools")
-    if (request.n or 1) > 1:
-        raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
-    try:
-        return await registry_of(service).offers(exchange.caller.tenant, request.server_tools or ())
-    except ToolError as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
+class NoServerTools:
+    """A gateway where no tools can be registered."""
 
-
-def registry_of(service: Service) -> ToolRegistry:
-    if service.tools is None:
+    async def answer(
+        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
+    ) -> None:
         raise InvalidRequest("No tools are registered at this gateway.", param="server_tools")
-    return service.tools
 
 
-class _Loop:
-    """One request."""
+class ServerTools:
+    """The tools that a gateway runs for requests."""
 
     def __init__(
         self,
-        service: Service,
+        pipeline: GenerationPipeline,
+        registry: ToolRegistry,
+        config: ToolsConfig,
+        log_call: Callable[[RequestRecord], None],
+    ) -> None:
+        """`log_call`: takes the record of a call to the request log."""
+        self.pipeline = pipeline
+        self.registry = registry
+        self.config = config
+        self.log_call = log_call
+
+    async def answer(
+        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
+    ) -> None:
+        """Answer a chat request. A tool may give another result next time, so nothing is cached."""
+        exchange = attempt.exchange
+        self.pipeline.cache.check(exchange)
+        loop = _ToolLoop(self, attempt, request, limit, turn, await self._offers(exchange, request), render)
+        with exchange.watched(loop.fail):
+            if request.stream:
+                await loop.stream()
+            else:
+                await loop.whole()
+        if loop.generation is not None:
+            self.pipeline.grader.submit(exchange, loop.generation)
+
+    async def _offers(self, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
+        """The functions that the request asks for; a 400 when one does not exist."""
+        if request.tools:
+            raise InvalidRequest("`tools` and `server_tools` cannot be used together.", param="server_tools")
+        if (request.n or 1) > 1:
+            raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
+        try:
+            return await self.registry.offers(exchange.caller.tenant, request.server_tools or ())
+        except ToolError as error:
+            message = str(error)
+            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
+
+
+class _ToolLoop:
+    """The steps of one request."""
+
+    def __init__(
+        self,
+        tools: ServerTools,
         attempt: Attempt,
         request: ChatRequest,
-        limit: Limits,
-        turn: OpenTurn | None,
+        limit: TokenLimit,
+        turn: Turn,
         offers: dict[str, Offer],
         render: Render,
     ) -> None:
-        self._service = service
+        self._tools = tools
+        self._pipeline = tools.pipeline
+        self._settings = tools.pipeline.settings
         self._render = render
-        self._made: StepsRenderer | None = None
-        self._recorder: Recorder | None = None
-        self._spoke = False
-        """Whether the client has been shown any words: those of the next step then begin a line of their own."""
+        self._made: tuple[StepsRenderer, TurnRecorder] | None = None
+        self._has_shown_text = False
+        """The text of the next step then begins a new paragraph."""
         self._attempt = attempt
         self._exchange = attempt.exchange
         self._limit = limit
@@ -119,15 +139,15 @@ class _Loop:
         ]
         self._request = msgspec.structs.replace(request, tools=definitions or None)
         self._said: list[Message] = []
-        """Calls and results so far, as the conversation has them."""
-        self._totals = Totals()
+        """Answers, calls and results so far, as messages."""
+        self._totals = StepTotals()
         self._error: Exception | None = None
         self.generation: Generation | None = None
         self._running: set[asyncio.Task[Outcome]] = set()
-        self._limit_parallel = asyncio.Semaphore(service.settings.tools.max_parallel)
+        self._limit_parallel = asyncio.Semaphore(tools.config.max_parallel)
 
     def fail(self, error: Exception) -> None:
-        """The client left: nothing goes on for it."""
+        """The client left: abort everything that runs for it."""
         self._error = error
         if self.generation is not None:
             self.generation.fail(error)
@@ -146,8 +166,9 @@ class _Loop:
                     self._totals.events.append(found)
                 else:
                     pieces += found
-        body = self._renderer.whole([pieces])
-        await self._keep()
+        renderer, recorder = self._answer
+        body = renderer.whole([pieces])
+        await recorder.store(self._said)
         await self._exchange.reply(200, body)
 
     async def stream(self) -> None:
@@ -158,52 +179,49 @@ class _Loop:
                     data = b""
                     if not exchange.response_started:
                         await exchange.start_stream()
-                        data = self._renderer.opening()
+                        data = self._answer[0].opening()
+                    renderer, _ = self._answer
                     if isinstance(found, dict):
-                        data += self._renderer.tool_event(found)
+                        data += renderer.tool_event(found)
                     else:
-                        data += b"".join(map(self._renderer.event, found))
+                        data += b"".join(map(renderer.event, found))
                     if isinstance(found, list) and any(piece.finish_reason for piece in found):
-                        waiting = data  # the end is not sent before it is settled and kept
+                        waiting = data  # the end is not sent before it is settled and stored
                     else:
-                        await exchange.write(data or self._renderer.keep_alive)
-            await self._keep()
-            await exchange.end_stream(waiting + self._renderer.closing())
+                        await exchange.write(data or renderer.keep_alive)
+            renderer, recorder = self._answer
+            await recorder.store(self._said)
+            await exchange.end_stream(waiting + renderer.closing())
         except ApiError as error:
             if not exchange.response_started:
                 raise
-            exchange.record.finish_reason = "error"
-            self._service.metrics.failed(exchange.route, error.status, error.code or error.type)
-            await exchange.end_stream(waiting + self._renderer.failure(error))
-
-    async def _keep(self) -> None:
-        if self._recorder is not None:
-            await self._recorder.keep(self._said)
+            await send_failure(exchange, self._answer[0], error, self._pipeline.metrics, before=waiting)
 
     async def _steps(self) -> AsyncGenerator[list[Piece] | dict[str, Any], None]:
-        """What the client sees, in order: pieces of text, events of calls; an empty list is a silence."""
-        most = self._service.settings.tools.max_steps
+        """What the client sees, in order: pieces of text and events of calls. An empty list: nothing new for a
+        while."""
+        most = self._tools.config.max_steps
         for number in range(1, most + 1):
             generation = await self._prepared(number, last=number == most)
-            step = Step()
-            apart = self._spoke
+            step = StepMessage()
+            apart = self._has_shown_text
             async with aclosing(self._run(generation, number)) as running:
                 async for pieces in running:
                     seen = []
                     for piece in pieces:
-                        step.hear(piece)
+                        step.add(piece)
                         if (visible := shown(piece)) is not None:
                             if visible.text and apart:
                                 visible.text, apart = f"\n\n{visible.text}", False
-                            self._spoke = self._spoke or bool(visible.text)
+                            self._has_shown_text = self._has_shown_text or bool(visible.text)
                             seen.append(visible)
                     if seen or not pieces:
                         yield seen
-            said: Message = {"role": "assistant", "content": "".join(step.parts)}
-            if not step.goes_on:
+            said = step.body()
+            if not step.has_calls_to_run:
+                said.pop("tool_calls", None)
                 self._said.append(said)
                 return
-            said["tool_calls"] = [call.message() for call in step.calls]
             self._said.append(said)
             self._exchange.record.finish_reason = None
             async with aclosing(self._call(step.calls, number, generation)) as running_calls:
@@ -211,7 +229,7 @@ class _Loop:
                     yield event
 
     async def _prepared(self, number: int, *, last: bool) -> Generation:
-        """The model's next answer. What is forced is forced once: the first answer must call, the last must not."""
+        """The model's next answer. `tool_choice` holds for the first answer only; the last one has no tools."""
         exchange, request = self._exchange, self._request
         self._check()
         if last:
@@ -219,55 +237,49 @@ class _Loop:
         elif number > 1:
             request = msgspec.structs.replace(request, tool_choice=None)
         self._attempt.release()
-        told = len(exchange.extra_headers)
-        generation = await prepare_chat(
-            self._service, self._attempt, request, self._limit, self._turn, following=self._said
-        )
+        headers = len(exchange.extra_headers)
+        generation = await self._pipeline.chat(self._attempt, request, self._limit, self._turn, following=self._said)
         if number > 1:
-            del exchange.extra_headers[told:]
-        guard_output(self._service, exchange, generation)
-        self._begin(generation)
-        return generation
-
-    def _begin(self, generation: Generation) -> None:
+            del exchange.extra_headers[headers:]
+        self._pipeline.content_filter.watch(exchange, generation)
         self.generation = generation
         if self._made is None:
-            if self._turn is not None:
-                self._recorder = Recorder(self._service, self._attempt, generation, self._turn)
-            self._made = self._render(generation, self._recorder, self._totals)
-            self._exchange.timeline.response_id = self._made.response_id
-        elif self._recorder is not None:
-            self._recorder.generation = generation
+            recorder = self._turn.recorder(self._attempt, generation)
+            renderer = self._render(generation, recorder, self._totals)
+            self._made = renderer, recorder
+            exchange.timeline.response_id = renderer.response_id
+        else:
+            self._made[1].generation = generation
+        return generation
 
     @property
-    def _renderer(self) -> StepsRenderer:
+    def _answer(self) -> tuple[StepsRenderer, TurnRecorder]:
+        """Writes and stores the answer; there from the first step on."""
         assert self._made is not None
         return self._made
 
     async def _run(self, generation: Generation, number: int) -> AsyncGenerator[list[Piece], None]:
-        settings = self._service.settings
-        async with engaged(self._service, self._attempt, generation, further=number > 1) as account:
+        settings = self._settings
+        async with self._pipeline.lifecycle.running(self._attempt, generation, further=number > 1) as account:
             wait = settings.hold_status_s if number == 1 else settings.keep_alive_s
-            opened = account is None
+            opened = False
             try:
                 while not generation.all_shown:
                     pieces = await generation.shown(wait)
                     wait = settings.keep_alive_s
-                    if account is not None:
-                        if not opened:
-                            await account.opened()
-                            opened = True
-                        account.note()
+                    if not opened:
+                        await account.opened()
+                        opened = True
+                    account.note()
                     yield pieces
-                if account is not None:
-                    await account.ended(generation.outcome or "stop")
+                await account.ended(generation.outcome or "stop")
             finally:
                 self._totals.add(generation)
 
     async def _call(
-        self, calls: list[Call], step: int, generation: Generation
+        self, calls: list[AssembledCall], step: int, generation: Generation
     ) -> AsyncGenerator[dict[str, Any] | list[Piece], None]:
-        """Run the calls of a step side by side; an event for each when it begins and when it ends."""
+        """Run the calls of a step in parallel; yields an event when each begins and when it ends."""
         began = time.monotonic()
         tasks: dict[asyncio.Task[Outcome], int] = {}
         for index, call in enumerate(calls):
@@ -281,7 +293,7 @@ class _Loop:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(
-                    pending, timeout=self._service.settings.keep_alive_s, return_when=asyncio.FIRST_COMPLETED
+                    pending, timeout=self._settings.keep_alive_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 self._check()
                 for task in sorted(done, key=lambda task: tasks[task]):
@@ -308,7 +320,7 @@ class _Loop:
             for index, call in enumerate(calls)
         ]
 
-    async def _one(self, call: Call, index: int, generation: Generation) -> Outcome:
+    async def _one(self, call: AssembledCall, index: int, generation: Generation) -> Outcome:
         async with self._limit_parallel:
             offer = self._offers.get(call.name)
             at, began = time.time(), time.monotonic()
@@ -322,16 +334,16 @@ class _Loop:
                 elif index >= MAX_CALLS:
                     outcome = Outcome(f"Error: more than {MAX_CALLS} calls at once are not run.", ok=False)
                 else:
-                    outcome = await registry_of(self._service).call(offer, arguments)
+                    outcome = await self._tools.registry.call(offer, arguments)
             self._exchange.timeline.note(f"tool {call.name}", began)
             self._log(offer, outcome, at + index * 1e-6, time.monotonic() - began, generation)
             return outcome
 
     def _log(self, offer: Offer | None, outcome: Outcome, at: float, seconds: float, generation: Generation) -> None:
-        """A call is a record of the request log like any other, under the id of its request."""
-        service, exchange = self._service, self._exchange
+        """Every call is a record of the request log, under the id of its request."""
+        exchange = self._exchange
         name = "unknown" if offer is None else offer.full_name
-        service.metrics.context.tool_call(name, outcome.ok, seconds)
+        self._pipeline.metrics.context.tool_call(name, outcome.ok, seconds)
         record = RequestRecord(
             exchange.request_id,
             f"tool:{name}",
@@ -345,5 +357,4 @@ class _Loop:
             finish_reason="stop" if outcome.ok else "error",
         )
         log_request(record)
-        if service.request_log is not None:
-            service.request_log.add(record)
+        self._tools.log_call(record)

@@ -1,1 +1,1 @@
-"""What gateway processes that share a port need to know of each other: limits, metrics, changed keys."""
+"""Several gateway processes on one port: shared limits, metrics, traces and key changes."""

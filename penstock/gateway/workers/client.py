@@ -1,4 +1,4 @@
-"""A worker's side of the desk: one connection, calls that wait for their answer, and what the desk asks of its own."""
+"""A worker's connection to the coordinator: calls that wait for a reply, and replies to what the coordinator asks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ log = logging.getLogger("penstock.gateway")
 Answer: TypeAlias = Decided | Collected | Found | Known
 
 REPORT_S = 1.0
-"""How old the count of a worker that dies may be."""
+"""How old the last known readings of a worker that dies may be."""
 
 
 class CoordinatorClient:
-    """Connection of one worker. When it breaks, the supervisor is gone and so is the worker's reason to live."""
+    """The connection of one worker. When it breaks, the supervisor has died and the worker has to end."""
 
     def __init__(
         self,
@@ -70,17 +70,19 @@ class CoordinatorClient:
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.lost = asyncio.Event()
-        """Set when the connection ended by itself."""
+        """Set when the connection has broken."""
 
     async def start(self) -> None:
         try:
             reader, self._writer = await asyncio.open_unix_connection(self._path)
         except OSError as error:
-            raise PenstockError(f"the supervisor's desk at {self._path} cannot be reached: {error.strerror}") from error
+            raise PenstockError(
+                f"cannot reach the supervisor's worker coordinator at {self._path}: {error.strerror}"
+            ) from error
         self._send(Join(self._worker))
         self._tasks = [
-            asyncio.create_task(self._read(Frames(reader, worker_decoder)), name="desk reader"),
-            asyncio.create_task(self._report(), name="desk reporter"),
+            asyncio.create_task(self._read(Frames(reader, worker_decoder)), name="coordinator reader"),
+            asyncio.create_task(self._report(), name="coordinator reports"),
         ]
 
     async def close(self) -> None:
@@ -97,7 +99,7 @@ class CoordinatorClient:
         try:
             answer = await self._call(lambda call: Reserve(call, id, list(limits), amounts))
         except asyncio.CancelledError:
-            self.settle(id, limits, amounts, Amounts(requests=0, concurrent=0))  # nobody will use what it may get
+            self.settle(id, limits, amounts, Amounts(requests=0, concurrent=0))  # the reservation will not be used
             raise
         assert isinstance(answer, Decided)
         return answer.decision
@@ -106,18 +108,18 @@ class CoordinatorClient:
         self._send(Settle(id, list(limits), reserved, used))
 
     async def tell_changed(self) -> None:
-        """Tenants or keys were changed here; returns when the other workers know."""
-        with contextlib.suppress(Overloaded):  # the supervisor is gone, and with it every worker
+        """Tenants or keys were changed here; returns when the other workers have refreshed theirs."""
+        with contextlib.suppress(Overloaded):  # the supervisor has died, and the workers end with it
             await self._call(Change)
 
     async def collect(self) -> list[Readings]:
-        """What all workers read together."""
+        """The merged readings of all workers."""
         answer = await self._call(lambda call: Collect(call, self._readings()))
         assert isinstance(answer, Collected)
         return answer.readings
 
     async def seek(self, query: TraceQuery) -> list[Shown]:
-        """What the other workers have."""
+        """The timelines of the other workers."""
         answer = await self._call(lambda call: Seek(call, query))
         assert isinstance(answer, Found)
         return answer.traces
@@ -126,7 +128,7 @@ class CoordinatorClient:
         call = next(self._numbers)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
-            raise _gone()
+            raise _lost()
         self._calls[call] = future
         try:
             self._send(message(call))
@@ -154,7 +156,7 @@ class CoordinatorClient:
                         self._changed()
                         self._send(Noted(number))
         except CoordinatorProtocolError as error:
-            log.error("the supervisor's desk sent %s", error)
+            log.error("protocol error of the worker coordinator: %s", error)
         finally:
             self.lost.set()
             self._fail_calls()
@@ -167,21 +169,21 @@ class CoordinatorClient:
     def _fail_calls(self) -> None:
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(_gone())
+                future.set_exception(_lost())
 
 
-def _gone() -> Overloaded:
+def _lost() -> Overloaded:
     return Overloaded("Limits cannot be checked at the moment; try again.", retry_after=1.0)
 
 
 class CoordinatedLimits(LimitStore):
-    """Limits counted at the desk, for all workers of this machine together. See `LimitStore`."""
+    """Limits counted by the coordinator, for all workers of this machine together. See `LimitStore`."""
 
-    def __init__(self, desk: CoordinatorClient) -> None:
-        self._desk = desk
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
 
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
-        return await self._desk.reserve(id, limits, amounts)
+        return await self._client.reserve(id, limits, amounts)
 
     async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
-        self._desk.settle(id, limits, reserved, used)
+        self._client.settle(id, limits, reserved, used)

@@ -1,9 +1,8 @@
-"""The desk: the one place on a machine where its gateway workers count what they share.
+"""The coordinator of the gateway workers on one machine: it counts limits, merges metrics and passes on key changes.
 
-It lives in the supervisor, which outlives every worker and without which none of them runs, so there is nothing here
-that could be away while a worker needs it. Invariants: a limit holds over all workers as over one; a worker that dies
-gives back the concurrency it held (what its requests used stays counted as reserved: nobody knows better); counters in
-the metrics never fall because a worker died.
+It runs in the supervisor, which outlives every worker, so it is available whenever a worker needs it. Invariants: a
+limit holds over all workers together; when a worker dies, the concurrency it held is released (the rest of its
+reservations stays counted in full, since the real usage is unknown) and no counter in the metrics decreases.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from penstock.telemetry.exposition import Readings
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 ANSWER_S = 1.0
-"""How long a worker that is busy is waited for; a scrape then shows what it said last."""
+"""How long to wait for a busy worker; after that, a scrape shows its last readings."""
 MOST_UNREAD = 2**20
-"""Bytes a worker may leave unread before it is not asked any more."""
+"""Bytes that a worker may leave unread; beyond that nothing is sent to it."""
 
 log = logging.getLogger("penstock.supervisor")
 
@@ -71,7 +70,7 @@ class _Worker:
 
 
 class _Round:
-    """Something that workers are asked or told, and from whom an answer is still to come."""
+    """A message to several workers, and those that have not replied yet."""
 
     def __init__(self, waiting: set[_Worker]) -> None:
         self.waiting = waiting
@@ -101,7 +100,7 @@ class WorkerCoordinator:
 
     @property
     def workers(self) -> int:
-        """How many have joined and are still there."""
+        """The number of workers that have joined and are connected."""
         return sum(worker.joined for worker in self._workers)
 
     async def __aenter__(self) -> WorkerCoordinator:
@@ -120,7 +119,7 @@ class WorkerCoordinator:
         self._path.unlink(missing_ok=True)
 
     def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._spawn(self._converse(reader, writer), "desk worker")
+        self._spawn(self._converse(reader, writer), "worker connection")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -136,9 +135,9 @@ class WorkerCoordinator:
                 await self._handle(worker, message)
                 await writer.drain()
         except ConnectionError:
-            pass  # it died; what follows is the same as for one that left
+            pass  # it died, which is handled like a disconnect
         except CoordinatorProtocolError as error:
-            log.error("gateway worker %s sent %s", worker.name, error)
+            log.error("protocol error of gateway worker %s: %s", worker.name, error)
         finally:
             self._workers.discard(worker)
             worker.heard.set()
@@ -173,7 +172,7 @@ class WorkerCoordinator:
                     answers.traces += traces
                     answers.without(worker)
             case Change(call):
-                self._spawn(self._pass_on(worker, call), "pass on a change")
+                self._spawn(self._announce(worker, call), "announce a key change")
             case Noted(number):
                 if (answers := self._rounds.get(number)) is not None:
                     answers.without(worker)
@@ -193,20 +192,20 @@ class WorkerCoordinator:
                         other.heard.clear()
                         await other.heard.wait()
         except TimeoutError:
-            log.warning("a gateway worker did not say in time what it measures; its last word is used")
+            log.warning("a gateway worker did not report its metrics in time; its last report is used")
         known = [worker.readings for worker in self._workers]
         asker.tell(Collected(call, merged([*known, self._departed])))
 
     async def _seek(self, asker: _Worker, call: int, query: TraceQuery) -> None:
-        answers = await self._round(asker, lambda number: Sought(number, query), "which requests it remembers")
+        answers = await self._round(asker, lambda number: Sought(number, query), "its recent requests")
         asker.tell(Found(call, answers.traces))
 
-    async def _pass_on(self, asker: _Worker, call: int) -> None:
-        await self._round(asker, Changed, "that it has noted a change of tenants or keys")
+    async def _announce(self, asker: _Worker, call: int) -> None:
+        await self._round(asker, Changed, "a key change")
         asker.tell(Known(call))
 
     async def _round(self, asker: _Worker, message: Callable[[int], ToWorker], what: str) -> _Round:
-        """Tell all workers but the one that asks, and wait for their answers, though not forever."""
+        """Send a message to all workers but the one that asks, and wait for their replies, up to `ANSWER_S`."""
         self._asked += 1
         number = self._asked
         answers = self._rounds[number] = _Round(self._workers - {asker})
@@ -216,7 +215,7 @@ class WorkerCoordinator:
             async with asyncio.timeout(ANSWER_S):
                 await answers.done.wait()
         except TimeoutError:
-            log.warning("a gateway worker did not say in time %s", what)
+            log.warning("a gateway worker did not reply in time: %s", what)
         finally:
             del self._rounds[number]
         return answers

@@ -15,7 +15,7 @@ from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.telemetry.exposition import render
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.timeline import Recent, Shown, TraceQuery, newest
+from penstock.telemetry.timeline import RecentTimelines, Shown, TraceQuery, newest
 
 
 class WorkerGroup(ABC):
@@ -46,7 +46,7 @@ class WorkerGroup(ABC):
 class SingleWorker(WorkerGroup):
     """The only process on its port."""
 
-    def __init__(self, metrics: Metrics, recent: Recent, refresh_keys: Callable[[], None]) -> None:
+    def __init__(self, metrics: Metrics, recent: RecentTimelines, refresh_keys: Callable[[], None]) -> None:
         self.limits = MemoryLimits()
         self.lost = asyncio.Event()
         self._metrics = metrics
@@ -73,7 +73,7 @@ class CoordinatedWorker(WorkerGroup):
     """One of several processes on a port, connected to the coordinator in the supervisor."""
 
     def __init__(
-        self, path: Path, number: int, metrics: Metrics, recent: Recent, refresh_keys: Callable[[], None]
+        self, path: Path, number: int, metrics: Metrics, recent: RecentTimelines, refresh_keys: Callable[[], None]
     ) -> None:
         self._client = CoordinatorClient(
             path, number, readings=metrics.registry.readings, changed=refresh_keys, traces=recent.find

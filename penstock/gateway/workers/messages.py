@@ -1,22 +1,22 @@
-"""The messages between a gateway worker and the desk of its supervisor, over one Unix socket per worker.
+"""The messages between a gateway worker and the coordinator in its supervisor, over one Unix socket per worker.
 
-    worker                               desk
+    worker                               coordinator
     Join              ──────────────────►            first
     Reserve           ──────────────────►
                       ◄──────────────────  Decided   one per reservation, in order of arrival
     Settle            ──────────────────►            no answer
     Change            ──────────────────►            tenants or keys were changed
                       ◄──────────────────  Changed   passed on to the others
-    Noted             ──────────────────►            what one of them remembers of them counts no more
-                      ◄──────────────────  Known     all have noted it
-    Report            ──────────────────►            now and then, and when asked
-                      ◄──────────────────  Ask       what do you read now?
+    Noted             ──────────────────►            one of them has refreshed its keys
+                      ◄──────────────────  Known     all have refreshed
+    Report            ──────────────────►            every second, and when asked
+                      ◄──────────────────  Ask       asks for current readings
     Collect           ──────────────────►
-                      ◄──────────────────  Collected what all workers read together
+                      ◄──────────────────  Collected the readings of all workers
     Seek              ──────────────────►            timelines of recent requests
                       ◄──────────────────  Sought    passed on to the others
-    Told              ──────────────────►            what one of them has
-                      ◄──────────────────  Found     what they have together
+    Told              ──────────────────►            the timelines of one of them
+                      ◄──────────────────  Found     the timelines of all
 
 A frame is its length in four bytes and the message in MessagePack.
 """
@@ -84,7 +84,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
     call: int
     readings: list[Readings]
-    """Those of the worker that asks."""
+    """The readings of the worker that asks."""
 
 
 class Decided(msgspec.Struct, frozen=True, tag="decided"):
@@ -130,7 +130,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class CoordinatorProtocolError(PenstockError):
-    """The other side of the socket does not speak this protocol."""
+    """The peer sent something that is not in this protocol."""
 
 
 def frame(message: ToCoordinator | ToWorker) -> bytes:

@@ -13,7 +13,8 @@ import pytest
 
 from penstock.backends.base import EngineClient, monotonic
 from penstock.engine.request import Delta, EngineInfo, Load, Request, SamplingParams, StepOutput, TokenLogprob
-from penstock.gateway.generation.engine import EngineGeneration, Prompt
+from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.spec import GenerationSpec, TokenPrompt
 from penstock.protocol.errors import EngineLost
 from penstock.protocol.messages import AdapterOperation, Sleep, Wake
 from penstock.routing.dispatch import Resilience
@@ -108,14 +109,15 @@ async def hear(
     params = SamplingParams(
         max_tokens=kind.get("max_tokens", 100), min_tokens=kind.get("min_tokens", 0), logprobs=kind.get("logprobs")
     )
-    generation = EngineGeneration(
-        ServedModel("tiny", text, replicas),
-        [Prompt([1, 2, 3], [params] * kind.get("n", 1))],
-        metrics=Metrics(lambda: ()),
+    spec = GenerationSpec(
+        id="answer",
+        model=ServedModel("tiny", text, replicas),
+        prompts=[TokenPrompt([1, 2, 3], [params] * kind.get("n", 1))],
         started_at=monotonic(),
         stops=kind.get("stops", []),
-        want_logprobs="logprobs" in kind,
+        logprobs="logprobs" in kind,
     )
+    generation = EngineGeneration(spec, Metrics(lambda: ()))
     heard = Heard()
     generation.submit()
     for number in range(1, 200):

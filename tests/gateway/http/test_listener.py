@@ -16,7 +16,7 @@ import uvloop
 
 from penstock.gateway.http.connection import BODY_AHEAD, MOST_WAITING
 from penstock.gateway.http.listener import Listener
-from penstock.gateway.http.request import DEPARTURE, Message, Scope
+from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from tests.gateway.conftest import free_port, garbage, until
 
 Receive = Callable[[], Awaitable[Message]]
@@ -58,7 +58,7 @@ class Echo:
             if not message["more_body"]:
                 break
         if path == "/wait":
-            scope[DEPARTURE](self.left.set)
+            scope[ON_DISCONNECT](self.left.set)
             await self.left.wait()
             return
         if path in ("/stream", "/half", "/flood"):

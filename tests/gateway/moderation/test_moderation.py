@@ -19,8 +19,8 @@ from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import TierConfig
 from penstock.engine.request import Request, StepOutput, TokenLogprob
 from penstock.errors import ConfigError
-from penstock.gateway.moderation.client import OVERLAP, PART, parts_of
-from penstock.gateway.moderation.models import yes_share
+from penstock.gateway.moderation.moderators import yes_share
+from penstock.gateway.moderation.rule import OVERLAP, PART, parts_of
 from penstock.gateway.process.settings import ModelSettings
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
@@ -341,7 +341,7 @@ async def test_kept_answers_are_judged_and_refused_ones_are_not_kept(
             await asyncio.sleep(0.05)
         assert len(engine.seen) == 3, "the good one was kept"
         endpoint.status = 500
-        running.service.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]
+        running.parts.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]
         assert await said(running, messages=user("good"), temperature=0) == ("", "content_filter")
         assert len(engine.seen) == 3
 

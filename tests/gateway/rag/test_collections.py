@@ -18,6 +18,7 @@ from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.schema import EncoderConfig, TierConfig
+from penstock.gateway.generation.model_access import ModelAccess
 from penstock.routing.encoders import Encoders
 from penstock.text import TextModel
 from tests.gateway.accounting.test_quotas import sign_in
@@ -318,12 +319,10 @@ async def a_conversation_keeps_the_question_and_not_the_sources(running: Running
 async def retrieval_runs_while_the_engine_is_waited_for(
     running: Running, text: TextModel, id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.gateway.generation import prepare as preparing
-
     order: list[str] = []
     say(running, text, "Yes.")
-    retriever = (await running.service.knowledge.library()).retriever
-    search, route = retriever.search, preparing.open_route
+    retriever = (await running.parts.knowledge.library()).retriever
+    search, route = retriever.search, ModelAccess.open
     searched = asyncio.Event()
 
     async def noted_search(*args: Any, **options: Any) -> Any:
@@ -338,7 +337,7 @@ async def retrieval_runs_while_the_engine_is_waited_for(
         return await route(*args)
 
     monkeypatch.setattr(retriever, "search", noted_search)
-    monkeypatch.setattr(preparing, "open_route", slow_route)
+    monkeypatch.setattr(ModelAccess, "open", slow_route)
     assert (await running.chat(rag={"collection": "handbook", "query": "office"})).status_code == 200
     assert order == ["searched", "routed"]
 

@@ -1,4 +1,4 @@
-// LoRA adapters: where each lies, and loading, pinning and unloading them while the server runs.
+// LoRA adapters: their state, and loading, pinning and unloading them while the server runs.
 
 import { get, patch, post, remove } from "../api.js";
 
@@ -18,7 +18,7 @@ export default {
         <tbody><tr v-for="one in adapters" :key="one.id || one.name"><td>{{ one.id || one.name }}</td><td>{{ one.model || one.base || '–' }}</td><td><q-badge :color="one.state === 'failed' ? 'negative' : 'positive'" outline :label="one.state" /></td><td class="number">{{ one.rank ?? '–' }}</td>
           <td><q-toggle dense :model-value="!!one.pinned" :aria-label="'Pin ' + (one.id || one.name)" @update:model-value="(pinned) => act(patch(path(one), { pinned }))" /></td><td>{{ one.source || '–' }}</td>
           <td><q-btn flat dense no-caps size="sm" color="negative" label="Unload" @click="act(remove(path(one)))" /></td></tr>
-          <tr v-if="!adapters.length"><td colspan="7" class="muted">None yet. A model needs <code>adapter_slots</code> in its configuration to take any.</td></tr></tbody>
+          <tr v-if="!adapters.length"><td colspan="7" class="muted">No adapters loaded. A model needs <code>adapter_slots</code> in its configuration to accept adapters.</td></tr></tbody>
       </table></div>
     </q-page>`,
   data: () => ({ adapters: [], models: [], fresh: { model: null, name: "", source: "" }, busy: false }),

@@ -1,4 +1,4 @@
-// Collections: drop files in, watch them being read, search, and see the chunks an answer would be made of.
+// Collections: upload files, watch them being indexed, search, and inspect the chunks.
 
 import { call, get, post, remove } from "../api.js";
 import { number } from "../format.js";
@@ -13,10 +13,10 @@ export default {
       <h1>Collections</h1>
       <q-form class="row q-col-gutter-sm items-start" @submit="create">
         <q-input class="col-8 col-sm-4" v-model="fresh" label="New collection" outlined dense />
-        <div class="col-4"><q-btn type="submit" color="primary" no-caps label="Make" :disable="!fresh" /></div>
+        <div class="col-4"><q-btn type="submit" color="primary" no-caps label="Create" :disable="!fresh" /></div>
       </q-form>
       <q-tabs v-if="collections.length" v-model="chosen" dense align="left" no-caps class="q-mt-md" aria-label="Collections"><q-tab v-for="one in collections" :key="one.id" :name="one.name" :label="one.name" /></q-tabs>
-      <p v-else class="muted q-mt-md">None yet. Make one, then drop files into it, or run <code>penstock ingest FOLDER</code>.</p>
+      <p v-else class="muted q-mt-md">No collections yet. Create one and drop files into it, or run <code>penstock ingest FOLDER</code>.</p>
       <template v-if="about">
         <div class="tiles q-mt-md">
           <div class="tile"><div class="value">{{ number(about.documents.total) }}</div><div class="name">documents</div></div>
@@ -26,12 +26,12 @@ export default {
         </div>
         <label class="drop block q-mt-md" :class="{ over }" @dragover.prevent="over = true" @dragleave="over = false" @drop.prevent="drop">
           <q-icon name="upload_file" size="sm" /> Drop text, Markdown, HTML or PDF files here, or
-          <span class="text-primary" style="text-decoration: underline">choose them</span>
+          <span class="text-primary" style="text-decoration: underline">choose files</span>
           <input type="file" multiple class="sr-only" style="position: absolute; opacity: 0; width: 1px" accept=".txt,.md,.markdown,.html,.htm,.pdf,.rst,.py" @change="pick" />
         </label>
-        <q-linear-progress v-if="sending" :value="sent / sending" class="q-mt-sm" :aria-label="sent + ' of ' + sending + ' files sent'" />
+        <q-linear-progress v-if="sending" :value="sent / sending" class="q-mt-sm" :aria-label="sent + ' of ' + sending + ' files uploaded'" />
         <h2>Search</h2>
-        <q-form @submit="search"><q-input v-model="query" outlined dense label="What are you looking for?" clearable><template #append><q-btn round dense flat icon="search" type="submit" aria-label="Search" :loading="searching" /></template></q-input></q-form>
+        <q-form @submit="search"><q-input v-model="query" outlined dense label="Search this collection" clearable><template #append><q-btn round dense flat icon="search" type="submit" aria-label="Search" :loading="searching" /></template></q-input></q-form>
         <div v-for="hit in hits" :key="hit.chunk_id || hit.id" class="q-mt-sm">
           <div class="facts"><strong>{{ hit.document?.name || hit.document_name || hit.document }}</strong><span>score {{ number(hit.score) }}</span></div>
           <div class="chunk" tabindex="0">{{ hit.text }}</div>
@@ -41,7 +41,7 @@ export default {
           <thead><tr><th>Name</th><th>State</th><th class="number">Chunks</th><th class="number">Tokens</th><th></th></tr></thead>
           <tbody><tr v-for="one in documents" :key="one.id"><td>{{ one.name }}</td><td><q-badge :color="one.status === 'failed' ? 'negative' : one.status === 'ready' ? 'positive' : 'warning'" outline :label="one.status" :title="one.error || ''" /></td><td class="number">{{ one.chunks ?? '–' }}</td><td class="number">{{ one.tokens ?? '–' }}</td>
             <td><q-btn flat dense no-caps size="sm" label="Chunks" @click="showChunks(one)" /><q-btn flat dense no-caps size="sm" color="negative" label="Delete" @click="act(remove(at('/documents/' + encodeURIComponent(one.id))))" /></td></tr>
-            <tr v-if="!documents.length"><td colspan="5" class="muted">None yet.</td></tr></tbody>
+            <tr v-if="!documents.length"><td colspan="5" class="muted">No documents yet.</td></tr></tbody>
         </table></div>
         <q-btn class="q-mt-md" flat dense no-caps color="negative" label="Delete this collection" @click="removeCollection" />
       </template>
@@ -105,7 +105,7 @@ export default {
       }
     },
     removeCollection() {
-      this.$q.dialog({ title: "Delete this collection?", message: `${this.chosen} and all its documents go.`, cancel: true }).onOk(async () => {
+      this.$q.dialog({ title: "Delete this collection?", message: `${this.chosen} and all its documents will be deleted.`, cancel: true }).onOk(async () => {
         await this.act(remove(this.at()));
         this.chosen = null;
         await this.read();

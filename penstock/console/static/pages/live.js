@@ -1,4 +1,4 @@
-// What the server does right now: the figures operators look at first, read from /metrics once a second.
+// Live view: the metrics that operators look at first, scraped from /metrics once a second.
 
 import { get, text } from "../api.js";
 import Chart, { lines } from "../chart.js";
@@ -21,26 +21,26 @@ export default {
       <div class="charts" :key="$q.dark.isActive">
         <chart title="Tokens per second" :option="charts.tokens" label="Chart of prompt and output tokens per second over the last two minutes" />
         <chart title="Time to first token" :option="charts.ttft" label="Chart of median and 95th percentile time to first token" />
-        <chart title="Time between tokens" :option="charts.itl" label="Chart of median and 95th percentile time between tokens" />
+        <chart title="Inter-token latency" :option="charts.itl" label="Chart of median and 95th percentile inter-token latency" />
         <chart title="Requests" :option="charts.requests" label="Chart of running and waiting requests" />
-        <chart title="KV cache in use" :option="charts.kv" label="Chart of the share of the KV cache in use" />
+        <chart title="KV cache usage" :option="charts.kv" label="Chart of KV cache usage" />
         <chart title="Engine steps" :option="charts.steps" label="Chart of engine steps per second and tokens per step" />
       </div>
       <h2>Replicas</h2>
       <div class="wide-table"><table>
         <thead><tr><th>Replica</th><th>Role</th><th>State</th><th>Breaker</th><th class="number">Running</th><th class="number">Waiting</th><th class="number">In flight</th><th>Device</th></tr></thead>
         <tbody><tr v-for="replica in replicas" :key="replica.id"><td>{{ replica.id }}</td><td>{{ replica.role || '–' }}</td>
-          <td><q-badge :color="replica.ready ? 'positive' : 'warning'" :label="replica.leaving ? 'leaving' : replica.state" /></td>
+          <td><q-badge :color="replica.ready ? 'positive' : 'warning'" :label="replica.leaving ? 'draining' : replica.state" /></td>
           <td><q-badge :color="replica.breaker === 'closed' ? 'positive' : 'negative'" outline :label="replica.breaker" /></td>
           <td class="number">{{ replica.running }}</td><td class="number">{{ replica.waiting }}</td><td class="number">{{ replica.in_flight }}</td><td>{{ replica.device || '–' }}</td></tr></tbody>
       </table></div>
-      <h2>Newest requests</h2>
+      <h2>Latest requests</h2>
       <div class="wide-table"><table>
         <thead><tr><th>Time</th><th>Tenant</th><th>Model</th><th class="number">Tokens</th><th class="number">TTFT</th><th class="number">Total</th><th>Phases <span v-for="(colour, phase) in phaseColours" :key="phase" :style="{ color: colour }">■ {{ phase }} </span></th></tr></thead>
         <tbody><tr v-for="trace in traces" :key="trace.request_id" :title="trace.request_id"><td>{{ clock(trace.timestamp) }}</td><td>{{ trace.tenant }}</td><td>{{ trace.model_version }}</td>
           <td class="number">{{ trace.prompt_tokens }} → {{ trace.completion_tokens }}</td><td class="number">{{ duration(trace.ttft_ms == null ? null : trace.ttft_ms / 1000) }}</td><td class="number">{{ duration(trace.total_latency_ms / 1000) }}</td>
           <td><div class="phases"><span v-for="(phase, index) in trace.phases" :key="index" :style="bar(trace, phase)" :title="phase.name + ' ' + phase.duration_ms + ' ms'"></span></div></td></tr>
-          <tr v-if="!traces.length"><td colspan="7" class="muted">None yet.</td></tr></tbody>
+          <tr v-if="!traces.length"><td colspan="7" class="muted">No requests yet.</td></tr></tbody>
       </table></div>
     </q-page>`,
   data: () => ({ history: [], replicas: [], traces: [], problem: "", phaseColours: PHASES }),
@@ -53,7 +53,7 @@ export default {
       return [
         { name: "output tokens/s", value: number(now.output) },
         { name: "TTFT p95", value: duration(now.ttft95) },
-        { name: "between tokens p50", value: duration(now.itl50) },
+        { name: "ITL p50", value: duration(now.itl50) },
         { name: "running", value: number(now.running) },
         { name: "waiting", value: number(now.waiting) },
         { name: "KV cache", value: percent(now.kv) },

@@ -1,4 +1,4 @@
-// Models: what they can do, whether they are awake, and how many replicas run.
+// Models: their capabilities, their state, and the number of replicas.
 
 import { get, post } from "../api.js";
 import { number } from "../format.js";
@@ -22,18 +22,18 @@ export default {
             </template>
           </div>
           <div class="facts q-mt-sm">
-            <span v-if="model.context_window">{{ number(model.context_window) }} tokens of context</span>
+            <span v-if="model.context_window">context {{ number(model.context_window) }} tokens</span>
             <span v-if="model.dimensions">{{ model.dimensions }} dimensions</span>
-            <span v-if="model.aliases?.length">also called {{ model.aliases.join(', ') }}</span>
+            <span v-if="model.aliases?.length">aliases: {{ model.aliases.join(', ') }}</span>
             <span v-if="model.parent">adapter of {{ model.parent }}</span>
-            <span v-if="model.routes_to">stands for {{ model.routes_to.join(' or ') }}</span>
+            <span v-if="model.routes_to">routes to {{ model.routes_to.join(' or ') }}</span>
             <span v-if="model.pricing">{{ priced(model.pricing) }}</span>
           </div>
           <div v-if="replicas[model.id]" class="row items-center q-gutter-sm q-mt-sm">
             <span>{{ replicas[model.id].length }} {{ replicas[model.id].length === 1 ? 'replica' : 'replicas' }}</span>
-            <q-btn round dense outline size="xs" icon="remove" aria-label="One replica less" :disable="replicas[model.id].length < 2" @click="act(model, 'scale', { replicas: replicas[model.id].length - 1 })" />
-            <q-btn round dense outline size="xs" icon="add" aria-label="One replica more" @click="act(model, 'scale', { replicas: replicas[model.id].length + 1 })" />
-            <q-badge v-for="one in replicas[model.id]" :key="one.id" :color="one.ready ? 'positive' : 'grey'" outline :label="one.replica + ' ' + (one.leaving ? 'leaving' : one.state)" />
+            <q-btn round dense outline size="xs" icon="remove" aria-label="Remove a replica" :disable="replicas[model.id].length < 2" @click="act(model, 'scale', { replicas: replicas[model.id].length - 1 })" />
+            <q-btn round dense outline size="xs" icon="add" aria-label="Add a replica" @click="act(model, 'scale', { replicas: replicas[model.id].length + 1 })" />
+            <q-badge v-for="one in replicas[model.id]" :key="one.id" :color="one.ready ? 'positive' : 'grey'" outline :label="one.replica + ' ' + (one.leaving ? 'draining' : one.state)" />
           </div>
         </q-card-section>
       </q-card>
@@ -48,7 +48,7 @@ export default {
   },
   methods: {
     number,
-    priced: (price) => `${price.input_per_million} $ in, ${price.output_per_million ?? 0} $ out per million tokens`,
+    priced: (price) => `$${price.input_per_million} input, $${price.output_per_million ?? 0} output per million tokens`,
     async read() {
       try {
         const [models, replicas] = await Promise.all([get("/v1/models"), get("/v1/admin/replicas")]);

@@ -1,4 +1,4 @@
-// Chat with any model served here, and see what a request costs in time, tokens and money while it runs.
+// Playground: chat with any served model and see the latency, tokens and cost of each request.
 
 import { ApiError, call, events, get, session } from "../api.js";
 import { copy, duration, money, number } from "../format.js";
@@ -14,7 +14,7 @@ export default {
       <div class="messages" ref="log" role="log" aria-live="polite" aria-label="Conversation">
         <div v-if="!messages.length" class="muted text-center" style="margin-top: 18vh">
           <img src="icon.svg" alt="" width="44" height="44" />
-          <p class="q-mt-md">Say something to <strong>{{ settings.model || 'a model' }}</strong>.</p>
+          <p class="q-mt-md">Send a message to <strong>{{ settings.model || 'a model' }}</strong>.</p>
           <div class="row justify-center q-gutter-sm">
             <q-btn v-for="idea in ideas" :key="idea" outline no-caps size="sm" color="primary" :label="idea" @click="send(idea)" />
           </div>
@@ -63,11 +63,11 @@ export default {
             <div class="row q-col-gutter-sm">
               <q-input class="col-6" v-model="settings.temperature" label="Temperature" type="number" step="0.1" min="0" max="2" outlined dense clearable />
               <q-input class="col-6" v-model="settings.top_p" label="Top p" type="number" step="0.05" min="0" max="1" outlined dense clearable />
-              <q-input class="col-6" v-model="settings.max_tokens" label="Most tokens" type="number" min="1" outlined dense clearable />
+              <q-input class="col-6" v-model="settings.max_tokens" label="Max tokens" type="number" min="1" outlined dense clearable />
               <q-input class="col-6" v-model="settings.seed" label="Seed" type="number" outlined dense clearable />
             </div>
-            <q-select v-model="settings.collection" :options="collections" label="Answer from a collection" outlined dense options-dense clearable :disable="!collections.length" :hint="collections.length ? '' : 'None yet: see Collections'" />
-            <q-input v-model="settings.schema" label="Answer as JSON of this schema" type="textarea" outlined dense input-class="code" placeholder='{"type": "object", "properties": {...}}' />
+            <q-select v-model="settings.collection" :options="collections" label="Answer from collection (RAG)" outlined dense options-dense clearable :disable="!collections.length" :hint="collections.length ? '' : 'No collections yet: see the page Collections'" />
+            <q-input v-model="settings.schema" label="JSON schema of the answer" type="textarea" outlined dense input-class="code" placeholder='{"type": "object", "properties": {...}}' />
             <q-input v-model="settings.tools" label="Tools (JSON list)" type="textarea" outlined dense input-class="code" placeholder='[{"type": "function", "function": {"name": ...}}]' />
           </q-card-section>
         </q-card>

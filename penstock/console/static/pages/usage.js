@@ -1,4 +1,4 @@
-// What was used and what it cost, from the ledger, in the grouping and period asked for.
+// Usage and cost from the ledger, by the chosen grouping and period.
 
 import { get } from "../api.js";
 import Chart from "../chart.js";
@@ -20,7 +20,7 @@ export default {
     <q-page class="page">
       <h1>Usage and cost</h1>
       <div class="row q-col-gutter-sm items-center">
-        <q-select class="col-12 col-sm-5" v-model="by" :options="['tenant', 'user', 'model', 'adapter', 'feature']" multiple use-chips dense outlined options-dense label="By" @update:model-value="read" />
+        <q-select class="col-12 col-sm-5" v-model="by" :options="['tenant', 'user', 'model', 'adapter', 'feature']" multiple use-chips dense outlined options-dense label="Group by" @update:model-value="read" />
         <q-select class="col-8 col-sm-3" v-model="period" :options="periods" emit-value map-options dense outlined options-dense label="Period" @update:model-value="read" />
         <div class="col-4 col-sm-4"><q-btn outline no-caps icon="download" label="CSV" :disable="!rows.length" @click="csv" /></div>
       </div>
@@ -34,7 +34,7 @@ export default {
       <div class="wide-table q-mt-md"><table>
         <thead><tr><th v-for="name in by" :key="name">{{ name }}</th><th v-for="figure in figures" :key="figure" class="number">{{ figure.replace('_', ' ') }}</th></tr></thead>
         <tbody><tr v-for="(row, index) in rows" :key="index"><td v-for="name in by" :key="name">{{ row[name] || '–' }}</td><td v-for="figure in figures" :key="figure" class="number">{{ shown(figure, Number(row[figure])) }}</td></tr>
-          <tr v-if="!rows.length"><td :colspan="by.length + figures.length" class="muted">Nothing was used in this period.</td></tr></tbody>
+          <tr v-if="!rows.length"><td :colspan="by.length + figures.length" class="muted">No usage in this period.</td></tr></tbody>
       </table></div>
     </q-page>`,
   data: () => ({ by: ["tenant", "model"], period: 86400, periods: PERIODS, rows: [], figures: FIGURES }),
@@ -69,7 +69,7 @@ export default {
     },
     csv() {
       const head = [...this.by, ...FIGURES];
-      // A cell that begins like a formula would be one to a spreadsheet.
+      // A spreadsheet would evaluate a cell that begins like a formula.
       const cell = (value) => `"${String(value ?? "").replace(/^[=+\-@\t]/, "'$&").replaceAll('"', '""')}"`;
       save("usage.csv", [head, ...this.rows.map((row) => head.map((name) => row[name]))].map((line) => line.map(cell).join(",")).join("\r\n"), "text/csv");
     },

@@ -31,8 +31,8 @@ from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.engine.models.build import Weights
     from penstock.engine.models.decoder import Decoder
+    from penstock.engine.models.weights import Weights
 
 
 def has_bfloat16() -> bool:

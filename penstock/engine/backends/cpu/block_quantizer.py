@@ -13,8 +13,8 @@ from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.cpu.tuner import Tuner
 from penstock.engine.config import ActivationForm, WeightForm
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
-from penstock.engine.models.build import Weights
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Weights
 from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}

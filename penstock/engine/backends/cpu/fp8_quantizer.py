@@ -8,8 +8,8 @@ from torch import Tensor
 from penstock.engine.backends.cpu.float8_linear import Float8Linear
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.models.build import Quantizer, Weights
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Quantizer, Weights
 
 
 class Float8Quantizer:

@@ -1,4 +1,4 @@
-"""Copies of KV blocks to and from the host beside the steps, without anybody waiting.
+"""Copies of KV blocks to and from the host beside the steps: neither the host nor unrelated kernels wait for them.
 
 Blocks going out are gathered into a buffer on the device, in the order of the compute stream: after that the blocks may
 be overwritten. The buffer then crosses to pinned memory on a stream of its own. Blocks coming back cross on another

@@ -8,8 +8,8 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import activation, norm
 from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.models.build import Weights
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Weights
 
 
 class Fp8Quantizer:
@@ -32,7 +32,7 @@ class Fp8Quantizer:
 
 
 class Fp8Activations:
-    """Norms and gates that give FP8 with one scale per token, for the linears behind them: never a plain `dtype`."""
+    """Norms and gates that give FP8 with one scale per token, for the linears behind them; `dtype` is ignored."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> ScaledTensor:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))

@@ -3,7 +3,7 @@
 A graph is captured per batch size of a small set (buckets); a batch runs in the next larger bucket, padded with a
 scratch row whose writes land in block 0. Everything a replay reads lies at fixed addresses: the device rows, and one
 packed buffer per bucket that is filled with a single copy. The graph ends with the sampled tokens already stored in
-the rows, so the next step can be launched before anybody has looked at them.
+the rows, so the next step can be launched before the host has read them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 
 
 def buckets_up_to(limit: int) -> list[int]:
-    """Batch sizes worth a graph: fine steps where a step is short, steps of eight above."""
+    """Batch sizes that get a graph: fine-grained where a step is short, multiples of eight above."""
     sizes = [1, 2, 3, 4, 6, 8, *range(16, limit, 8), limit]
     return sorted({size for size in sizes if size <= limit})
 
@@ -241,7 +241,7 @@ class DecodeGraphs:
                 self.capture(bucket)
 
     def capture(self, bucket: int) -> _Captured:
-        """Record the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
+        """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
         inputs = _PackedInputs(bucket, self.kv.device, self._fields)
         inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
         stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]

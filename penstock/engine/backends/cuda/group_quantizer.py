@@ -9,9 +9,9 @@ from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Line
 from penstock.engine.backends.cuda.kernels.grouped import BLOCK, GroupedWeight, join_factors
 from penstock.engine.config import ActivationForm, WeightForm
 from penstock.engine.loading.groups import IntGroups, stack
-from penstock.engine.models.build import Weights
 from penstock.engine.models.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Weights
 from penstock.engine.quantization.grids import pick_group, round_int4, round_int8
 from penstock.engine.quantization.stored import stored_groups
 

@@ -1,8 +1,8 @@
 """Linear layers on CUDA whose weights are integers.
 
 `GroupedLinear`: 4 or 8 bits in groups, activations as they are. `Int8Linear`: 8 bits with one scale per output and
-activations rounded to int8 per token, for the int8 tensor cores; for few tokens reading the weights is all that
-matters, and activations stay as they are.
+activations rounded to int8 per token, for the int8 tensor cores; few tokens are
+bound by reading the weights, and their activations stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear layers on CUDA.
 
-Up to `gemv.MAX_BATCH` tokens a linear is a matter of reading its weights once, and a Triton kernel that does only that
-beats the vendor's matmul; it can also take the norm before it, the gate behind it and the residual addition into the
-same launch. Above, the vendor's matmul wins. FP8 weights have one scale per output; activations are rounded to FP8
+Up to `gemv.MAX_BATCH` tokens a linear is bound by reading its weights once, and a Triton kernel that does only that
+beats cuBLAS; it can also take the norm before it, the gate behind it and the residual addition into the same launch.
+Above, cuBLAS wins. FP8 weights have one scale per output; activations are rounded to FP8
 per token, unless there are few, when the weights are widened in the kernel and activations stay as they are.
 """
 
@@ -42,7 +42,7 @@ class CudaLinear:
 
     @classmethod
     def fp8(cls, weight: Tensor, bias: Tensor | None) -> CudaLinear:
-        """Round a dense weight to FP8, each output row by its own largest value."""
+        """Round a dense weight to FP8, each output row scaled by its own largest value."""
         scale = weight.abs().amax(dim=1).float().clamp_(min=1e-12) / FP8_MAX
         data = (weight.float() / scale.unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
         return cls(data, bias, scale)

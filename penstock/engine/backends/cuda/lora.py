@@ -1,13 +1,13 @@
 """LoRA on CUDA: y[t] += B(A x[t]), each token with the matrices of its own adapter slot.
 
-What it costs is launches more than bytes, so there are three ways. A few tokens: no launch at all, adapters are part of
+Launches cost more than bytes here, so there are three ways. A few tokens: no launch at all, adapters are part of
 the linear's own (`inline_lora`). Other decode steps: two launches on a second stream of their graph, beside the linear;
 what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
 
 The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
 input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
 lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
-serves whatever adapters come and go. A tile of no tokens, or a site that its adapter does not touch, costs an early
+serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early
 return.
 """
 
@@ -47,7 +47,7 @@ class _Step:
     tiles: int
     block: int
     captured: bool = False
-    """The step becomes part of a graph."""
+    """Whether the step becomes part of a graph."""
 
 
 class TritonLora:
@@ -79,7 +79,7 @@ class TritonLora:
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
-        # Whatever the mixture, more tokens than sequences can decode means prompts: few kinds of steps to compile.
+        # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY else _FEW
         tiles = make_tiles(slots, block)
         tables = [tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32)]
@@ -132,7 +132,7 @@ class TritonLora:
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
         step = self._step
         assert step is not None
-        if not step.captured:  # nothing that the host has to say could be hidden
+        if not step.captured:  # launched from the host, a second stream would gain nothing
             y = base(x)
             self.add(x, y, placed)
             return y

@@ -108,7 +108,7 @@ class TritonOps:
         out: Tensor,
         kv_scales: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Every token decodes; how its keys are shared out is decided by its own context."""
+        """Every token decodes; how its keys are split among programs depends on its own context alone."""
         shape = decode.fixed(layout.head_dim, k_cache.element_size())
         for begin in range(0, q.shape[0], _INVARIANT_ROWS):
             part = slice(begin, begin + _INVARIANT_ROWS)
@@ -135,7 +135,7 @@ class TritonOps:
     def filter_thresholds(
         self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     ) -> Tensor:
-        """What `gumbel_argmax` takes to leave out what top-k, top-p and min-p exclude; no sort, no sync."""
+        """Thresholds for `gumbel_argmax` that apply top-k, top-p and min-p; no sort, no sync."""
         return filters.thresholds(logits, temperatures, top_k, top_p, min_p, pdl=self.pdl)
 
     def _counters_for(self, programs: int) -> Tensor:

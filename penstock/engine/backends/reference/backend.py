@@ -35,7 +35,7 @@ from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.engine.models.build import Weights
+    from penstock.engine.models.weights import Weights
 
 
 class ReferenceBackend(Backend):

@@ -173,7 +173,7 @@ class _Cached:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first dimensions turn, as many as the table has; the others stay."""
+    """Rotates the first dimensions, as many as the table has; the others stay."""
     wide, half = x.float(), cos.shape[-1]
     low, high, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)

@@ -19,6 +19,7 @@ from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
+    from penstock.engine.models.architecture import Architecture
 
 HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
@@ -158,6 +159,8 @@ class Family:
     gguf: GGUFFormat
     multimodal_type: str = ""
     """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
+    architecture: Callable[[], Architecture] | None = None
+    """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
 
     @property
     def activation(self) -> Activation:

@@ -6,7 +6,7 @@ tokens lies in a cache of its own kind (`kv.kinds`), which the engine allocates 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,11 +38,12 @@ class TokenMixer(Protocol):
         """The cache it needs; `dtype` is that of the engine's KV cache."""
         ...
 
-    def __call__(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
+    def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
         """`cache`: this layer's share of what the cache kind allocated; it knows the new tokens afterwards."""
         ...
 
 
+@runtime_checkable
 class FusedMixer(TokenMixer, Protocol):
     """One whose linears take the norm and the residual addition into their launches."""
 

@@ -1,5 +1,4 @@
-"""/v1/admin: what an operator does to a running server's models, one function per route, for keys with the scope
-`admin`."""
+"""/v1/admin/adapters: load, pin and unload LoRA adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
     model: Name | None = None
-    """Whose adapter it is; needed where several models are served."""
+    """The model it adapts; required where several models are served."""
     pinned: bool = False
 
 
@@ -95,7 +94,9 @@ class AdapterEndpoints:
             return model
         models = list(self._registry)
         if len(models) > 1:
-            raise InvalidRequest("Several models are served here; say whose adapter it is with `model`.", param="model")
+            raise InvalidRequest(
+                "Several models are served here; name the one that it adapts in `model`.", param="model"
+            )
         return models[0]
 
     def _owner(self, exchange: Exchange) -> tuple[ServedModel, str]:

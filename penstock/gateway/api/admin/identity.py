@@ -26,7 +26,7 @@ class TenantRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: str = ""
     tier: str = ""
     limits: Allowance = NO_ALLOWANCE
-    """Instead of the tier's."""
+    """Override the limits of the tier."""
 
 
 class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
     expires_at: float | None = None
     """Seconds since 1970; null: never."""
     limits: Allowance = NO_ALLOWANCE
-    """Besides those of its tenant."""
+    """In addition to those of its tenant."""
 
 
 class KeyChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class IdentityEndpoints:
         await exchange.reply_json(self._tenant(changed))
 
     async def get_tenant(self, exchange: Exchange) -> None:
-        """With what it may use, and what it has spent of its budgets."""
+        """A tenant with its limits and what it has spent."""
         tenant = await self._known(exchange)
         now = datetime.datetime.now(datetime.UTC)
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)

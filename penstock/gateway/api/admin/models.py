@@ -1,7 +1,7 @@
-"""/v1/admin/models: models come and go while the server runs.
+"""/v1/admin/models: load and unload models at run time.
 
-The supervisor carries it out, so it needs a server started by `penstock serve`. What is loaded here is there until it
-is unloaded or the server stops; the configuration says what is there at its start.
+The supervisor does the work, so this needs a server started by `penstock serve`. A model that is loaded here is served
+until it is unloaded or the server stops; the configuration lists the models at the start.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ModelLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
     name: Name | None = None
-    """What clients call it; made from the source when not given."""
+    """Its name for clients; derived from the source by default."""
     options: dict[str, Any] = {}
-    """Further keys of an entry of `models` in the configuration."""
+    """Further keys of an entry under `models` in the configuration."""
 
 
 _load = msgspec.json.Decoder(ModelLoadRequest)
@@ -77,7 +77,7 @@ class ModelAdminEndpoints:
         await exchange.reply_json({"object": "list", "data": data})
 
     async def load_model(self, exchange: Exchange) -> None:
-        """Answers when the model does, which may take as long as a download."""
+        """Replies when the model is ready, which may take as long as a download."""
         request = decode(_load, await exchange.body(self._body_limit))
         name = request.name or model_name(request.source)
         if self._registry.named(name) or any(name in model.adapter_names for model in self._registry):
@@ -89,7 +89,7 @@ class ModelAdminEndpoints:
         await exchange.reply_json(self._models.describe(exchange.caller, model))
 
     async def unload_model(self, exchange: Exchange) -> None:
-        """New requests do not find it any more; answers when what it ran has ended."""
+        """New requests no longer find the model; replies when its running requests have ended."""
         name = exchange.path.removeprefix("/v1/admin/models/")
         model = next((model for model in self._registry if model.name == name), None)
         if model is None:

@@ -1,6 +1,6 @@
 """/v1/admin/replicas, /v1/admin/models/{model}/scale, /restart and /drain, /v1/admin/drain: the engines behind models.
 
-The supervisor carries operations out, so they need a server started by `penstock serve`; each answers when it is done.
+The supervisor carries out the operations, so they need a server started by `penstock serve`; each replies when done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RestartRequest(Struct, forbid_unknown_fields=True):
     """POST /v1/admin/models/{model}/restart"""
 
     replica: Annotated[str, Meta(max_length=64)] | None = None
-    """Which one; all of them, one after the other, when not given."""
+    """Which one; by default all of them, one after the other."""
 
 
 class DrainRequest(Struct, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""GET /v1/admin/requests: the newest records of the request log, when it is in a database."""
+"""GET /v1/admin/requests: the newest records of a request log that is kept in a database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/admin/routes: what each route does, and its switch."""
+"""/v1/admin/routes: list routes, turn them on and off, change their share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/admin/models/{model}/sleep and /wake: models put to sleep and woken by hand."""
+"""POST /v1/admin/models/{model}/sleep and /wake: put models to sleep and wake them by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SleepEndpoints:
         await _reply(exchange, model)
 
     def _by_hand(self, exchange: Exchange, verb: str) -> ServedModel:
-        """The model of a path, if it is for people to put to sleep and wake."""
+        """The model of the path, if it may be put to sleep by hand."""
         model = self._registry.route(exchange.path.removeprefix("/v1/admin/models/").removesuffix(verb)).model
         if model.adapter:
             raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")

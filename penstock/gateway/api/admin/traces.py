@@ -1,6 +1,6 @@
 """GET /v1/traces: where the time of recent requests went. A tenant sees its own; the scope `admin` sees everybody's.
 
-They are kept in the memory of the gateway process that answered the request, the newest of them; others ask it.
+The newest are kept in the memory of the gateway process that answered the request; other processes ask for them.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class TraceEndpoints:
 
 
 def _visible(exchange: Exchange) -> str | None:
-    """Whose requests the caller may see; None: everybody's."""
+    """The tenant whose requests the caller may see; None: all tenants."""
     return None if "admin" in exchange.caller.scopes else exchange.caller.tenant

@@ -12,42 +12,47 @@ from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.chat_messages import template_messages
-from penstock.gateway.generation.fallback import answered, said_by_users
-from penstock.gateway.generation.prepare import chat_tokens, prepare_chat
-from penstock.gateway.generation.respond import answer
-from penstock.gateway.generation.sampling import limits
+from penstock.gateway.generation.chat_messages import template_messages, user_texts
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
-from penstock.gateway.process.service import Service
 
 _messages = msgspec.json.Decoder(MessagesRequest)
 _count = msgspec.json.Decoder(CountTokensRequest)
 
 
-async def create_message(service: Service, exchange: Exchange) -> None:
-    request = decode(_messages, await exchange.body(service.settings.body_limit))
-    identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
-    limit = limits(request.max_tokens, service.settings, default=None, param="max_tokens")
+class MessageEndpoints:
+    def __init__(self, pipeline: GenerationPipeline) -> None:
+        self._pipeline = pipeline
 
-    async def attempt(attempt: Attempt) -> None:
+    async def create_message(self, exchange: Exchange) -> None:
+        pipeline, settings = self._pipeline, self._pipeline.settings
+        request = decode(_messages, await exchange.body(settings.body_limit))
+        identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
+        limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens")
+
+        async def answer(attempt: Attempt) -> None:
+            with renamed(NAMES):
+                chat = chat_request(msgspec.structs.replace(request, model=attempt.model))
+                generation = await pipeline.chat(attempt, chat, limit)
+            renderer = MessageRenderer(generation, exchange.request_id)
+            await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+
+        def texts() -> list[str]:
+            return user_texts(chat_request(request).messages)
+
+        await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        pipeline = self._pipeline
+        request = decode(_count, await exchange.body(pipeline.settings.body_limit))
         with renamed(NAMES):
-            chat = chat_request(msgspec.structs.replace(request, model=attempt.model))
-            generation = await prepare_chat(service, attempt, chat, limit)
-        renderer = MessageRenderer(generation, exchange.request_id)
-        await answer(service, attempt, generation, renderer, stream=bool(request.stream))
-
-    def said() -> list[str]:
-        return said_by_users(chat_request(request).messages)
-
-    await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
-
-
-async def count_tokens(service: Service, exchange: Exchange) -> None:
-    request = decode(_count, await exchange.body(service.settings.body_limit))
-    with renamed(NAMES):
-        chat = chat_request(request)
-        check_tools(chat)
-        messages = template_messages(chat.messages)
-        model = find_model(service.registry, exchange, request.model)
-        tokens = await chat_tokens(service, model, messages, toolbox_of(chat, model))
-    await exchange.reply_json({"input_tokens": len(tokens)})
+            chat = chat_request(request)
+            check_tools(chat)
+            messages = template_messages(chat.messages)
+            model = find_model(pipeline.registry, exchange, request.model)
+            toolbox = toolbox_of(chat, model)
+            prompt = ChatPrompt(pipeline.tokenization, model, () if toolbox is None else toolbox.tools)
+            tokens = await prompt.tokens(messages)
+        await exchange.reply_json({"input_tokens": len(tokens)})

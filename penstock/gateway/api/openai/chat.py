@@ -12,19 +12,19 @@ import msgspec
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
-from penstock.gateway.conversations.turn import Recorder, open_turn
+from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import user_texts
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
-from penstock.gateway.generation.fallback import answered, said_by_users
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.prepare import prepare_chat
-from penstock.gateway.generation.respond import DONE, answer
-from penstock.gateway.generation.sampling import limits
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.renderer import DONE
+from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
-from penstock.gateway.process.service import Service
-from penstock.gateway.server_tools.loop import answer_with_tools
-from penstock.gateway.server_tools.steps import StepsRenderer, Totals
+from penstock.gateway.generation.turn import Conversations, TurnRecorder
+from penstock.gateway.server_tools.loop import ToolAnswers
+from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
 from penstock.text import TextModel
 
@@ -33,28 +33,35 @@ _unsupported = operator.attrgetter(*CHAT_UNSUPPORTED)
 _NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user or request.safety_identifier, request.metadata)
-    _check(request)
-    asked, param = _max_tokens(request)
-    limit = limits(asked, service.settings, default=service.settings.default_max_tokens, param=param)
-    async with open_turn(service, exchange, request.conversation, choices=request.n or 1) as turn:
+class ChatEndpoints:
+    def __init__(self, pipeline: GenerationPipeline, conversations: Conversations, server_tools: ToolAnswers) -> None:
+        self._pipeline = pipeline
+        self._conversations = conversations
+        self._server_tools = server_tools
 
-        async def attempt(attempt: Attempt) -> None:
-            model = attempt.model
-            asked = request if model == request.model else msgspec.structs.replace(request, model=model)
-            if asked.server_tools:
-                render = functools.partial(ChatRenderer, asked)
-                await answer_with_tools(service, attempt, asked, limit, turn, render)
-                return
-            generation = await prepare_chat(service, attempt, asked, limit, turn)
-            recorder = None if turn is None else Recorder(service, attempt, generation, turn)
-            renderer = ChatRenderer(asked, generation, recorder)
-            await answer(service, attempt, generation, renderer, stream=bool(asked.stream))
+    async def chat_completions(self, exchange: Exchange) -> None:
+        pipeline, settings = self._pipeline, self._pipeline.settings
+        request = decode(_decoder, await exchange.body(settings.body_limit))
+        identify(exchange, request.user or request.safety_identifier, request.metadata)
+        _check(request)
+        asked, param = _max_tokens(request)
+        limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
+        async with self._conversations.open(exchange, request.conversation, choices=request.n or 1) as turn:
 
-        said = functools.partial(said_by_users, request.messages)
-        await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
+            async def answer(attempt: Attempt) -> None:
+                chat = request
+                if attempt.model != request.model:
+                    chat = msgspec.structs.replace(request, model=attempt.model)
+                if chat.server_tools:
+                    render = functools.partial(ChatRenderer, chat)
+                    await self._server_tools.answer(attempt, chat, limit, turn, render)
+                    return
+                generation = await pipeline.chat(attempt, chat, limit, turn)
+                renderer = ChatRenderer(chat, generation, turn.recorder(attempt, generation))
+                await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))
+
+            texts = functools.partial(user_texts, request.messages)
+            await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
 
 
 def _check(request: ChatRequest) -> None:
@@ -92,8 +99,8 @@ class ChatRenderer(StepsRenderer):
         self,
         request: ChatRequest,
         generation: Generation,
-        recorder: Recorder | None = None,
-        totals: Totals | None = None,
+        recorder: TurnRecorder,
+        totals: StepTotals | None = None,
     ) -> None:
         """`totals`: of an answer that takes several steps."""
         self._recorder = recorder
@@ -119,19 +126,18 @@ class ChatRenderer(StepsRenderer):
 
     def opening(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        told = self._told()
-        if not told:
+        about = self._about()
+        if not about:
             return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
         first, *others = self._generation.choices
         choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
         usage = {"usage": None} if self._usage else {}
-        opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **told, **usage})
+        opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **about, **usage})
         return opening + b"".join(self._chunk(other.index, delta) for other in others)
 
     def event(self, piece: Piece) -> bytes:
         data = b""
-        if self._recorder is not None:
-            self._recorder.hear(piece)
+        self._recorder.add(piece)
         if piece.text or piece.tokens:
             if not piece.tokens:
                 data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
@@ -152,7 +158,7 @@ class ChatRenderer(StepsRenderer):
         return data
 
     def tool_event(self, event: dict[str, Any]) -> bytes:
-        # A chunk like any other, so that clients which do not know the field pass it over.
+        # An ordinary chunk, so that clients which do not know the field ignore it.
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
         return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
 
@@ -174,7 +180,7 @@ class ChatRenderer(StepsRenderer):
             }
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
-                message["tool_calls"] = _whole_calls(calls)
+                message["tool_calls"] = [call.body() for call in merge_calls([], calls)]
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
@@ -187,29 +193,27 @@ class ChatRenderer(StepsRenderer):
         body = {**self._head, "choices": choices, "usage": self._used()}
         if self._totals is not None:
             body["tool_events"] = self._totals.events
-        if self._recorder is not None:
-            for piece in pieces[0]:
-                self._recorder.hear(piece)
-        return encode_json({**body, **self._told()})
+        for piece in pieces[0]:
+            self._recorder.add(piece)
+        return encode_json({**body, **self._about()})
 
     def _used(self) -> dict[str, object]:
         return self._generation.usage() if self._totals is None else self._totals.usage()
 
     async def before_end(self) -> None:
-        if self._recorder is not None:
-            await self._recorder.keep()
+        await self._recorder.store()
 
-    def _told(self) -> dict[str, Any]:
-        """What is said of the conversation and of the sources."""
-        told = {} if self._recorder is None else {"conversation": self._recorder.report}
-        retrieved = self._generation.retrieved
-        return told if retrieved is None else {**told, "rag": retrieved.report()}
+    def _about(self) -> dict[str, Any]:
+        """What the answer says about its conversation and its sources."""
+        about = {"conversation": self._recorder.report} if self._recorder.report else {}
+        sources = self._generation.sources
+        return about if sources is None else {**about, "rag": sources.report()}
 
     def _annotations(self, pieces: list[Piece]) -> list[dict[str, Any]]:
-        retrieved = self._generation.retrieved
-        if retrieved is None:
+        sources = self._generation.sources
+        if sources is None:
             return []
-        return [retrieved.annotation(citation) for piece in pieces for citation in piece.citations]
+        return [sources.annotation(citation) for piece in pieces for citation in piece.citations]
 
     def _chunk(
         self,
@@ -230,20 +234,6 @@ def _call_delta(call: CallPiece) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
-
-
-def _whole_calls(pieces: list[CallPiece]) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-    arguments: list[list[str]] = []
-    for piece in pieces:
-        if piece.id is not None:
-            arguments.append([])
-            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name}})
-        else:
-            arguments[piece.index].append(piece.arguments)
-    for call, parts in zip(calls, arguments, strict=True):
-        call["function"]["arguments"] = "".join(parts)
-    return calls
 
 
 def _logprobs(text: TextModel | None, tokens: list[TokenPiece], top: int) -> dict[str, Any]:

@@ -3,94 +3,52 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from penstock.engine.request import EngineInfo, TokenLogprob
+from penstock.engine.request import TokenLogprob
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.choice import Choice, Piece
-from penstock.gateway.generation.engine import EngineGeneration, Prompt
-from penstock.gateway.generation.fallback import answered
+from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import finite
-from penstock.gateway.generation.prepare import open_route, time_limit
-from penstock.gateway.generation.respond import DONE, Renderer, answer
-from penstock.gateway.generation.sampling import (
-    check_choices,
-    check_token_ids,
-    fit,
-    limits,
-    sampling_params,
-    stop_strings,
-    with_seed,
-)
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.renderer import DONE, Renderer
+from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
-from penstock.gateway.process.service import Service
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user or request.safety_identifier, request.metadata)
-    n = request.n or 1
-    _check(request, n)
-    given_prompts = _prompts(request)
-    check_choices(len(given_prompts), n, service.settings)
-    asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    only_prompt = asked == 0
-    limit = limits(asked or 1, service.settings, default=None, param="max_tokens")
-    stops = stop_strings(request)
-    priority = service.admissions.priority(exchange, request.service_tier)
+class CompletionEndpoints:
+    def __init__(self, pipeline: GenerationPipeline) -> None:
+        self._pipeline = pipeline
 
-    async def attempt(attempt: Attempt) -> None:
-        if attempt.is_fallback and len(said()) < len(given_prompts):
-            raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
-        model, info = await open_route(service, attempt, attempt.model, limit)
-        grammar = await service.grammars.response_format(request.response_format)
-        params = sampling_params(
-            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
-        )
-        if request.echo and request.logprobs is not None:
-            params = replace(params, prompt_logprobs=request.logprobs)
-        prompts = []
-        quota = service.quotas.context_tokens(exchange.caller)
-        for given_prompt in given_prompts:
-            tokens = await _tokens(service, exchange, model, info, given_prompt)
-            fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
-            prompts.append(Prompt(tokens, [with_seed(fitted, i) for i in range(n)]))
-        generation = EngineGeneration(
-            model,
-            prompts,
-            id=attempt.ids.next(),
-            metrics=service.metrics,
-            started_at=exchange.started_at,
-            cache_salt=service.cache_salt(exchange.caller),
-            affinity=attempt.affinity(request.prompt_cache_key),
-            patient=not attempt.has_fallback,
-            stops=stops,
-            priority=priority,
-            speculation=request.speculation is not False,
-            time_limit_s=time_limit(service, exchange),
-            want_logprobs=request.logprobs is not None,
-            discard=only_prompt,
-            continuation=True,
-            seeded=request.seed is not None,
-        )
-        renderer = CompletionRenderer(request, model, generation)
-        await answer(service, attempt, generation, renderer, stream=bool(request.stream))
+    async def completions(self, exchange: Exchange) -> None:
+        pipeline, settings = self._pipeline, self._pipeline.settings
+        request = decode(_decoder, await exchange.body(settings.body_limit))
+        identify(exchange, request.user or request.safety_identifier, request.metadata)
+        n = request.n or 1
+        _check(request, n)
+        prompts = _prompts(request)
+        check_choices(len(prompts), n, settings)
+        asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        limit = token_limit(asked or 1, settings, default=None, param="max_tokens")
 
-    def said() -> list[str]:
-        return [prompt for prompt in given_prompts if isinstance(prompt, str)]
+        async def answer(attempt: Attempt) -> None:
+            generation = await pipeline.completion(attempt, request, prompts, limit, prompt_only=asked == 0)
+            renderer = CompletionRenderer(request, generation)
+            await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-    await answered(service, exchange, request.model, attempt, said, limit.max_tokens)
+        def texts() -> list[str]:
+            return [prompt for prompt in prompts if isinstance(prompt, str)]
+
+        await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
 
 
 def _check(request: CompletionRequest, n: int) -> None:
@@ -122,32 +80,12 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if kind is int else list(prompt)  # type: ignore[list-item, arg-type]
 
 
-async def _tokens(
-    service: Service, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int]
-) -> list[int]:
-    if isinstance(prompt, list):
-        check_token_ids(prompt, info.vocab_size, "prompt")
-        tokens = prompt
-        if service.guardrails is not None:
-            text = model.text.decode(tokens)
-            guarded = await service.guardrails.prompt(exchange, text)
-            if guarded != text:
-                tokens = await service.encode(model, guarded)
-    else:
-        if service.guardrails is not None:
-            prompt = await service.guardrails.prompt(exchange, prompt)
-        tokens = await service.encode(model, prompt)
-    if not tokens:
-        raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
-    return tokens
-
-
 class CompletionRenderer(Renderer):
     """`text_completion` objects, whole or as chunks."""
 
-    def __init__(self, request: CompletionRequest, model: ServedModel, generation: EngineGeneration) -> None:
+    def __init__(self, request: CompletionRequest, generation: EngineGeneration) -> None:
         self._generation = generation
-        self._model = model
+        self._model = model = generation.model
         self._logprobs = request.logprobs
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._echo = bool(request.echo)
@@ -182,13 +120,13 @@ class CompletionRenderer(Renderer):
         return encode_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     def _choice(self, index: int, parts: list[Piece]) -> dict[str, Any]:
-        """The prompt comes before the first part of a choice, when it is to be echoed."""
+        """With `echo`, the prompt comes before the first part of a choice."""
         text = "".join(part.text for part in parts)
         tokens = [token for part in parts for token in part.tokens]
         rows: list[_Row] = []
         shift = self._echoed.get(index, 0)
         if self._echo and index not in self._echoed:
-            prompt = self._generation.prompts[index // self._n]
+            prompt = self._generation.spec.prompts[index // self._n]
             prefix = self._model.text.decode(prompt.tokens)
             shift = self._echoed[index] = len(prefix)
             text = prefix + text
@@ -229,7 +167,7 @@ class CompletionRenderer(Renderer):
         return {self._token(id): finite(logprob) for id, logprob in pairs}
 
     def _token(self, id: int) -> str:
-        """A token that is not whole characters is written as its bytes, so that different tokens stay different."""
+        """A token that is not whole characters is written as its bytes, so that tokens remain distinguishable."""
         data = self._model.text.token_bytes(id)
         try:
             return data.decode()
@@ -238,4 +176,4 @@ class CompletionRenderer(Renderer):
 
 
 _Row = tuple[int, int, TokenLogprob | None]
-"""Token id, where its text starts, its probability (None for the first token of a prompt)."""
+"""Token id, the offset of its text, its probability (None for the first token of a prompt)."""

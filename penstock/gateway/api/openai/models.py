@@ -50,7 +50,7 @@ class ModelEndpoints:
         await exchange.reply_json(self.describe(exchange.caller, self._registry.route(name).model))
 
     def describe(self, caller: Caller, model: ServedModel) -> dict[str, Any]:
-        """`context_window` is the model's; what of it the caller may use is in `limits` and in `max_output_tokens`."""
+        """`context_window` is the model's; the part that the caller may use is in `limits` and `max_output_tokens`."""
         window = model.context_window
         caps = [cap for cap in (window, self._max_tokens, self._quotas.context_tokens(caller)) if cap]
         return {
@@ -65,7 +65,7 @@ class ModelEndpoints:
             "max_model_len": window,
             "vocab_size": model.text.vocab_size,
             "max_output_tokens": min(caps, default=None),
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "ready": model.backend.ready,
             "state": model.backend.state if model.backend.ready else "starting",
             "capabilities": {
@@ -80,7 +80,7 @@ class ModelEndpoints:
         }
 
     def describe_remote(self, caller: Caller, model: RemoteModel) -> dict[str, Any]:
-        """What another server runs; where that is, is not for clients."""
+        """A model on another server, whose address clients do not see."""
         window = model.context_window
         caps = [cap for cap in (window, self._max_tokens) if cap]
         return {
@@ -94,7 +94,7 @@ class ModelEndpoints:
             "context_window": window,
             "max_model_len": window,
             "max_output_tokens": min(caps, default=None),
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "ready": model.ready,
             "state": "awake" if model.ready else "away",
             "capabilities": {
@@ -109,7 +109,7 @@ class ModelEndpoints:
         }
 
     def describe_encoder(self, caller: Caller, embedder: Embedder) -> dict[str, Any]:
-        """What is known of it; more once it has been started."""
+        """An encoder; some facts are known only once it has been started."""
         config, info = self._encoders.configs[embedder.name], embedder.backend.info
         scores = None if info is None else info.scores
         return {
@@ -119,7 +119,7 @@ class ModelEndpoints:
             "owned_by": "penstock",
             "aliases": list(config.aliases),
             "context_window": None if info is None else info.max_model_len,
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "dimensions": None if info is None or info.scores else info.dimensions,
             "ready": embedder.up,
             "state": "awake" if embedder.up else "started when asked for",
@@ -128,7 +128,7 @@ class ModelEndpoints:
         }
 
     def describe_route(self, rules: RouteRules) -> dict[str, Any]:
-        """A name that stands for one of two models."""
+        """A route: a name that stands for one of two models."""
         here = [
             self._registry.route(name).model
             for name in (rules.small, rules.large)

@@ -1,4 +1,4 @@
-"""POST /v1/tokenize and /v1/detokenize: what a prompt will count and cost, with no inference."""
+"""POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """GET /health/live and /health/ready.
 
-Live: this process answers, and no engine has had work for a long time without completing a step (its own
-watchdog should have restarted it by then, so only restarting everything is left). Ready: each model produced a
-real token within the last seconds, for a client or, when nobody asked, for a probe of one token.
+Live: this process answers, and no engine has had work for a long time without completing a step (its own watchdog
+should have restarted it by then, so only a restart of everything can help). Ready: each model has produced a token
+within the last seconds, for a client or, when there was no request, for a probe of one token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GET /metrics: as text, or as OpenMetrics where the scraper asks for it (Prometheus does), with exemplars."""
+"""GET /metrics: as text, or as OpenMetrics with exemplars if the scraper accepts it (Prometheus does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model produces tokens: seen from its clients' tokens, or from a probe of one token."""
+"""Whether a model produces tokens: known from tokens for clients, or from a probe of one token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _serial = itertools.count()
 
 
 class Readiness:
-    """Probes at most once per `PROBE_FRESH_S` and model, however many ask."""
+    """Probes a model at most once per `PROBE_FRESH_S`, however often it is asked."""
 
     def __init__(self) -> None:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -29,9 +29,9 @@ class Readiness:
         if not backend.ready:
             return "the engine is not up"
         if backend.state != "awake":
-            return None  # it sleeps because it was told to
+            return None  # it was put to sleep
         if backend.idle_s < PROBE_FRESH_S:
-            return None  # it is producing tokens for somebody
+            return None  # it is producing tokens for clients
         async with self._locks[model.name]:
             at, problem = self._results.get(model.name, (float("-inf"), None))
             if time.monotonic() - at > PROBE_FRESH_S:

@@ -1,7 +1,7 @@
 """A linear's result in two parts, its own and what adapters add, computed side by side.
 
-The operation that reads them adds them up, so that adding costs no launch. Tokens whose adapter does not touch the
-linear, or that have none, have nothing in the second part: what lies there is not theirs.
+The operation that reads them adds them up, so that adding costs no launch. Tokens without an adapter, or whose adapter
+does not touch the linear, have no second part: its memory there is undefined.
 """
 
 from __future__ import annotations

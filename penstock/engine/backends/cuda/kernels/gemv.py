@@ -39,7 +39,7 @@ from penstock.engine.backends.cuda.kernels.norm import rms_norm
 from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
-"""Above this the vendor's matrix product is the better choice."""
+"""Above this cuBLAS is the better choice."""
 
 
 @triton.jit

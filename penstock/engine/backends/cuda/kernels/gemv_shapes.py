@@ -24,7 +24,7 @@ class GemvConfig:
 
 
 def vendor_wins(rows: int, batch: int, weight_size: int) -> bool:
-    """Several tokens and a middling number of rows: the vendor's product is a little ahead (measured on an H200)."""
+    """Several tokens and a middling number of rows: cuBLAS is a little ahead (measured on an H200)."""
     return batch > 1 and weight_size > 1 and 5000 <= rows <= 65536
 
 

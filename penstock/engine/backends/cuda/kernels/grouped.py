@@ -30,9 +30,9 @@ from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 from penstock.engine.backends.cuda.kernels.norm import rms_norm
 
 MAX_BATCH = 8
-"""Up to here a linear is a matter of reading its weights, and takes its neighbours into the same launch."""
+"""Up to here a linear is bound by reading its weights, and takes its neighbours into the same launch."""
 MAX_TOKENS = 256
-"""Above, widening the weights once for the vendor's product is cheaper than widening them for every tile."""
+"""Above, widening the weights once for cuBLAS is cheaper than widening them for every tile."""
 BLOCK = 32
 _HALF = tl.constexpr(16)
 
@@ -241,7 +241,7 @@ def _grouped_kernel(
     up = tl.zeros([BLOCK_N, BATCH], tl.float32)
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    # Said at the loop, the number of stages holds for the factors too, which no product takes in directly.
+    # Set at the loop, the number of stages also applies to the factors, which no product reads directly.
     for start in tl.range(0, GROUPS, UNROLL, num_stages=STAGES):
         for u in tl.static_range(UNROLL):
             g = start + u

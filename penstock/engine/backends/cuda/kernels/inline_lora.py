@@ -4,9 +4,9 @@ The products with A are there before, made by the launch that normalizes x (`nor
 before the linear, the first programs of its grid make and publish them, while all others stream their own weight rows,
 which takes longer. Those then multiply by B. No launch is added, and what follows the linear stays folded into it.
 
-A published product is its own flag: its place holds `UNWRITTEN` until it is there, so no fence orders anything, and who
-finds it there at the first look does not wait at all. Programs start in the order of their numbers, so those that are
-waited for run before those that wait. The places are cleared once per pass, when also the ranks of its tokens are
+A published product is its own flag: its place holds `UNWRITTEN` until it is there, so no fence is needed, and a program
+that finds it at the first look does not wait at all. Programs start in the order of their numbers, so the producers run
+before the programs that wait for them. The places are cleared once per pass, when also the ranks of its tokens are
 looked up, so that no program has to follow a pointer to a pointer (`open_pass`).
 
 A single token is served by thousands of small programs, and a cache line answers about one request per nanosecond: read
@@ -54,7 +54,7 @@ class InlineLora:
     """int32 [tokens, parts * rank]: room for the products with A, all `UNWRITTEN`; for one token, `COPIES` of it."""
     start: int
     rank: int
-    """A power of two that no adapter is above."""
+    """A power of two, at least the rank of every adapter."""
     parts: int
     ends: tuple[int, int]
     """Where the first and the second part of the outputs end; multiples of `TILE_ROWS`."""

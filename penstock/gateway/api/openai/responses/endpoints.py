@@ -9,20 +9,18 @@ import msgspec
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.openai.responses.input_items import chat_request, conversation_of
-from penstock.gateway.api.openai.responses.renderer import Keep, ResponseRenderer
+from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
 from penstock.gateway.api.openai.responses.schemas import UNSUPPORTED, ResponsesRequest
-from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.app.decoding import decode, given, not_supported
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.conversations.turn import Recorder, open_turn
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.fallback import answered, said_by_users
-from penstock.gateway.generation.prepare import prepare_chat
-from penstock.gateway.generation.respond import answer
-from penstock.gateway.generation.sampling import limits
+from penstock.gateway.generation.chat_messages import user_texts
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.gateway.process.service import Service
+from penstock.gateway.generation.turn import Conversations
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
 from penstock.storage import DatabaseError
 
@@ -37,56 +35,82 @@ _NAMES = (
 )
 
 
-async def create_response(service: Service, exchange: Exchange) -> None:
-    request = decode(_decoder, await exchange.body(service.settings.body_limit))
-    identify(exchange, request.user or request.safety_identifier, request.metadata)
-    _check(request, service.responses)
-    limit = limits(
-        request.max_output_tokens,
-        service.settings,
-        default=service.settings.default_max_tokens,
-        param="max_output_tokens",
-    )
-    # Instructions are for one answer: they are no part of a conversation.
-    async with open_turn(service, exchange, request.conversation, keep_system=False) as turn:
-        if turn is None:
-            earlier = await _earlier(service, exchange, request.previous_response_id)
-        else:
-            earlier = msgspec.convert(turn.history, list[ChatMessage])
-        conversation = conversation_of(request.input, earlier)
-        said = conversation if turn is None else conversation[len(earlier) :]
-        keep = None if request.store is False else _keeper(service.responses, exchange.caller.tenant, conversation)
+class ResponseEndpoints:
+    def __init__(
+        self, pipeline: GenerationPipeline, conversations: Conversations, store: ResponseStore | NoResponseStore
+    ) -> None:
+        self._pipeline = pipeline
+        self._conversations = conversations
+        self._store = store
 
-        async def attempt(attempt: Attempt) -> None:
-            with renamed(_NAMES):
-                chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said)
-                generation = await prepare_chat(service, attempt, chat, limit, turn)
-            recorder = None if turn is None else Recorder(service, attempt, generation, turn)
-            renderer = ResponseRenderer(request, generation, keep, recorder)
-            await answer(service, attempt, generation, renderer, stream=bool(request.stream))
+    async def create_response(self, exchange: Exchange) -> None:
+        pipeline, settings = self._pipeline, self._pipeline.settings
+        request = decode(_decoder, await exchange.body(settings.body_limit))
+        identify(exchange, request.user or request.safety_identifier, request.metadata)
+        _check(request, can_store=self._store.enabled)
+        limit = token_limit(
+            request.max_output_tokens, settings, default=settings.default_max_tokens, param="max_output_tokens"
+        )
+        # Instructions are for one answer: they are no part of a conversation.
+        async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
+            if turn.stored:
+                earlier = msgspec.convert(turn.history, list[ChatMessage])
+            else:
+                earlier = await self._earlier(exchange, request.previous_response_id)
+            conversation = conversation_of(request.input, earlier)
+            said = conversation[len(earlier) :] if turn.stored else conversation
+            store = self._storing(exchange.caller.tenant, conversation) if request.store is not False else None
 
-        def asked() -> list[str]:
-            return said_by_users(chat_request(request, said).messages)
+            async def answer(attempt: Attempt) -> None:
+                with renamed(_NAMES):
+                    chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said)
+                    generation = await pipeline.chat(attempt, chat, limit, turn)
+                renderer = ResponseRenderer(request, generation, turn.recorder(attempt, generation), store)
+                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-        await answered(service, exchange, request.model, attempt, asked, limit.max_tokens)
+            def texts() -> list[str]:
+                return user_texts(chat_request(request, said).messages)
+
+            await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+
+    async def get_response(self, exchange: Exchange) -> None:
+        id = _stored_id(exchange)
+        found = await _guard(self._store.response(id, exchange.caller.tenant))
+        if found is None:
+            raise _unknown(id)
+        await exchange.reply(200, found)
+
+    async def delete_response(self, exchange: Exchange) -> None:
+        id = _stored_id(exchange)
+        if not await _guard(self._store.delete(id, exchange.caller.tenant)):
+            raise _unknown(id)
+        await exchange.reply_json({"id": id, "object": "response", "deleted": True})
+
+    async def _earlier(self, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
+        """The conversation of an earlier response."""
+        if previous is None:
+            return []
+        found = await _guard(self._store.conversation(previous, exchange.caller.tenant))
+        if found is None:
+            raise InvalidRequest(
+                f"There is no stored response `{previous}`.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return found
+
+    def _storing(self, tenant: str, conversation: list[ChatMessage]) -> StoreResponse | None:
+        """Stores a response; None where responses are not stored."""
+        if not self._store.enabled:
+            return None
+
+        async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
+            await _guard(self._store.put(id, tenant, response, [*conversation, *said]))
+
+        return store
 
 
-async def get_response(service: Service, exchange: Exchange) -> None:
-    store, id = _stored(service, exchange)
-    found = await _guard(store.response(id, exchange.caller.tenant))
-    if found is None:
-        raise _unknown(id)
-    await exchange.reply(200, found)
-
-
-async def delete_response(service: Service, exchange: Exchange) -> None:
-    store, id = _stored(service, exchange)
-    if not await _guard(store.delete(id, exchange.caller.tenant)):
-        raise _unknown(id)
-    await exchange.reply_json({"id": id, "object": "response", "deleted": True})
-
-
-def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
+def _check(request: ResponsesRequest, *, can_store: bool) -> None:
     for name in UNSUPPORTED:
         if given(getattr(request, name)):
             raise not_supported(name)
@@ -110,7 +134,7 @@ def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
             "`conversation` and `previous_response_id` both say what came before; send one of them.",
             param="previous_response_id",
         )
-    if store is None:
+    if not can_store:
         wanted = {"store": request.store, "previous_response_id": request.previous_response_id}
         for name, value in wanted.items():
             if value:
@@ -121,36 +145,10 @@ def _check(request: ResponsesRequest, store: ResponseStore | None) -> None:
                 )
 
 
-async def _earlier(service: Service, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
-    if previous is None or service.responses is None:
-        return []
-    found = await _guard(service.responses.conversation(previous, exchange.caller.tenant))
-    if found is None:
-        raise InvalidRequest(
-            f"There is no stored response `{previous}`.",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return found
-
-
-def _keeper(store: ResponseStore | None, tenant: str, conversation: list[ChatMessage]) -> Keep | None:
-    if store is None:
-        return None
-
-    async def keep(id: str, response: bytes, said: list[ChatMessage]) -> None:
-        await _guard(store.put(id, tenant, response, [*conversation, *said]))
-
-    return keep
-
-
-def _stored(service: Service, exchange: Exchange) -> tuple[ResponseStore, str]:
-    id = exchange.path.rpartition("/")[2]
+def _stored_id(exchange: Exchange) -> str:
     if exchange.scope["query_string"]:
         raise InvalidRequest("A stored response is shown whole; this takes no query parameters.")
-    if service.responses is None:
-        raise _unknown(id)
-    return service.responses, id
+    return exchange.path.rpartition("/")[2]
 
 
 def _unknown(id: str) -> NotFound:

@@ -1,7 +1,7 @@
 """`response` objects, whole or as the events that build them.
 
-One state machine serves both: pieces of the generation open, extend and close output items, each step is an event, and
-an answer that is not streamed is what is there when the last piece has passed.
+One state machine serves both: pieces of the generation open, extend and close output items. Each step is an event; an
+answer that is not streamed is the state after the last piece.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import msgspec
 from penstock.gateway.api.openai.responses.input_items import add_call
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.app.exchange import encode_json
-from penstock.gateway.conversations.turn import Recorder
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.respond import Renderer
+from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
+from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
 
 Event = tuple[str, dict[str, Any]]
 _CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
-"""Finish reasons of an incomplete response, as it says them."""
-Keep = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
-"""Stores a response: its id, the object, what the assistant said."""
+"""Finish reasons of an incomplete response, in the words of this API."""
+StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
+"""Stores a response: its id, the object, the messages of the assistant."""
 
 
 class ResponseRenderer(Renderer):
-    """See `Renderer`. `keep` is given when the response is to be stored."""
+    """See `Renderer`. `store` is given when the response is to be stored."""
 
     def __init__(
-        self, request: ResponsesRequest, generation: Generation, keep: Keep | None, recorder: Recorder | None = None
+        self, request: ResponsesRequest, generation: Generation, recorder: TurnRecorder, store: StoreResponse | None
     ) -> None:
         self._generation = generation
         self._recorder = recorder
-        self._keep = keep
+        self._store = store
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
-        """Text of the item that is open: what was said, or a call's arguments."""
+        """Text of the open item: of a message, or of a call's arguments."""
         self._logprobs: list[dict[str, Any]] = []
-        """Of the message that is open."""
+        """Of the open message."""
         self._annotations: list[dict[str, Any]] = []
-        """Likewise."""
+        """Of the open message."""
         self._top = request.top_logprobs or 0
         self._last: Piece | None = None
         self._body = b""
-        self._head = _head(request, generation, stored=keep is not None)
-        if recorder is not None:
+        self._head = _head(request, generation, stored=store is not None)
+        if recorder.report:
             self._head["conversation"] = recorder.report
-        if generation.retrieved is not None:
-            self._head["rag"] = generation.retrieved.report()
+        if generation.sources is not None:
+            self._head["rag"] = generation.sources.report()
 
     def opening(self) -> bytes:
         response = self._object("in_progress")
@@ -84,14 +84,12 @@ class ResponseRenderer(Renderer):
         return self._encode([("error", {name: problem[name] for name in ("code", "message", "param")})])
 
     async def before_end(self) -> None:
-        if self._recorder is not None:
-            await self._recorder.keep()
-        if self._keep is not None:
-            await self._keep(self._head["id"], self._body, self._said())
+        await self._recorder.store()
+        if self._store is not None:
+            await self._store(self._head["id"], self._body, self._messages())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
-        if self._recorder is not None:
-            self._recorder.hear(piece)
+        self._recorder.add(piece)
         speaking = self._open is not None and self._open["type"] == "message"
         if piece.text or (piece.tokens and speaking):
             if not speaking:
@@ -126,11 +124,11 @@ class ResponseRenderer(Renderer):
         yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
 
     def _cite(self, piece: Piece) -> Iterator[Event]:
-        retrieved = self._generation.retrieved
-        if retrieved is None:
+        sources = self._generation.sources
+        if sources is None:
             return
         for citation in piece.citations:
-            annotation = retrieved.annotation(citation, flat=True)
+            annotation = sources.annotation(citation, flat=True)
             place = {**self._place(), "content_index": 0, "annotation_index": len(self._annotations)}
             self._annotations.append(annotation)
             yield "response.output_text.annotation.added", {**place, "annotation": annotation}
@@ -143,7 +141,7 @@ class ResponseRenderer(Renderer):
         return "response.output_item.added", {"output_index": len(self._output) - 1, "item": item}
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
-        """End the item that is open, if one is."""
+        """Close the open item, if there is one."""
         item, text = self._open, "".join(self._parts)
         if item is None:
             return
@@ -165,7 +163,7 @@ class ResponseRenderer(Renderer):
         return {"item_id": self._open["id"], "output_index": len(self._output) - 1}
 
     def _encode(self, events: Iterator[Event] | list[Event]) -> bytes:
-        # Joined as they come: an event shows its item as it is at that moment.
+        # Each event is encoded at once: it shows its item as it is at that moment.
         return b"".join(map(self._event, events))
 
     def _event(self, event: Event) -> bytes:
@@ -197,7 +195,7 @@ class ResponseRenderer(Renderer):
     def _object(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": self._output}
 
-    def _said(self) -> list[ChatMessage]:
+    def _messages(self) -> list[ChatMessage]:
         """The output as the next turn's conversation has it."""
         said: list[ChatMessage] = []
         for item in self._output:
@@ -214,7 +212,7 @@ def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str,
 
 
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
-    """What does not change while the response is made."""
+    """The fields that do not change while the response is generated."""
     wanted = None if request.text is None else request.text.format
     tier = request.service_tier or "auto"
     return {

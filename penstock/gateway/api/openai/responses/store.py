@@ -1,7 +1,8 @@
-"""Stored responses in the table store: the object for whoever asks for it again, the conversation for the next turn.
+"""Stored responses in the database: the object for GET requests, the conversation for the next turn.
 
-A response belongs to a tenant and is never found by another. It is forgotten after `keep_s`, and a tenant has at most
-`most`: the oldest go first. Each row holds its whole conversation, so deleting one leaves those that follow it intact.
+A response belongs to a tenant and is never found by another. It is deleted after `keep_s`, and a tenant has at most
+`most`: the oldest are deleted first. Each row holds its whole conversation, so deleting one leaves those that follow it
+intact.
 """
 
 from __future__ import annotations
@@ -26,8 +27,28 @@ _VERSIONS = (
 _messages = msgspec.json.Decoder(list[ChatMessage])
 
 
+class NoResponseStore:
+    """A gateway that stores no responses."""
+
+    enabled = False
+
+    async def put(self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage]) -> None:
+        return
+
+    async def response(self, id: str, tenant: str) -> bytes | None:
+        return None
+
+    async def conversation(self, id: str, tenant: str) -> list[ChatMessage] | None:
+        return None
+
+    async def delete(self, id: str, tenant: str) -> bool:
+        return False
+
+
 class ResponseStore:
     """All stored responses."""
+
+    enabled = True
 
     def __init__(self, database: Database, *, keep_s: float, most: int, clock: Callable[[], float] = time.time) -> None:
         self._database = database

@@ -1,0 +1,39 @@
+"""What a model file gives the builder: how a layer is composed from a checkpoint's tensors, and the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.engine.backends.interface import ActivationOps
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.families import TensorNames
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Everything that one layer is composed of."""
+
+    read: WeightReader
+    config: ModelConfig
+    names: TensorNames
+    index: int
+    prefix: str
+    """Of the layer's tensor names, such as `model.layers.0.`."""
+    cos_sin: Tensor
+    """The layer's rotary table."""
+    inner: ActivationOps
+    """Norms and activations inside the layer: the backend's own, or those that hand FP8 to FP8 linears."""
+    fp8_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How families of one kind are built and run."""
+
+    decoder: type[Decoder]
+    compose_layer: Callable[[LayerContext], DecoderLayer]

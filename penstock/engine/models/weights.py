@@ -1,0 +1,97 @@
+"""Tensors of a checkpoint as a model's composition asks for them: by name, checked, stacked, and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import Backend, KVScales
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.models.layers.linear import Linear
+from penstock.errors import CheckpointError
+
+
+class Weights(Protocol):
+    """What a reader needs of a checkpoint; see `penstock.engine.loading`."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def names(self) -> Collection[str]: ...
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor: ...
+
+
+class Quantizer(Protocol):
+    """Makes one linear layer of the named matrices in few bits, or None when it cannot."""
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None: ...
+
+
+class WeightReader:
+    """Reads the tensors of one decoder."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        backend: Backend,
+        dtype: torch.dtype,
+        quantize: Quantizer | None = None,
+        norm_offset: float = 0.0,
+    ) -> None:
+        """`norm_offset`: added to all norm weights."""
+        self.names = set(weights.names())
+        self.backend = backend
+        self._weights = weights
+        self._dtype = dtype
+        self._quantize = quantize
+        self._norm_offset = norm_offset
+
+    def dense(self) -> WeightReader:
+        """The same, making dense linears only."""
+        reader = copy(self)
+        reader._quantize = None
+        return reader
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if name not in self.names:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
+        tensor = self._weights.tensor(name, self.backend.device)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """In place of what this process never uses, so that warm-up needs no special case."""
+        return torch.zeros(shape, dtype=self._dtype, device=self.backend.device)
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """Norm weights; with an offset they stay float32, since one plus a small number would lose its digits."""
+        if not self._norm_offset:
+            return self.get(f"{name}.weight", size)
+        return self.get(f"{name}.weight", size, dtype=torch.float32) + self._norm_offset
+
+    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
+        """Matrices `at + part` of the given output sizes, stacked into one linear; or `at + fused`, where the
+        checkpoint has them stacked already."""
+        if fused and f"{at}{fused}.weight" in self.names:
+            parts = {fused: sum(parts.values())}
+        biases = [self.get(f"{at}{part}.bias", size) for part, size in parts.items()] if bias else None
+        stacked_bias = torch.cat(biases) if biases else None
+        names = {f"{at}{part}.weight": size for part, size in parts.items()}
+        if self._quantize is not None and self.names.issuperset(names):
+            quantized = self._quantize(self._weights, names, inputs, stacked_bias)
+            if quantized is not None:
+                return quantized
+        dense = torch.cat([self.get(name, size, inputs) for name, size in names.items()])
+        return self.backend.linear(dense, stacked_bias)
+
+    def kv_scales(self, attention: str, kv_heads: int) -> KVScales:
+        """The checkpoint's own scales for an FP8 cache, or 1: e4m3 reaches 448 and keeps three bits at any size."""
+        checkpoint, device = self._weights, self.backend.device
+        k, v = checkpoint.kv_scale(attention) if isinstance(checkpoint, Fp8Checkpoint) else (1.0, 1.0)
+        return torch.full((kv_heads,), k, device=device), torch.full((kv_heads,), v, device=device)

@@ -1,0 +1,170 @@
+"""From a chat request to its generation: checks, content filter, model, sources, prompt, sampling parameters.
+
+Every API family that holds conversations translates its requests to a `ChatRequest`; what follows is here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.factory import GenerationFactory
+from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.remote import RemoteGeneration
+from penstock.gateway.generation.remote_request import remote_spec
+from penstock.gateway.generation.sampling import (
+    TokenLimit,
+    check_choices,
+    choice_params,
+    fit,
+    sampling_params,
+    stop_strings,
+)
+from penstock.gateway.generation.schemas import ChatRequest, TextFormat
+from penstock.gateway.generation.sources import PendingSources, SourceSearch
+from penstock.gateway.generation.spec import TokenPrompt, request_spec
+from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
+from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
+from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ModelRegistry
+from penstock.routing.remotes import RemoteModel
+
+DEFAULT_ANSWER = 512
+"""Tokens that sources leave free for an answer that names no limit."""
+REMOTE_WINDOW = 8192
+"""The assumed window of a remote model, where the configuration names none."""
+TEMPLATE_TOKENS = 16
+"""What a chat template and the borders between texts may add."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatGenerations(GenerationFactory):
+    """Makes generations for chat requests."""
+
+    registry: ModelRegistry
+    source_search: SourceSearch
+    cache: AnswerCache
+    grader: AnswerGrader
+
+    async def make(
+        self,
+        attempt: Attempt,
+        request: ChatRequest,
+        limit: TokenLimit,
+        turn: Turn = STATELESS,
+        following: Sequence[Message] = (),
+    ) -> Generation:
+        """The generation that answers `request`; raises what is wrong with the request.
+
+        `following`: what the assistant and tools have said since the request's messages.
+        """
+        exchange = attempt.exchange
+        check_tools(request)
+        check_choices(1, request.n or 1, self.settings)
+        messages = template_messages(request.messages, turn.call_ids)
+        messages = await self.content_filter.messages(exchange, messages)
+        if following:
+            following = await self.content_filter.messages(exchange, list(following))
+        remote = self.registry.remote(request.model)
+        if remote is not None:
+            return self._remote(attempt, request, limit, messages, turn, following, remote)
+        if request.rag is None:
+            return await self._local(attempt, request, limit, messages, turn, following)
+        sources = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+        try:
+            return await self._local(attempt, request, limit, messages, turn, following, sources)
+        finally:
+            await sources.close()
+
+    def _remote(
+        self,
+        attempt: Attempt,
+        request: ChatRequest,
+        limit: TokenLimit,
+        messages: list[Message],
+        turn: Turn,
+        following: Sequence[Message],
+        model: RemoteModel,
+    ) -> RemoteGeneration:
+        if request.rag is not None:
+            raise InvalidRequest(
+                f"`rag` is for models that run here; another server runs `{model.name}`.",
+                param="rag",
+                code="remote_model",
+            )
+        window, quota = model.context_window or REMOTE_WINDOW, self.quotas.context_tokens(attempt.exchange.caller)
+        window = window if quota is None else min(window, quota)
+        said = turn.messages(attempt, TurnInput(messages, following, window, limit))
+        return RemoteGeneration(remote_spec(attempt, self.settings, request, said, limit, model), self.metrics)
+
+    async def _local(
+        self,
+        attempt: Attempt,
+        request: ChatRequest,
+        limit: TokenLimit,
+        messages: list[Message],
+        turn: Turn,
+        following: Sequence[Message],
+        pending: PendingSources | None = None,
+    ) -> EngineGeneration:
+        exchange = attempt.exchange
+        stops = stop_strings(request)
+        priority = self.admissions.priority(exchange, request.service_tier)
+        model, info = await self.models.open(attempt, request.model, limit)
+        toolbox = toolbox_of(request, model)
+        params = sampling_params(
+            request,
+            info,
+            model.text.eos_token_ids,
+            limit,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            grammar=await grammar_for(self.grammars, request, toolbox),
+        )
+        quota = self.quotas.context_tokens(exchange.caller)
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+        prompt = ChatPrompt(self.tokenization, model, () if toolbox is None else toolbox.tools)
+        sources = None
+        if pending is not None:
+            bare = await prompt.tokens(pending.instructed([*messages, *following]))
+            room = room_for_sources(window, len(bare), limit)
+            with exchange.timeline.phase("retrieve"):
+                sources = await pending.result(
+                    lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
+                )
+        tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
+        params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
+        # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
+        comparable = not (turn.stored or following or sources)
+        spec = request_spec(
+            attempt,
+            self.settings,
+            request,
+            model,
+            [TokenPrompt(tokens, choice_params(params, request.n))],
+            stops=stops,
+            priority=priority,
+            logprobs=bool(request.logprobs),
+            toolbox=toolbox,
+            cache_question=self.cache.question(request, messages) if comparable else None,
+        )
+        generation = EngineGeneration(spec, self.metrics)
+        if sources is not None:
+            # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
+            plain = request.response_format is None or isinstance(request.response_format, TextFormat)
+            generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
+        self.grader.sample(generation, messages)
+        return generation
+
+
+def room_for_sources(window: int, prompt_tokens: int, limit: TokenLimit) -> int:
+    """Tokens of the window that neither the prompt nor the answer needs."""
+    answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
+    return window - prompt_tokens - answer - TEMPLATE_TOKENS

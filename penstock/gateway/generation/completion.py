@@ -1,0 +1,89 @@
+"""From a text completion request to its generation: content filter, prompts as tokens, sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.engine.request import EngineInfo
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.factory import GenerationFactory
+from penstock.gateway.generation.sampling import (
+    TokenLimit,
+    check_token_ids,
+    choice_params,
+    fit,
+    sampling_params,
+    stop_strings,
+)
+from penstock.gateway.generation.schemas import CompletionRequest
+from penstock.gateway.generation.spec import TokenPrompt, request_spec
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ServedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionGenerations(GenerationFactory):
+    """Makes generations for text completion requests."""
+
+    async def make(
+        self,
+        attempt: Attempt,
+        request: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        limit: TokenLimit,
+        *,
+        prompt_only: bool,
+    ) -> EngineGeneration:
+        """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        exchange = attempt.exchange
+        stops = stop_strings(request)
+        priority = self.admissions.priority(exchange, request.service_tier)
+        if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
+        model, info = await self.models.open(attempt, attempt.model, limit)
+        grammar = await self.grammars.response_format(request.response_format)
+        params = sampling_params(
+            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
+        )
+        if request.echo and request.logprobs is not None:
+            params = replace(params, prompt_logprobs=request.logprobs)
+        quota = self.quotas.context_tokens(exchange.caller)
+        tokenized = []
+        for prompt in prompts:
+            tokens = await self._tokens(exchange, model, info, prompt)
+            fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
+            tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n)))
+        spec = request_spec(
+            attempt,
+            self.settings,
+            request,
+            model,
+            tokenized,
+            stops=stops,
+            priority=priority,
+            logprobs=request.logprobs is not None,
+            prompt_only=prompt_only,
+            continuation=True,
+        )
+        return EngineGeneration(spec, self.metrics)
+
+    async def _tokens(
+        self, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int]
+    ) -> list[int]:
+        if isinstance(prompt, list):
+            check_token_ids(prompt, info.vocab_size, "prompt")
+            tokens = prompt
+            if self.content_filter.checks_input:
+                text = model.text.decode(tokens)
+                filtered = await self.content_filter.prompt(exchange, text)
+                if filtered != text:
+                    tokens = await self.tokenization.encode(model, filtered)
+        else:
+            filtered = await self.content_filter.prompt(exchange, prompt)
+            tokens = await self.tokenization.encode(model, filtered)
+        if not tokens:
+            raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
+        return tokens

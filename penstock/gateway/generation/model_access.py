@@ -1,0 +1,38 @@
+"""From a model's name to an engine of it that can take a request: downgrade, waiting for the engine, time slices."""
+
+from __future__ import annotations
+
+from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.sampling import TokenLimit
+from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.time_slice_groups import TimeSlices
+
+
+class ModelAccess:
+    """Opens models for requests."""
+
+    def __init__(
+        self, registry: ModelRegistry, admissions: Admissions, slices: TimeSlices, engine_wait_s: float
+    ) -> None:
+        self._registry = registry
+        self._admissions = admissions
+        self._slices = slices
+        self._engine_wait_s = engine_wait_s
+
+    async def open(self, attempt: Attempt, name: str, limit: TokenLimit) -> tuple[ServedModel, EngineInfo]:
+        """The model, once its engine is up and, if it takes turns with others, awake. Waits for each up to
+        `engine_wait_s`, unless the attempt has a fallback."""
+        exchange = attempt.exchange
+        # A token has at least one byte, so this is the most that the request can need.
+        route = self._admissions.reroute(
+            exchange, self._registry.route(name), lambda: exchange.body_size + (limit.max_tokens or 1)
+        )
+        model = route.model
+        attempt.note_model(name, model, route.why)
+        within = 0.0 if attempt.has_fallback else self._engine_wait_s
+        info = await model.backend.wait_ready(within)
+        attempt.hold(await self._slices.acquire(model, within))
+        # An engine that woke for the first time reports more about itself.
+        return model, model.backend.info or info

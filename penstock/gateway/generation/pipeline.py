@@ -1,0 +1,104 @@
+"""The generation pipeline: decode -> spec -> admission -> generation -> response.
+
+A handler decodes a request and calls `answer` with a function that makes one attempt: it asks for a generation (`chat`
+or `completion`) and responds with it (`respond`). Features take part as stages that the composition root hands in.
+"""
+
+from __future__ import annotations
+
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat import ChatGenerations
+from penstock.gateway.generation.completion import CompletionGenerations
+from penstock.gateway.generation.fallback import FallbackChain
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
+from penstock.gateway.generation.model_access import ModelAccess
+from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.response import send_stream, send_whole
+from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.sources import SourceSearch
+from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
+from penstock.gateway.generation.tokenization import Tokenization
+from penstock.routing.registry import ModelRegistry
+from penstock.routing.time_slice_groups import TimeSlices
+from penstock.telemetry.metrics import Metrics
+
+
+class GenerationPipeline:
+    """The way of every request for tokens through one gateway process."""
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        *,
+        registry: ModelRegistry,
+        routes: Routes,
+        slices: TimeSlices,
+        admissions: Admissions,
+        quotas: Quotas,
+        lifecycle: GenerationLifecycle,
+        tokenization: Tokenization,
+        grammars: GrammarCache,
+        metrics: Metrics,
+        background: BackgroundTasks,
+        content_filter: ContentFilter,
+        source_search: SourceSearch,
+        cache: AnswerCache,
+        grader: AnswerGrader,
+    ) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.tokenization = tokenization
+        self.lifecycle = lifecycle
+        self.metrics = metrics
+        self.content_filter = content_filter
+        self.cache = cache
+        self.grader = grader
+        self._background = background
+        models = ModelAccess(registry, admissions, slices, settings.engine_wait_s)
+        self.answer = FallbackChain(registry, routes, admissions, metrics).answer
+        self.chat = ChatGenerations(
+            settings=settings,
+            models=models,
+            tokenization=tokenization,
+            grammars=grammars,
+            quotas=quotas,
+            admissions=admissions,
+            metrics=metrics,
+            content_filter=content_filter,
+            registry=registry,
+            source_search=source_search,
+            cache=cache,
+            grader=grader,
+        ).make
+        self.completion = CompletionGenerations(
+            settings=settings,
+            models=models,
+            tokenization=tokenization,
+            grammars=grammars,
+            quotas=quotas,
+            admissions=admissions,
+            metrics=metrics,
+            content_filter=content_filter,
+        ).make
+
+    async def respond(self, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool) -> None:
+        """Run a generation and send what it says."""
+        exchange = attempt.exchange
+        self.content_filter.watch(exchange, generation)
+        exchange.timeline.response_id = renderer.response_id
+        lookup = await self.cache.look_up(exchange, generation)
+        with exchange.watched(generation.fail):
+            async with self.lifecycle.running(attempt, generation) as account:
+                if stream:
+                    await send_stream(exchange, generation, renderer, account, self.settings, self.metrics)
+                else:
+                    await send_whole(exchange, generation, renderer, account)
+        self.grader.submit(exchange, generation)
+        if lookup is not None:
+            self._background.start(lookup.store(renderer.response_id))

@@ -1,0 +1,32 @@
+"""The prompt of a conversation: messages and tools, rendered with the chat template of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.tool_choice import for_template
+from penstock.routing.registry import ServedModel
+from penstock.tools.toolbox import Tool
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """How conversations become the token ids of one model."""
+
+    tokenization: Tokenization
+    model: ServedModel
+    tools: tuple[Tool, ...] = ()
+
+    async def tokens(self, messages: list[Message]) -> list[int]:
+        messages, tools = for_template(messages, self.tools, self.model)
+        return await self.tokenization.encode_chat(self.model, messages, tools=tools)
+
+    def length(self, messages: Sequence[Message]) -> int:
+        """The number of tokens; blocks, so it is to be called in a thread."""
+        rendered, tools = for_template(list(messages), self.tools, self.model)
+        return len(self.model.text.encode_chat(rendered, tools=tools))

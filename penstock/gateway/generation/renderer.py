@@ -1,0 +1,50 @@
+"""How an API family writes what was generated: the interface of every renderer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from penstock.gateway.app.exchange import encode_json
+from penstock.gateway.generation.choice import Piece
+from penstock.protocol.errors import ApiError
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Renderer(ABC):
+    """Writes one answer, as a stream of events or whole."""
+
+    _head: dict[str, Any]
+    """What all objects of the answer have in common, among it the `id`."""
+    keep_alive = KEEP_ALIVE
+    """Sent by a stream that has been silent for a while."""
+
+    @property
+    def response_id(self) -> str:
+        return str(self._head["id"])
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """The first events of a stream."""
+
+    @abstractmethod
+    def event(self, piece: Piece) -> bytes:
+        """One piece of a choice, as an event."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """The end of the stream, after the last piece."""
+
+    @abstractmethod
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        """The body of an answer that is not streamed; `pieces` per choice."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + encode_json(error.body()) + b"\n\n"
+
+    async def before_end(self) -> None:
+        """Called when the end has been rendered, before it is sent."""
+        return

@@ -1,0 +1,81 @@
+"""The HTTP response of a generation, streamed or whole: one loop each, shared by every API family.
+
+A stream's status line waits for the first token, so that an early failure is a real status code; after
+`hold_status_s` it goes out with comment lines instead. An error after the first byte is one event with the error
+object, then the stream ends without `[DONE]`. A slow reader makes only its own coroutine wait; tokens gather in the
+mailbox of the generation meanwhile and go out together.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from penstock.gateway.accounting.charges import OpenAccount
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.choice import Piece
+from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.settings import GenerationSettings
+from penstock.protocol.errors import ApiError
+from penstock.telemetry.metrics import Metrics
+
+
+async def send_whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: OpenAccount) -> None:
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+    while not generation.all_shown:
+        for piece in await generation.shown():
+            pieces[piece.index].append(piece)
+        if not generation.all_shown:  # the settlement that follows the end says more
+            account.note()
+    await account.ended(generation.outcome or "stop")
+    began = monotonic()
+    try:
+        body = renderer.whole(pieces)
+        await renderer.before_end()
+        await exchange.reply(200, body)
+    finally:
+        exchange.timeline.note("reply", began)
+
+
+async def send_stream(
+    exchange: Exchange,
+    generation: Generation,
+    renderer: Renderer,
+    account: OpenAccount,
+    settings: GenerationSettings,
+    metrics: Metrics,
+) -> None:
+    pieces = await generation.shown(settings.hold_status_s)
+    await account.opened()
+    begun = monotonic()
+    await exchange.start_stream()
+    try:
+        head = renderer.opening()
+        while True:
+            if pieces:
+                data = head + b"".join(map(renderer.event, pieces))
+            else:
+                data = head or renderer.keep_alive
+            head = b""
+            if generation.all_shown:
+                await account.ended(generation.outcome or "stop")
+                data += renderer.closing()
+                await renderer.before_end()
+                await exchange.end_stream(data)
+                return
+            account.note()
+            await exchange.write(data)
+            pieces = await generation.shown(settings.keep_alive_s)
+    except ApiError as error:
+        await send_failure(exchange, renderer, error, metrics)
+    finally:
+        exchange.timeline.note("stream", begun)
+
+
+async def send_failure(
+    exchange: Exchange, renderer: Renderer, error: ApiError, metrics: Metrics, before: bytes = b""
+) -> None:
+    """End a stream that has begun with an error, after the events `before`."""
+    exchange.record.finish_reason = "error"
+    metrics.failed(exchange.route, error.status, error.code or error.type)
+    await exchange.end_stream(before + renderer.failure(error))

@@ -1,0 +1,39 @@
+"""What generation needs to know of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.identity import Caller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings:
+    body_limit: int
+    max_tokens: int | None
+    """Most completion tokens that a request may ask for; None: no limit."""
+    default_max_tokens: int | None
+    """For chat requests that name no limit; None: what fits the window."""
+    max_choices: int
+    """Most choices of one request, over all of its prompts."""
+    time_limit_s: float | None
+    batch_time_limit_s: float | None
+    """The same for lines of batches."""
+    engine_wait_s: float
+    """How long a request waits for an engine that is not up."""
+    hold_status_s: float
+    """How long the status line of a stream waits for the first token."""
+    keep_alive_s: float
+    """A stream that is silent for this long sends a comment."""
+    share_prefixes: bool
+    record_text: bool
+    """Whether prompts and answers are recorded."""
+
+    def time_limit(self, exchange: Exchange) -> float | None:
+        """Seconds that a request may generate."""
+        return self.time_limit_s if exchange.line is None else self.batch_time_limit_s
+
+    def cache_salt(self, caller: Caller) -> str:
+        """Keeps tenants out of each other's cached prefixes; callers without a key share one salt."""
+        return "" if self.share_prefixes or not caller.key else caller.tenant

@@ -1,0 +1,154 @@
+"""What an engine is asked to generate: `GenerationSpec`, made here for requests of clients and for the gateway's own
+questions to a model (summaries, moderation, grading).
+
+Adding an option of a request means a field of its schema, its place here or in `sampling.py`, and the engine's field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.schemas import Sampling
+from penstock.gateway.generation.settings import GenerationSettings
+from penstock.metering.engine_counts import engine_id
+from penstock.routing.registry import ServedModel
+from penstock.tools.toolbox import Toolbox
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """One prompt and the parameters of its choices, one entry per choice."""
+
+    tokens: list[int]
+    params: list[SamplingParams]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuestion:
+    """What the semantic cache compares: the last message of the user, and everything else in the request, which must
+    be equal for a hit."""
+
+    text: str
+    context: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """Everything that decides what engines generate, and how their tokens become an answer."""
+
+    id: str
+    """Names the generation in the ledger, in the engine and to the client; never used before."""
+    model: ServedModel
+    prompts: Sequence[TokenPrompt]
+    started_at: float
+    """When the request arrived; latencies count from here."""
+    priority: int = 0
+    """In the engine, smaller first."""
+    cache_salt: str = ""
+    affinity: str = ""
+    patient: bool = True
+    """Whether to wait for an engine that is away."""
+    speculation: bool = True
+    time_limit_s: float | None = None
+    stops: Sequence[str] = ()
+    logprobs: bool = False
+    """Whether the client is shown log-probabilities."""
+    prompt_only: bool = False
+    """The request is only run for its prompt; what it generates is neither shown nor counted."""
+    continuation: bool = False
+    """The text continues the prompt, so a leading space stays."""
+    toolbox: Toolbox | None = None
+    """Functions that the text may call."""
+    seeded: bool = False
+    """The client chose the seed, so the answer is the same every time."""
+    cache_question: CacheQuestion | None = None
+
+    @property
+    def form(self) -> tuple[bool, bool, bool, bool]:
+        """What besides parameters and prompt decides how tokens become an answer; part of cache keys."""
+        return (self.logprobs, self.prompt_only, self.continuation, self.toolbox is not None)
+
+    def requests(self) -> list[Request]:
+        """The requests to the engine, one per choice."""
+        return [
+            Request(
+                engine_id(self.id, place, number, counted=not self.prompt_only),
+                prompt.tokens,
+                params,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                affinity=self.affinity,
+                patient=self.patient,
+                timeout_s=self.time_limit_s,
+                speculation=self.speculation,
+                adapter=self.model.adapter,
+            )
+            for place, prompt in enumerate(self.prompts)
+            for number, params in enumerate(prompt.params)
+        ]
+
+
+def request_spec(
+    attempt: Attempt,
+    settings: GenerationSettings,
+    request: Sampling,
+    model: ServedModel,
+    prompts: Sequence[TokenPrompt],
+    *,
+    stops: Sequence[str],
+    priority: int,
+    logprobs: bool,
+    prompt_only: bool = False,
+    continuation: bool = False,
+    toolbox: Toolbox | None = None,
+    cache_question: CacheQuestion | None = None,
+) -> GenerationSpec:
+    """The spec of a client's request."""
+    exchange = attempt.exchange
+    return GenerationSpec(
+        id=attempt.ids.next(),
+        model=model,
+        prompts=prompts,
+        started_at=exchange.started_at,
+        priority=priority,
+        cache_salt=settings.cache_salt(exchange.caller),
+        affinity=attempt.affinity(request.prompt_cache_key),
+        patient=not attempt.has_fallback,
+        speculation=request.speculation is not False,
+        time_limit_s=settings.time_limit(exchange),
+        stops=stops,
+        logprobs=logprobs,
+        prompt_only=prompt_only,
+        continuation=continuation,
+        toolbox=toolbox,
+        seeded=request.seed is not None,
+        cache_question=cache_question,
+    )
+
+
+def internal_spec(
+    id: str,
+    model: ServedModel,
+    tokens: list[int],
+    params: Sequence[SamplingParams],
+    *,
+    started_at: float,
+    priority: int,
+    cache_salt: str,
+    time_limit_s: float | None,
+    counted: bool = True,
+) -> GenerationSpec:
+    """The spec of a question that the gateway itself asks a model. `counted`: its tokens belong to a charge."""
+    return GenerationSpec(
+        id=id,
+        model=model,
+        prompts=(TokenPrompt(tokens, list(params)),),
+        started_at=started_at,
+        priority=priority,
+        cache_salt=cache_salt,
+        time_limit_s=time_limit_s,
+        prompt_only=not counted,
+    )

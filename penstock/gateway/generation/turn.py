@@ -1,0 +1,135 @@
+"""A turn: what was said before a request, and what becomes of its answer.
+
+`StatelessTurn` is the turn of a request that brings its whole conversation. The package of stored conversations
+implements the same interface for those that the gateway keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.choice import Piece
+from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.sampling import TokenLimit
+from penstock.gateway.generation.schemas import NamedConversation
+from penstock.gateway.generation.sources import Sources
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """What a request adds to its conversation, and the room for the prompt."""
+
+    messages: list[Message]
+    """The client's new messages."""
+    following: Sequence[Message]
+    """What the assistant and its tools have said in this turn already."""
+    window: int
+    """Tokens of the prompt and the answer together."""
+    limit: TokenLimit
+    sources: Sources | None = None
+    """For this prompt; they do not become part of the conversation."""
+
+
+class TurnRecorder(Protocol):
+    """Writes down what the assistant says in a turn, and stores it at the end."""
+
+    generation: Generation
+    """The last generation of the turn."""
+    report: dict[str, Any]
+    """What the reply says about the conversation; empty when nothing is stored."""
+
+    def add(self, piece: Piece) -> None: ...
+
+    async def store(self, said: Sequence[Message] | None = None) -> None:
+        """`said`: the messages of the answer when it has several; otherwise one message with what was added."""
+
+
+class Turn(Protocol):
+    """The place of a request in its conversation."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether the gateway keeps the conversation."""
+
+    @property
+    def history(self) -> Sequence[Message]:
+        """What was said before this turn, as far as it is stored."""
+
+    @property
+    def call_ids(self) -> Collection[str]:
+        """Ids of earlier calls, which tool results may answer."""
+
+    def source_room(self, room: int, window: int) -> int:
+        """How many of `room` free tokens sources may fill."""
+
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        """The prompt of the whole conversation."""
+
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
+        """The same as messages, for a model whose tokenizer is not known here."""
+
+    def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder: ...
+
+
+class Conversations(Protocol):
+    """Opens turns."""
+
+    def open(
+        self,
+        exchange: Exchange,
+        conversation: str | NamedConversation | None,
+        *,
+        keep_system: bool = True,
+        choices: int = 1,
+    ) -> AbstractAsyncContextManager[Turn]:
+        """The turn of a request, as soon as the conversation it names is free."""
+
+
+class StatelessTurn:
+    """A request whose messages are the whole conversation."""
+
+    __slots__ = ()
+
+    stored = False
+    history: Sequence[Message] = ()
+    call_ids: Collection[str] = ()
+
+    def source_room(self, room: int, window: int) -> int:
+        return room
+
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        messages = self.messages(attempt, added)
+        return await prompt.tokens(messages if added.sources is None else added.sources.in_prompt(messages))
+
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
+        return [*added.messages, *added.following]
+
+    def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
+        return _UnstoredAnswer(generation)
+
+
+class _UnstoredAnswer:
+    """The recorder of a turn that is not stored."""
+
+    __slots__ = ("generation", "report")
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.report: dict[str, Any] = {}
+
+    def add(self, piece: Piece) -> None:
+        return
+
+    async def store(self, said: Sequence[Message] | None = None) -> None:
+        return
+
+
+STATELESS = StatelessTurn()

@@ -1,0 +1,89 @@
+"""A guardrail that asks a moderator about texts: a bounded number at a time, each with a time limit.
+
+Invariant: every character of a text is checked before the text passes, or the check failed and the rule lets failures
+pass. Digests of texts found harmless are cached per tenant, so that the time of an answer does not reveal what other
+tenants have asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from time import monotonic
+from typing import Literal
+
+from penstock.config.guardrails import GuardrailConfig
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.moderation.moderators import FAILURES, Moderator
+from penstock.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+PART = 4000
+"""Characters that are checked together."""
+OVERLAP = 200
+"""Characters that neighbouring parts share, so that nothing is missed across their border."""
+AT_ONCE = 4
+"""Parts of one request that are checked at the same time."""
+CACHED_PARTS = 4096
+"""Parts found harmless: the turns of a conversation, which every request repeats, are checked once."""
+
+Stage = Literal["input", "output"]
+Verdict = Literal["passed", "flagged", "failed"]
+
+
+class ModerationRule:
+    """A guardrail of the kind `model`."""
+
+    def __init__(self, config: GuardrailConfig, moderator: Moderator, metrics: Metrics) -> None:
+        self.config = config
+        self._moderator = moderator
+        self._metrics = metrics
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._harmless: OrderedDict[bytes, None] = OrderedDict()
+
+    async def close(self) -> None:
+        await self._moderator.close()
+
+    async def verdict(self, exchange: Exchange, texts: Iterable[str], stage: Stage) -> Verdict:
+        """The verdict on all texts together; `failed` only where failures do not pass."""
+        parts = [part for text in texts for part in parts_of(text)]
+        for start in range(0, len(parts), AT_ONCE):
+            asked = (self._part(exchange, part, stage) for part in parts[start : start + AT_ONCE])
+            said = await asyncio.gather(*asked)
+            verdict: Verdict = "flagged" if "flagged" in said else "failed" if "failed" in said else "passed"
+            if verdict == "flagged" or (verdict == "failed" and self.config.on_error == "refuse"):
+                self._metrics.guardrail(self.config.name, stage, "refuse")
+                return verdict
+        return "passed"
+
+    async def _part(self, exchange: Exchange, part: str, stage: Stage) -> Verdict:
+        said = f"{exchange.caller.tenant}\0{part}".encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(said, digest_size=16).digest()
+        if digest in self._harmless:
+            self._harmless.move_to_end(digest)
+            return "passed"
+        began = monotonic()
+        verdict: Verdict = "failed"
+        try:
+            async with asyncio.timeout(self.config.timeout_s), self._slots:
+                found = await self._moderator.probability(exchange, part)
+            verdict = "flagged" if found >= self._moderator.threshold else "passed"
+        except FAILURES as error:  # its message may quote the text, so only its type is logged
+            log.warning("guardrail %r could not ask its model: %s", self.config.name, type(error).__name__)
+        self._metrics.context.moderated(self.config.name, stage, verdict, monotonic() - began)
+        if verdict == "passed":
+            self._harmless[digest] = None
+            if len(self._harmless) > CACHED_PARTS:
+                self._harmless.popitem(last=False)
+        return verdict
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """All of `text`, in parts that overlap; nothing for blank text."""
+    if text.strip():
+        for start in range(0, max(len(text) - OVERLAP, 1), PART - OVERLAP):
+            yield text[start : start + PART]
