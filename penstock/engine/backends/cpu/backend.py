@@ -13,7 +13,7 @@ from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.backends.backend import InputObserver, WeightPlan
 from penstock.engine.backends.cpu.block_quantizer import BlockQuantizer
-from penstock.engine.backends.cpu.calibration import ColumnObserver
+from penstock.engine.backends.cpu.calibration import ActivationObserver
 from penstock.engine.backends.cpu.dense_linear import DenseLinear
 from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.backends.cpu.fp8_quantizer import Float8Quantizer
@@ -56,7 +56,7 @@ class CpuBackend(ReferenceBackend):
         self.native: NativeLibrary = ops.handle
 
     def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        """int8 where decode attention multiplies an int8 cache as stored (`attention_bytes.h` says where)."""
+        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h)."""
         multiplies_bytes = (
             self._native.handle.has_byte_attention
             and dtype == torch.bfloat16
@@ -102,8 +102,8 @@ class CpuBackend(ReferenceBackend):
         return linear
 
     def input_observers(self, linears: Iterable[Linear]) -> list[InputObserver]:
-        kept = (linear for linear in linears if isinstance(linear, QuantLinear) and linear.columns is not None)
-        return [ColumnObserver(linear) for linear in kept]
+        kept = (linear for linear in linears if isinstance(linear, QuantLinear) and linear.per_channel is not None)
+        return [ActivationObserver(linear) for linear in kept]
 
     def int8_linear(self, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor] | None:
         if weight.dtype is not torch.float32:
@@ -111,7 +111,7 @@ class CpuBackend(ReferenceBackend):
         if not QuantLinear.supports(tuple(weight.shape)):
             return None
         linear = QuantLinear.from_float(self._native.handle, weight, bias, bits=8)
-        linear.digits = 1
+        linear.activation_parts = 1
         return linear
 
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
