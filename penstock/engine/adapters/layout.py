@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import ModelConfig
 
 _WIDE = 8
@@ -94,15 +95,17 @@ def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
     """Attention and feed-forward linears; where there are experts, those of attention only."""
     hidden, ffn = config.hidden_size, config.ffn_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    names = family_of(config.family).names
+    qkv = tuple(names.attention + part for part in names.qkv)
     attention = (
-        Site("qkv", qkv, (q_size, kv_size, kv_size), hidden, "self_attn.qkv_proj"),
-        Site("output", ("self_attn.o_proj",), (hidden,), q_size),
+        Site("qkv", qkv, (q_size, kv_size, kv_size), hidden, names.attention + names.fused_qkv),
+        Site("output", (names.attention + names.output,), (hidden,), q_size),
     )
     if config.moe is not None:
         return AdapterLayout(attention, config.num_layers, by_output)
+    gate_up = tuple(names.mlp + part for part in names.gate_up)
     feed_forward = (
-        Site("gate_up", ("mlp.gate_proj", "mlp.up_proj"), (ffn, ffn), hidden, "mlp.gate_up_proj"),
-        Site("down", ("mlp.down_proj",), (hidden,), ffn),
+        Site("gate_up", gate_up, (ffn, ffn), hidden, names.mlp + names.fused_gate_up),
+        Site("down", (names.mlp + names.down,), (hidden,), ffn),
     )
     return AdapterLayout((*attention, *feed_forward), config.num_layers, by_output)

@@ -46,8 +46,10 @@ class RandomCheckpoint:
         self.seed = seed
         self.device = device
         self.dtype = dtype
-        self.shapes = tensor_shapes(config)
-        self._norm_offset = ModelConfig.from_hf(config).norm_offset
+        model = ModelConfig.from_hf(config)
+        reader = _composed(model)
+        self.shapes = reader.shapes
+        self._norms, self._norm_offset = reader.norms, model.norm_offset
         self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:
@@ -58,7 +60,7 @@ class RandomCheckpoint:
         if shape is None:
             raise CheckpointError(f"a {self.config.get('model_type')} model has no tensor {name!r}")
         where = torch.device(self.device if device is None else device)
-        if name.endswith("norm.weight"):
+        if name in self._norms:
             return torch.full(shape, 1.0 - self._norm_offset, dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
         if name == "model.embed_tokens.weight":
@@ -77,19 +79,23 @@ class RandomCheckpoint:
 
 def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor of a decoder with this configuration: those that its composition asks for."""
-    model = ModelConfig.from_hf(config)
+    return _composed(ModelConfig.from_hf(config)).shapes
+
+
+def _composed(model: ModelConfig) -> ShapeReader:
     reader = ShapeReader(model)
     compose_decoder(reader, model, max_positions=1)
-    return reader.shapes
+    return reader
 
 
 class ShapeReader(WeightReader):
-    """Notes what is read, and reads nothing."""
+    """Records what is read, and reads nothing."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.names = {"lm_head.weight"}
         self.backend = ReferenceBackend()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.norms: set[str] = set()
         self._fused = family_of(model.family).names.fused
         self._nothing = torch.empty(0)
 
@@ -98,6 +104,7 @@ class ShapeReader(WeightReader):
         return self._nothing
 
     def norm(self, name: str, size: int) -> Tensor:
+        self.norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:

@@ -15,7 +15,7 @@ from penstock.engine.request import Delta
 from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, TextGuard
-from penstock.gateway.generation.recording import DeltaRecording, replayed
+from penstock.gateway.generation.replay import AnswerRecord, replayed
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import GenerationSpec
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
@@ -60,7 +60,7 @@ class EngineGeneration(Generation):
         self._unfinished = len(self.choices)
         self._gate: Gate | None = None
         self._failure: Exception | None = None
-        self._recording: DeltaRecording | None = None
+        self._record: AnswerRecord | None = None
         self._replay: Iterator[tuple[int, Delta]] | None = None
         self._replayed_tokens = 0
 
@@ -112,13 +112,13 @@ class EngineGeneration(Generation):
 
     def record(self) -> None:
         """Record what the engine generates, for `recording`."""
-        self._recording = DeltaRecording(len(self.choices))
+        self._record = AnswerRecord(len(self.choices))
 
     @property
     def recording(self) -> list[Delta] | None:
         """The whole answer, a delta per choice, if it was recorded and every choice ended by itself."""
-        whole = self._recording is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
-        return self._recording.deltas if self._recording is not None and whole else None
+        whole = self._record is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
+        return self._record.deltas if self._record is not None and whole else None
 
     @property
     def from_cache(self) -> bool:
@@ -270,8 +270,8 @@ class EngineGeneration(Generation):
             self._observed.prefill.observe(delta.prefill_s)
         if delta.decode_s is not None:
             choice.decode_s = delta.decode_s
-        if self._recording is not None:
-            self._recording.add(index, delta)
+        if self._record is not None:
+            self._record.add(index, delta)
         piece = choice.feed(delta)
         if piece is not None and piece.finish_reason is not None:
             self._unfinished -= 1

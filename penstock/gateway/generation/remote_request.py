@@ -11,31 +11,23 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
 from penstock.gateway.generation.remote import RemoteSpec
 from penstock.gateway.generation.sampling import TokenLimit, stop_strings
-from penstock.gateway.generation.schemas import ChatRequest
+from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.remotes import RemoteModel
 
-PASSED_ON = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "seed",
-    "n",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-)
-"""Options that mean the same there; a server that does not know one of them refuses it itself."""
 TOKEN_OPTIONS = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
 """Options about tokens, which only the other server knows."""
+OWN_OPTIONS = (
+    *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
+    *("user", "safety_identifier", "metadata", "service_tier", "speculation", "prompt_cache_key", "store"),
+    *("conversation", "rag", "modalities", "server_tools"),
+)
+"""Options that this gateway applies itself, or writes in another form."""
+PASSED_ON = tuple(
+    name for name in ChatRequest.__struct_fields__ if name not in (*TOKEN_OPTIONS, *OWN_OPTIONS, *CHAT_UNSUPPORTED)
+)
+"""All other options mean the same there; a server that does not know one of them refuses it itself."""
 UNLIMITED = 4096
 """Completion tokens that are reserved for an answer without a limit."""
 

@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file
 
+from penstock.engine.models.families import FAMILIES
+from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.loading.test_gguf_checkpoint import interleaved
 from tests.engine.tiny import write_checkpoint
 
 ARCHITECTURES = {
+    "llama-gqa": "llama",
+    "mistral-window": "llama",
+    "qwen2-bias": "qwen2",
+    "qwen3-qknorm": "qwen3",
+    "gemma": "gemma",
     "mixtral": "llama",
     "qwen3-moe": "qwen3moe",
     "gemma2": "gemma2",
@@ -52,12 +60,12 @@ EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj
 def convert(folder: Path, arch: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    names = NAMES | (GEMMA_NAMES if arch.startswith("gemma") else {})
+    names = NAMES | (GEMMA_NAMES if arch in ("gemma2", "gemma3") else {})
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-        stem = name.removesuffix(".weight")
+        stem, _, suffix = name.rpartition(".")
         if arch.startswith("gemma") and stem.endswith("norm"):
             tensor = tensor + 1
         if stem in top:
@@ -72,7 +80,7 @@ def convert(folder: Path, arch: str) -> Path:
             continue
         if arch == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = interleaved(tensor, heads if part.endswith("q_proj") else kv_heads)
-        tensors[f"blk.{layer}.{names[part]}.weight"] = tensor
+        tensors[f"blk.{layer}.{names[part]}.{suffix}"] = tensor
     tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
     rope = config["rope_parameters"]
     keys: dict[str, Any] = {
@@ -87,7 +95,7 @@ def convert(folder: Path, arch: str) -> Path:
     }
     if config.get("head_dim"):
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
-    if config.get("sliding_window"):
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
         keys["attention.sliding_window"] = config["sliding_window"]
     if stacks:
         keys |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
@@ -105,10 +113,16 @@ def convert(folder: Path, arch: str) -> Path:
     return write_gguf(folder / "model.gguf", metadata, tensors)
 
 
+def test_every_family_is_converted() -> None:
+    """So that a family cannot be registered without GGUF names that work."""
+    tested = {getattr(transformers, tiny.FAMILIES[family][0]).model_type for family in ARCHITECTURES}
+    assert tested == set(FAMILIES)
+    read = {name for family in FAMILIES.values() for name in family.gguf.architectures}
+    assert set(ARCHITECTURES.values()) <= read and read - set(ARCHITECTURES.values()) == {"mistral3"}
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.engine import tiny
-
     # What the format does not say, converters leave to the reader: the usual scale and pattern of windows.
     name, overrides = tiny.FAMILIES[family]
     usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}

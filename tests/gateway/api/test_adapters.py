@@ -14,10 +14,11 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import serve
-from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.sources.adapters import resolve_adapter
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.engine.adapters.files import write_adapter
@@ -41,13 +42,13 @@ async def serving(
     base: Path, text: TextModel, *adapters: AdapterSpec, **engine: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
-    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings))
+    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings), find_adapter=resolve_adapter)
     port = free_port()
     names = tuple(spec.name for spec in adapters)
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
     model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
     stop = asyncio.Event()
-    listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+    listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:

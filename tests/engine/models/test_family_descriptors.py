@@ -1,0 +1,112 @@
+"""A descriptor is all that a family needs: the registered ones are complete, and a new one works by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.adapters.layout import layout_of
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint, tensor_shapes
+from penstock.engine.models.families import FAMILIES, Family, TensorNames, family_of, is_linear
+from penstock.engine.models.families.family import GGUFFormat
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.shards import shard
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.loading.test_gguf_families import convert
+from tests.engine.tiny import FAMILIES as TINY
+from tests.engine.tiny import write_checkpoint
+
+PROMPT = [17 * i % 199 for i in range(50)]
+
+
+@pytest.fixture(scope="module", params=TINY)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_tensor_names_and_shapes_are_those_of_the_reference(checkpoint: Path) -> None:
+    """Random checkpoints, quantization and benchmarks take them from the composition."""
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert tensor_shapes(config) == stored
+    norms_and_rest = {name for name, shape in stored.items() if len(shape) == 1 or "embed" in name or "lm_head" in name}
+    routers = {name for name in stored if name.endswith(".gate.weight")}
+    assert {name for name in stored if is_linear(name)} == set(stored) - norms_and_rest - routers
+
+
+def test_random_weights_of_every_family_run(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    settings = EngineConfig(model="random", device="cpu", dtype="float32", threads=2, num_blocks=16)
+    engine = Engine.load(settings, checkpoint=RandomCheckpoint(config, dtype=torch.float32))
+    assert len(generate(engine, greedy("a", PROMPT, 4))["a"]) == 4
+
+
+def test_descriptors_need_no_torch() -> None:
+    """The gateway reads GGUF headers through them."""
+    code = "import sys, penstock.engine.loading.gguf_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NEW = Family(
+    model_type="newcomer",
+    class_name="NewcomerForCausalLM",
+    names=TensorNames(
+        mixer_norm="attention_norm",
+        feed_forward_norm="ffn_norm",
+        attention="attention.",
+        qkv=("wq", "wk", "wv"),
+        output="wo",
+        mlp="feed_forward.",
+        gate_up=("w1", "w3"),
+        down="w2",
+    ),
+    gguf=GGUFFormat(architectures=("newcomer",)),
+)
+"""Llama under other names: what somebody who adds a family writes."""
+
+
+def test_a_new_family_is_one_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, NEW.model_type, NEW)
+    llama, new = write_checkpoint("llama-gqa", tmp_path / "llama"), tmp_path / "new"
+    expected = generate(make_engine(llama), greedy("a", PROMPT, 12))
+    gguf = convert(llama, "newcomer")
+
+    new.mkdir()
+    config = json.loads((llama / "config.json").read_text()) | {"model_type": NEW.model_type}
+    (new / "config.json").write_text(json.dumps(config))
+    tensors = load_file(llama / "model.safetensors")
+    save_file({_renamed(name): tensor for name, tensor in tensors.items()}, new / "model.safetensors")
+    assert generate(make_engine(new), greedy("a", PROMPT, 12)) == expected
+    assert generate(make_engine(gguf), greedy("a", PROMPT, 12)) == expected, "from its GGUF names"
+    assert len(generate(make_engine(new, weights="int8"), greedy("a", PROMPT, 12))["a"]) == 12
+
+    model, checkpoint = ModelConfig.from_hf(config), RandomCheckpoint(config, dtype=torch.float32)
+    assert "model.layers.0.attention.wq.weight" in checkpoint.names()
+    half = shard(checkpoint, model, Place(1, 2, 1))
+    assert half.tensor("model.layers.0.feed_forward.w2.weight").shape == (64, 48), "tensor-parallel cuts know the names"
+    modules = [module for site in layout_of(model).sites for module in site.modules]
+    assert modules == [f"attention.{n}" for n in ("wq", "wk", "wv", "wo")] + [f"feed_forward.w{n}" for n in (1, 3, 2)]
+
+
+def _renamed(name: str) -> str:
+    """What the newcomer calls a tensor of Llama."""
+    llama, ours = family_of("llama").names, NEW.names
+    modules = [(llama.mixer_norm, ours.mixer_norm), (llama.feed_forward_norm, ours.feed_forward_norm)]
+    for part, other in zip((*llama.qkv, llama.output), (*ours.qkv, ours.output), strict=True):
+        modules.append((llama.attention + part, ours.attention + other))
+    for part, other in zip((*llama.gate_up, llama.down), (*ours.gate_up, ours.down), strict=True):
+        modules.append((llama.mlp + part, ours.mlp + other))
+    for theirs, new in modules:
+        name = name.replace(f".{theirs}.", f".{new}.")
+    return name
