@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.interface import DeviceAccess
 from penstock.engine.request import SamplingParams
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
@@ -60,7 +60,7 @@ class Rows:
         max_rows: int,
         max_context: int,
         vocab_size: int,
-        backend: Backend,
+        backend: DeviceAccess,
         block_size: int = 16,
         followed: int = ~0,
         one_by_one: bool = False,

@@ -8,11 +8,12 @@ launched before anybody waited.
 from __future__ import annotations
 
 from penstock.engine.adapters.runtime import AdapterRuntime
-from penstock.engine.backends.interface import Backend, Executor
+from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import InputBuilder
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import Rows
