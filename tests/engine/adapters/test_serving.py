@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.adapters import runtime
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta
+from penstock.engine.startup import adapters as startup_adapters
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_equals_merging import ask, prompts
@@ -117,13 +117,13 @@ def test_an_old_request_gets_its_slot_although_others_keep_coming(base: Path, fo
 def test_loading_holds_nobody_up(base: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While an adapter is being read, others produce every one of their tokens."""
     gate = threading.Event()
-    read = runtime.read_adapter
+    read = startup_adapters.read_adapter
 
     def slow(name: str, *args: Any, **settings: Any) -> Any:
         assert name != "a1" or gate.wait(30)
         return read(name, *args, **settings)
 
-    monkeypatch.setattr(runtime, "read_adapter", slow)
+    monkeypatch.setattr(startup_adapters, "read_adapter", slow)
     engine = make_engine(base, adapters=specs_of(folders[:2]))
     engine.submit(ask("slow", [1, 2, 3], "a1", 4))
     got = []

@@ -270,7 +270,7 @@ def test_greedy_choice_is_the_first_largest(ops: CpuOps) -> None:
 
 
 def gumbel_noise(keys: list[int], width: int) -> Tensor:
-    """The noise as sampling.cpp defines it, in Python integers and float64."""
+    """The noise as elementwise/gumbel.h defines it, in Python integers and float64."""
     mask, rows = (1 << 64) - 1, []
     for key in keys:
         row = []

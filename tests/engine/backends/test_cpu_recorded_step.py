@@ -67,10 +67,10 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     spent = recorded.seconds()
     assert {name: calls for name, (calls, _) in spent.items()} == {
         "pk_embed": 2, "pk_rms_norm": 1, "pk_add_rms_norm": 6, "pk_linear": 13, "pk_rope_and_cache": 3,
-        "pk_attention": 3, "pk_linear_draw": 1, "pk_keep": 1,
+        "pk_attention": 3, "pk_linear_sample": 1, "pk_keep": 1,
     }  # fmt: skip
     # These requests want log-probabilities: their tokens are chosen outside.
-    assert {name for name, (_, seconds) in spent.items() if seconds == 0} == {"pk_linear_draw", "pk_keep"}
+    assert {name for name, (_, seconds) in spent.items() if seconds == 0} == {"pk_linear_sample", "pk_keep"}
     assert all(seconds == 0 for _, seconds in recorded.seconds().values())
 
 
