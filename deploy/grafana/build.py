@@ -1,8 +1,8 @@
-"""Writes the dashboards beside this file. Run it after changing a panel; the tests compare, and query every expression.
+"""Writes the dashboards next to this file. Run it after changing a panel; tests compare the files and run every query.
 
     python deploy/grafana/build.py
 
-A dashboard is a list of rows, a row a list of panels that share its width of 24.
+A dashboard is a list of rows; the panels of a row share its width of 24.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
 
 
 def lines(items: list[Panel]) -> list[list[Panel]]:
-    """The panels of a row, line by line: single numbers fit side by side, charts need room."""
+    """The panels of a row, line by line: up to eight single numbers, or up to four charts."""
     most = 8 if all(item.kind == "stat" for item in items) else 4
     count = -(-len(items) // most)
     each = -(-len(items) // count)

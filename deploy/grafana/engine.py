@@ -1,4 +1,4 @@
-"""Steps, memory, device."""
+"""The dashboard of one engine: batch, phases, KV cache, speculation, device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DRAFT = "vllm:spec_decode"
 ENGINE = Board(
     "penstock-engine",
     "Penstock / Engine",
-    "What each engine does with its steps, its memory and its device.",
+    "Batch, phases, KV cache, speculation and device of each engine.",
     [
         (
             "Batch",
@@ -17,12 +17,12 @@ ENGINE = Board(
             [
                 Panel(
                     "Running",
-                    "Sequences in the batch.",
+                    "Sequences in the running batch.",
                     {"{{model_name}} {{engine}}": f"vllm:num_requests_running{{{M}}}"},
                 ),
                 Panel(
                     "Waiting in the engine",
-                    "Sequences that have no row or no blocks yet.",
+                    "Sequences without a row or KV blocks yet.",
                     {"{{model_name}} {{engine}}": f"vllm:num_requests_waiting{{{M}}}"},
                 ),
                 Panel(
@@ -32,7 +32,7 @@ ENGINE = Board(
                 ),
                 Panel(
                     "Tokens per step",
-                    "Generated per forward pass: how well batching and speculation pay.",
+                    "Generated tokens per forward pass: the effect of batching and speculation.",
                     {
                         "{{model_name}} {{engine}}": ratio(
                             "vllm:generation_tokens_total",
@@ -49,7 +49,7 @@ ENGINE = Board(
             [
                 Panel(
                     "Queue",
-                    "From arrival in the engine to the first step, by its clock.",
+                    "From arrival in the engine to the first step, by the engine's clock.",
                     quantiles("vllm:request_queue_time_seconds", 0.5, 0.95),
                     "s",
                 ),
@@ -66,8 +66,8 @@ ENGINE = Board(
                     "s",
                 ),
                 Panel(
-                    "Time per token",
-                    "Of whole answers.",
+                    "Time per output token",
+                    "Mean over each answer.",
                     quantiles("vllm:request_time_per_output_token_seconds", 0.5, 0.95),
                     "s",
                 ),
@@ -81,7 +81,7 @@ ENGINE = Board(
                 Panel("Generated tokens", "Per request.", quantiles("vllm:request_generation_tokens", 0.5, 0.95)),
                 Panel(
                     "Finished",
-                    "Why answers end; `length` is a limit, `timeout` the time limit.",
+                    "Finish reasons; `length` is the token limit, `timeout` the time limit.",
                     {"{{finished_reason}}": rate("vllm:request_success_total", "finished_reason")},
                     stack=True,
                 ),
@@ -92,24 +92,24 @@ ENGINE = Board(
             8,
             [
                 Panel(
-                    "In use",
-                    "Share of the blocks that running sequences hold.",
+                    "KV cache used",
+                    "Share of blocks held by running sequences.",
                     {"{{model_name}} {{engine}}": f"{KV}{{{M}}}"},
                     "percentunit",
                     limit=0.9,
                 ),
                 Panel(
-                    "Blocks",
-                    "Held by sequences; free but still holding a prefix.",
+                    "KV blocks",
+                    "Used: held by sequences. Cached: free, with a reusable prefix.",
                     {
                         "used {{model_name}} {{engine}}": f"penstock_kv_blocks_used{{{M}}}",
                         "cached {{model_name}} {{engine}}": f"penstock_kv_blocks_cached{{{M}}}",
-                        "all {{model_name}} {{engine}}": f"penstock_kv_blocks{{{M}}}",
+                        "total {{model_name}} {{engine}}": f"penstock_kv_blocks{{{M}}}",
                     },
                 ),
                 Panel(
-                    "Prefix hits",
-                    "Share of prompt tokens that were found in the cache.",
+                    "Prefix cache hit rate",
+                    "Share of prompt tokens found in the prefix cache.",
                     {
                         "{{model_name}}": ratio(
                             "vllm:prefix_cache_hits_total",
@@ -121,13 +121,13 @@ ENGINE = Board(
                 ),
                 Panel(
                     "Preemptions",
-                    "Sequences that lost their blocks and are computed again: too little memory for the load.",
+                    "Sequences that lost their blocks and are recomputed: too little memory for the load.",
                     {"{{model_name}} {{engine}}": rate("vllm:num_preemptions_total", "model_name, engine")},
                 ),
             ],
         ),
         (
-            "Host memory and speculation",
+            "Host tier and speculation",
             7,
             [
                 Panel(
@@ -135,21 +135,21 @@ ENGINE = Board(
                     "KV blocks in host memory.",
                     {
                         "used {{engine}}": f"penstock_kv_host_blocks_used{{{M}}}",
-                        "all {{engine}}": f"penstock_kv_host_blocks{{{M}}}",
+                        "total {{engine}}": f"penstock_kv_host_blocks{{{M}}}",
                     },
                 ),
                 Panel(
-                    "Moved",
-                    "Blocks copied out and back per second.",
+                    "Offloaded and restored",
+                    "KV blocks copied to host memory and back, and prompt tokens found there, per second.",
                     {
-                        "out": rate("penstock_kv_blocks_offloaded_total"),
-                        "back": rate("penstock_kv_blocks_restored_total"),
-                        "tokens found": rate("penstock_kv_host_hit_tokens_total"),
+                        "offloaded": rate("penstock_kv_blocks_offloaded_total"),
+                        "restored": rate("penstock_kv_blocks_restored_total"),
+                        "hit tokens": rate("penstock_kv_host_hit_tokens_total"),
                     },
                 ),
                 Panel(
-                    "Guesses that held",
-                    "Share of speculated tokens that were right.",
+                    "Draft acceptance rate",
+                    "Share of draft tokens that were accepted.",
                     {
                         "{{model_name}}": ratio(
                             f"{DRAFT}_num_accepted_tokens_total",
@@ -160,8 +160,8 @@ ENGINE = Board(
                     "percentunit",
                 ),
                 Panel(
-                    "Guessed",
-                    "Times and tokens per second.",
+                    "Draft tokens",
+                    "Verifications and draft tokens per second.",
                     {
                         "drafts": rate(f"{DRAFT}_num_drafts_total"),
                         "tokens": rate(f"{DRAFT}_num_draft_tokens_total"),
@@ -170,20 +170,21 @@ ENGINE = Board(
             ],
         ),
         (
-            "Prompts computed elsewhere",
+            "Prefill/decode disaggregation",
             7,
             [
                 Panel(
-                    "Handed over",
-                    "Prompts computed by a prefill engine, by the decode engine after all, and those on the way.",
+                    "Handovers",
+                    "Prompts computed by a prefill engine, failed handovers (the decode engine computed the prompt "
+                    "itself), and handovers in progress.",
                     {
                         "handed over {{engine}}": rate("penstock_handovers_total", "engine"),
-                        "computed here {{engine}}": rate("penstock_handover_fallbacks_total", "engine"),
-                        "on the way {{engine}}": f"penstock_handover_waiting{{{M}}}",
+                        "fallbacks {{engine}}": rate("penstock_handover_fallbacks_total", "engine"),
+                        "in progress {{engine}}": f"penstock_handover_waiting{{{M}}}",
                     },
                 ),
                 Panel(
-                    "Blocks on the way",
+                    "KV transfer",
                     "Bytes of KV blocks sent and received per second.",
                     {
                         "sent {{engine}}": rate("penstock_handover_bytes_sent_total", "engine"),
@@ -192,8 +193,8 @@ ENGINE = Board(
                     "Bps",
                 ),
                 Panel(
-                    "Time of a handover",
-                    "From asking to the last block, computing included.",
+                    "Handover duration",
+                    "From the request to the last block, including the computation.",
                     {"{{engine}}": ratio("penstock_handover_seconds_total", "penstock_handovers_total", "engine")},
                     "s",
                 ),
@@ -210,23 +211,23 @@ ENGINE = Board(
                         "device {{engine}}": f"penstock_adapter_on_device{{{M}}}",
                         "slots {{engine}}": f"penstock_adapter_slots{{{M}}}",
                         "host {{engine}}": f"penstock_adapter_on_host{{{M}}}",
-                        "being read {{engine}}": f"penstock_adapter_loading{{{M}}}",
+                        "loading {{engine}}": f"penstock_adapter_loading{{{M}}}",
                     },
                 ),
                 Panel(
                     "Adapter loads",
-                    "Evictions that keep up with loads mean too few slots.",
+                    "As many evictions as loads mean that there are too few slots.",
                     {
-                        "read": rate("penstock_adapter_loads_total"),
+                        "loaded": rate("penstock_adapter_loads_total"),
                         "failed": rate("penstock_adapter_load_failures_total"),
-                        "to the device": rate("penstock_adapter_copies_total"),
-                        "evicted": rate("penstock_adapter_evictions_total"),
-                        "dropped from the host": rate("penstock_adapter_host_evictions_total"),
+                        "copied to device": rate("penstock_adapter_copies_total"),
+                        "evicted from device": rate("penstock_adapter_evictions_total"),
+                        "evicted from host": rate("penstock_adapter_host_evictions_total"),
                     },
                 ),
                 Panel(
-                    "Reading an adapter",
-                    "Mean seconds.",
+                    "Adapter load time",
+                    "Mean time to load an adapter.",
                     {"seconds": ratio("penstock_adapter_load_seconds_total", "penstock_adapter_loads_total")},
                     "s",
                 ),
@@ -238,7 +239,7 @@ ENGINE = Board(
             [
                 Panel(
                     "GPU utilisation",
-                    "Share of time in which a kernel ran. Low while requests wait: the host is too slow.",
+                    "Share of time in which a kernel ran. Low while requests wait: the host is the bottleneck.",
                     {"{{model_name}} {{engine}} gpu {{gpu}}": f"penstock_gpu_utilization_ratio{{{M}}}"},
                     "percentunit",
                     limit=0.5,
@@ -246,16 +247,16 @@ ENGINE = Board(
                 ),
                 Panel(
                     "GPU memory",
-                    "As the driver sees it.",
+                    "As reported by the driver.",
                     {
                         "used {{engine}} gpu {{gpu}}": f"penstock_gpu_memory_used_bytes{{{M}}}",
-                        "all {{engine}} gpu {{gpu}}": f"penstock_gpu_memory_total_bytes{{{M}}}",
+                        "total {{engine}} gpu {{gpu}}": f"penstock_gpu_memory_total_bytes{{{M}}}",
                     },
                     "bytes",
                 ),
                 Panel(
                     "Engines",
-                    "1 while it takes requests; awake while it holds its weights.",
+                    "Up: 1 while the engine accepts requests. Awake: 1 while it is not asleep.",
                     {
                         "up {{model_name}} {{engine}}": f"penstock_engine_up{{{M}}}",
                         "awake {{model_name}} {{engine}}": f"penstock_engine_awake{{{M}}}",
@@ -263,12 +264,12 @@ ENGINE = Board(
                 ),
                 Panel(
                     "Gateway CPU",
-                    "Cores that the gateway processes use: near one per worker, it is the gateway that is slow.",
+                    "Cores used by the gateway processes; near one per worker, the gateway is the bottleneck.",
                     {"cores": f"rate(process_cpu_seconds_total[{RATE}])"},
                 ),
                 Panel(
                     "Gateway memory",
-                    "Of the gateway processes together.",
+                    "Sum over the gateway processes.",
                     {"resident": "process_resident_memory_bytes"},
                     "bytes",
                 ),

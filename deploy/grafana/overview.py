@@ -1,4 +1,4 @@
-"""Start here."""
+"""The overview dashboard: the first one to look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from panels import ERROR_RATIO, ITL, KV, RATE, TTFT, V1, WAITING, Board, M, Pane
 OVERVIEW = Board(
     "penstock-overview",
     "Penstock / Overview",
-    "Is it fast, is it busy, is anything wrong? Start here.",
+    "Latency, load and errors at a glance. Start here.",
     [
         (
             "Now",
@@ -26,16 +26,16 @@ OVERVIEW = Board(
                     kind="stat",
                 ),
                 Panel(
-                    "First token, p95",
-                    "95% of first tokens come sooner.",
+                    "TTFT, p95",
+                    "95th percentile of the time to first token.",
                     {"p95": quantiles(TTFT, 0.95)["p95"]},
                     "s",
                     "stat",
                     limit=1,
                 ),
                 Panel(
-                    "Between tokens, p95",
-                    "95% of the pauses between tokens are shorter.",
+                    "Inter-token latency, p95",
+                    "95th percentile of the time between tokens.",
                     {"p95": quantiles(ITL, 0.95)["p95"]},
                     "s",
                     "stat",
@@ -43,7 +43,7 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Errors",
-                    "Share of requests that failed on our side (5xx, broken streams).",
+                    "Share of requests that failed on the server's side (5xx, broken streams).",
                     {"errors": ERROR_RATIO},
                     "percentunit",
                     "stat",
@@ -51,50 +51,55 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Waiting",
-                    "Requests that wait, in the gateway and in engines.",
+                    "Requests waiting in the gateway and in engines.",
                     {"waiting": f"sum({WAITING})"},
                     kind="stat",
                     limit=1000,
                 ),
                 Panel(
-                    "KV cache", "The fullest cache.", {"used": f"max({KV}{{{M}}})"}, "percentunit", "stat", limit=0.9
+                    "KV cache",
+                    "Usage of the fullest KV cache.",
+                    {"used": f"max({KV}{{{M}}})"},
+                    "percentunit",
+                    "stat",
+                    limit=0.9,
                 ),
-                Panel("Engines up", "Engines that take requests.", {"up": total("penstock_engine_up")}, kind="stat"),
+                Panel("Engines up", "Engines that accept requests.", {"up": total("penstock_engine_up")}, kind="stat"),
             ],
         ),
         (
-            "Speed",
+            "Latency",
             8,
             [
                 Panel(
-                    "Time to the first token",
-                    "What people feel first. Rises when requests wait or prompts get longer: see Waiting, and prefill.",
+                    "Time to first token",
+                    "Rises when requests wait or prompts get longer: see Waiting, and Prefill in the engine dashboard.",
                     quantiles(TTFT, 0.5, 0.95, 0.99),
                     "s",
                     limit=1,
                 ),
                 Panel(
-                    "Time between tokens",
-                    "How smoothly text flows. Rises with the batch, with long prompts beside it, with preemptions.",
+                    "Inter-token latency",
+                    "Time between tokens. Rises with the batch size, with long prompts in the batch, with preemptions.",
                     quantiles(ITL, 0.5, 0.95, 0.99),
                     "s",
                     limit=0.05,
                 ),
                 Panel(
-                    "Latency",
-                    "From arrival to the last token; mostly the length of the answers.",
+                    "End-to-end latency",
+                    "From arrival to the last token; depends mostly on the length of the answers.",
                     quantiles("vllm:e2e_request_latency_seconds", 0.5, 0.95, 0.99),
                     "s",
                 ),
             ],
         ),
         (
-            "Work",
+            "Load",
             8,
             [
                 Panel(
                     "Tokens",
-                    "Computed prompts and generated text.",
+                    "Prompt and generated tokens per second.",
                     {
                         "prompt {{model_name}}": rate("vllm:prompt_tokens_total", "model_name"),
                         "generated {{model_name}}": rate("vllm:generation_tokens_total", "model_name"),
@@ -102,13 +107,13 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Requests by status",
-                    "499 is a client that left.",
+                    "499 is a client disconnect.",
                     {"{{status}}": rate("penstock_http_requests_total", "status", V1)},
                     stack=True,
                 ),
                 Panel(
                     "Running and waiting",
-                    "Waiting that grows means more comes than can be served.",
+                    "A growing number of waiting requests means that demand exceeds capacity.",
                     {
                         "running {{model_name}}": total("vllm:num_requests_running", "model_name"),
                         "waiting {{model_name}}": WAITING,
@@ -118,12 +123,12 @@ OVERVIEW = Board(
             ],
         ),
         (
-            "Trouble",
+            "Problems",
             8,
             [
                 Panel(
                     "Errors by code",
-                    "All of them, the caller's too.",
+                    "All errors, including those of callers (4xx).",
                     {"{{status}} {{code}}": rate("penstock_errors_total", "status, code", "")},
                     stack=True,
                 ),
@@ -134,8 +139,8 @@ OVERVIEW = Board(
                     stack=True,
                 ),
                 Panel(
-                    "KV cache in use",
-                    "Above 90% sequences are preempted and computed again.",
+                    "KV cache usage",
+                    "Above 90%, expect sequences to be preempted and recomputed.",
                     {"{{model_name}} {{engine}}": f"{KV}{{{M}}}"},
                     "percentunit",
                     limit=0.9,

@@ -1,4 +1,4 @@
-"""What dashboards are made of: panels, and the expressions that many of them share.
+"""Panels and dashboards as values, and the expressions that several panels share.
 
 `$model`, `$tenant` and `$__rate_interval` are Grafana's variables.
 """
@@ -20,12 +20,12 @@ class Panel:
     unit: str = "short"
     kind: str = "timeseries"
     limit: float | None = None
-    """From here on it is red: the threshold of an alert."""
+    """The panel is red from here on: the threshold of an alert."""
     below: bool = False
-    """It is red below the limit, not above."""
+    """Red below the limit instead of above."""
     stack: bool = False
     optional: bool = False
-    """It is empty until the feature is used."""
+    """Empty until the feature is used."""
 
 
 @dataclass(frozen=True)

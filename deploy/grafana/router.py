@@ -1,4 +1,4 @@
-"""What waits, what is turned away, which replicas answer."""
+"""The dashboard of requests, admission queue and replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REQUESTS = f'{{__name__=~"vllm:num_requests_running|vllm:num_requests_waiting", 
 ROUTER = Board(
     "penstock-router",
     "Penstock / Router and queue",
-    "What waits, what is turned away, which replicas answer.",
+    "Requests in flight, the admission queue, refusals, and the health of replicas.",
     [
         (
             "Requests",
@@ -17,26 +17,27 @@ ROUTER = Board(
             [
                 Panel(
                     "In flight",
-                    "Requests being answered, by route.",
+                    "Requests in flight, by route.",
                     {"{{route}}": "sum by (route) (penstock_http_requests_in_flight)"},
                 ),
                 Panel(
                     "Refused",
-                    "By reason: `rate_limit` and `budget` are the caller's limits, the others ours.",
+                    "By reason: `rate_limit` and `budget` are limits of the caller, the others lack of capacity.",
                     {"{{reason}}": rate("penstock_rejections_total", "reason", "")},
                     stack=True,
                 ),
                 Panel(
-                    "Clients that left",
-                    "Before the end of their answer, or without reading it.",
+                    "Client disconnects",
+                    "Clients that disconnected before the end of their answer, and streams closed because the client "
+                    "did not read.",
                     {
-                        "left": f"sum(rate(penstock_client_disconnects_total[{RATE}]))",
-                        "did not read": f"sum(rate(penstock_stalled_readers_total[{RATE}]))",
+                        "disconnected": f"sum(rate(penstock_client_disconnects_total[{RATE}]))",
+                        "stalled": f"sum(rate(penstock_stalled_readers_total[{RATE}]))",
                     },
                 ),
                 Panel(
                     "Latency by route",
-                    "95% of the answers end sooner.",
+                    "p95 time to answer a request.",
                     quantiles("penstock_http_request_duration_seconds", 0.95, by="route", where=""),
                     "s",
                 ),
@@ -47,31 +48,31 @@ ROUTER = Board(
             8,
             [
                 Panel(
-                    "Queue",
-                    "Requests that wait in the gateway, by class.",
+                    "Queue depth",
+                    "Requests waiting in the gateway, by class.",
                     {"{{model_name}} {{class}}": total("penstock_queue_depth", "model_name, class")},
                     limit=1000,
                 ),
                 Panel(
-                    "Wait, p95",
-                    "95% of those who were admitted waited less. Long for one class: it is last in line.",
+                    "Queue wait, p95",
+                    "Of admitted requests. A long wait of one class only means that higher classes go first.",
                     quantiles("penstock_queue_wait_seconds", 0.95, by="model_name, class"),
                     "s",
                 ),
                 Panel(
-                    "Turned away",
-                    "By class and reason; whoever is, hears when to come back.",
+                    "Shed requests",
+                    "Requests refused by admission, by class and reason; the reply has a `Retry-After`.",
                     {"{{class}} {{reason}}": rate("penstock_sheds_total", "class, reason")},
                     stack=True,
                 ),
                 Panel(
-                    "Answered by a smaller model",
-                    "Best-effort requests, while too many wait.",
+                    "Downgraded to a smaller model",
+                    "Best-effort requests sent to a smaller model while the queue is long.",
                     {"{{model_name}}": rate("penstock_downgrades_total", "model_name")},
                 ),
                 Panel(
                     "Drain rate",
-                    "Work that leaves the queue per second, in prompt tokens: what `Retry-After` is computed from.",
+                    "Work that leaves the queue, in prompt tokens per second; `Retry-After` is computed from it.",
                     {"{{model_name}}": total("penstock_queue_drain_rate", "model_name")},
                 ),
             ],
@@ -81,65 +82,65 @@ ROUTER = Board(
             8,
             [
                 Panel(
-                    "Work per replica",
-                    "Running and waiting; far apart means that routing is off, or that one is ill.",
+                    "Load per replica",
+                    "Running and waiting requests. Large differences mean that routing or a replica has a problem.",
                     {"{{model_name}} {{engine}}": f"sum by (model_name, engine) ({REQUESTS})"},
                 ),
-                Panel("First token by replica, p95", "", quantiles(TTFT, 0.95, by="model_name, engine"), "s", limit=1),
+                Panel("TTFT by replica, p95", "", quantiles(TTFT, 0.95, by="model_name, engine"), "s", limit=1),
                 Panel(
                     "Tokens by replica",
-                    "Generated per second.",
+                    "Generated tokens per second.",
                     {"{{model_name}} {{engine}}": rate("vllm:generation_tokens_total", "model_name, engine")},
                 ),
             ],
         ),
         (
-            "When a replica fails",
+            "Replica failures",
             7,
             [
                 Panel(
-                    "Breakers",
-                    "0 closed, 1 half open, 2 open: an open one gets no requests until it answers a trial.",
+                    "Circuit breakers",
+                    "0 closed, 1 half open, 2 open. An open breaker lets no requests through until a probe succeeds.",
                     {"{{model_name}} {{engine}}": f"penstock_replica_breaker{{{M}}}"},
                 ),
                 Panel(
-                    "Moved",
-                    "Requests that went on elsewhere, were tried again, or could not be finished by any replica.",
+                    "Failovers and retries",
+                    "Requests that moved to another replica, were retried or hedged, or that no replica could finish.",
                     {
-                        "went on elsewhere": rate("penstock_failovers_total"),
-                        "tried again": rate("penstock_retries_total"),
-                        "tried on a second": rate("penstock_hedges_total"),
-                        "no budget to retry": rate("penstock_retries_refused_total"),
+                        "failed over": rate("penstock_failovers_total"),
+                        "retried": rate("penstock_retries_total"),
+                        "hedged": rate("penstock_hedges_total"),
+                        "retry budget spent": rate("penstock_retries_refused_total"),
                         "given up": rate("penstock_given_up_total"),
                     },
                 ),
                 Panel(
-                    "Parked",
-                    "Requests that wait because no replica can take them.",
+                    "Parked requests",
+                    "Requests waiting because no replica can take them.",
                     {"{{model_name}}": total("penstock_parked_requests", "model_name")},
                 ),
             ],
         ),
         (
-            "Around the model",
+            "Tools, retrieval, encoders",
             7,
             [
                 Panel(
                     "Tool calls",
-                    "Tools that the gateway runs, by outcome.",
+                    "Tool calls run by the gateway, by outcome.",
                     {"{{tool}} {{outcome}}": rate("penstock_tool_calls_total", "tool, outcome", "")},
                     optional=True,
                 ),
                 Panel(
-                    "Tool time, p95",
-                    "Tools that the gateway runs.",
+                    "Tool call duration, p95",
+                    "Tool calls run by the gateway.",
                     quantiles("penstock_tool_call_seconds", 0.95, by="tool", where=""),
                     "s",
                     optional=True,
                 ),
                 Panel(
                     "Retrieval, p95",
-                    "A search in a collection, and its steps, which overlap.",
+                    "Duration of a search in a collection, and of its steps, which overlap.",
                     quantiles("penstock_retrieval_seconds", 0.95, by="step", where=""),
                     "s",
                     optional=True,
@@ -153,12 +154,12 @@ ROUTER = Board(
             ],
         ),
         (
-            "Beside the requests",
+            "Other",
             7,
             [
                 Panel(
                     "Request log",
-                    "Spooled: the sink is slow or away. Lost: the spool was full.",
+                    "Spooled: the sink is slow or unreachable. Lost: the spool was full.",
                     {
                         name: f"sum(rate(penstock_request_log_{name}_total[{RATE}]))"
                         for name in ("written", "spooled", "lost")
@@ -166,15 +167,15 @@ ROUTER = Board(
                 ),
                 Panel(
                     "Guardrails",
-                    "Text refused or redacted.",
+                    "Texts refused or redacted.",
                     {"{{rule}} {{stage}} {{action}}": rate("penstock_guardrails_total", "rule, stage, action", "")},
                 ),
                 Panel(
                     "Grammars",
-                    "Compiled grammars cost time once; known ones none.",
+                    "Requests with a grammar: compiled (costs time once), known (cached), refused.",
                     {"{{outcome}}": rate("penstock_grammars_total", "outcome", "")},
                 ),
-                Panel("Draining", "1 while a gateway shuts down.", {"draining": "max(penstock_draining)"}),
+                Panel("Draining", "1 while a gateway is shutting down.", {"draining": "max(penstock_draining)"}),
             ],
         ),
     ],

@@ -1,4 +1,4 @@
-"""Who uses what, and what it costs."""
+"""The dashboard of usage and cost by tenant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CACHED, PROMPT = (rate("penstock_usage_tokens_total", "tenant", f'{U}, kind="{ki
 
 
 def hourly(by: str = "") -> str:
-    """Dollars charged per hour, at the rate of the moment."""
+    """Dollars charged per hour, at the current rate."""
     return f"3600 * {rate('penstock_usage_cost_dollars_total', by, U)}"
 
 
@@ -19,15 +19,15 @@ def day(metric: str, by: str) -> str:
 TENANTS_AND_COST = Board(
     "penstock-tenants",
     "Penstock / Tenants and cost",
-    "Who uses what, what they are charged, and what the hardware costs meanwhile.",
+    "Usage and charges by tenant, model and feature, and the cost of the hardware.",
     [
         (
-            "Money",
+            "Cost",
             5,
             [
                 Panel(
                     "Charged per hour",
-                    "At the current rate, all tenants shown.",
+                    "At the current rate, for the selected tenants.",
                     {"dollars": hourly()},
                     "currencyUSD",
                     "stat",
@@ -47,7 +47,7 @@ TENANTS_AND_COST = Board(
                 ),
                 Panel(
                     "Dollars per million tokens",
-                    "What a million generated tokens cost in hardware.",
+                    "Hardware cost of a million generated tokens.",
                     {"dollars": f"1e6 * {COST} / {rate('vllm:generation_tokens_total')}"},
                     "currencyUSD",
                     "stat",
@@ -80,7 +80,7 @@ TENANTS_AND_COST = Board(
             ],
         ),
         (
-            "What for",
+            "Models and features",
             8,
             [
                 Panel(
@@ -92,21 +92,21 @@ TENANTS_AND_COST = Board(
                 ),
                 Panel(
                     "Charged by feature",
-                    "Dollars per hour; `other` when there are too many features to tell apart.",
+                    "Dollars per hour; `other` collects features beyond the limit of series.",
                     {"{{feature}}": hourly("feature")},
                     "currencyUSD",
                     stack=True,
                 ),
                 Panel(
                     "Cached share of prompts",
-                    "By tenant. Low where prompts could begin alike: an invitation to put what varies last.",
+                    "By tenant. If low, move the parts of prompts that vary to the end: prompts then share a prefix.",
                     {"{{tenant}}": f"{CACHED} / {PROMPT}"},
                     "percentunit",
                 ),
             ],
         ),
         (
-            "Last day",
+            "Last 24 hours",
             8,
             [
                 Panel(

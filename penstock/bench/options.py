@@ -1,8 +1,8 @@
-"""What the `penstock bench` commands share: their common options, and how an error of theirs is shown."""
+"""What the `penstock bench` commands share: common options, the console, how an error is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -46,6 +46,11 @@ class KVDType(StrEnum):
     fp8 = "fp8"
 
 
+class EncoderWeights(StrEnum):
+    auto = "auto"
+    int8 = "int8"
+
+
 Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
@@ -54,9 +59,22 @@ DTypeOption = Annotated[DType, typer.Option(help="Type of activations, KV cache 
 WeightsOption = Annotated[Weights, typer.Option(help="How weights are kept.")]
 KVDTypeOption = Annotated[KVDType, typer.Option(help="Type of the KV cache.")]
 Shape = Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")]
+Chart = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart to FILE (SVG).")]
+EncoderWeightsOption = Annotated[EncoderWeights, typer.Option(help="How the encoder's weights are kept.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+
+
+def assignments(option: str, given: Sequence[str] | None, names: Sequence[str]) -> dict[str, str]:
+    """The values of an option that is given as NAME=VALUE, and may be repeated."""
+    found = {}
+    for entry in given or ():
+        name, equals, value = entry.partition("=")
+        if not equals or name not in names:
+            raise typer.BadParameter(f"{option} {entry}: write it as NAME=PATH, with a name of {', '.join(names)}")
+        found[name] = value
+    return found
 
 
 def console() -> Console:

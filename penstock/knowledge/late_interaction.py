@@ -2,7 +2,7 @@
 
 One vector per chunk says what it is about; it cannot say whether the one thing asked for is in it. The vectors of its
 tokens can. They are computed when a document is read and kept as one bit per dimension (48 bytes a token), which ranks
-as well as whole numbers do: `bench/retrieval.py` measures it. When a question comes, no model runs but for the
+as well as whole numbers do: `penstock bench retrieval` measures it. When a question comes, no model runs but for the
 question itself.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIMILARITY = 0.25
 """What the cosine of the whole chunk counts for beside its tokens; chosen on the half of the questions of
-`bench/retrieval.py` that its figures are not taken from."""
+`penstock bench retrieval` that its figures are not taken from."""
 _HEADER = struct.Struct("<HH")
 
 

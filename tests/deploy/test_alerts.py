@@ -13,7 +13,7 @@ import yaml
 
 from penstock.config.schema import RequestLogConfig
 from penstock.engine.request import Delta, DeviceLoad, Load, Request
-from penstock.metering.request_log import LogEntry, Sink, SinkError
+from penstock.metering.request_log import LogEntry, RequestLog, Sink, SinkError
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.deploy.prometheus import (
@@ -126,9 +126,9 @@ async def test_each_alert_fires_under_a_load_that_deserves_it_and_clears_afterwa
     engine = Moody(text, "word " * 8, step_s=0.002)
     no_spool = RequestLogConfig(spool=str(tmp_path / "spool"), spool_limit=0, flush_s=0.05)
     async with serving(engine, store_url=f"sqlite:///{tmp_path / 'l.db'}", request_log=no_spool) as gateway:
-        assert gateway.service.request_log is not None
-        sink = Flaky(gateway.service.request_log.sink, engine)
-        gateway.service.request_log.sink = sink
+        assert isinstance(gateway.parts.request_log, RequestLog)
+        sink = Flaky(gateway.parts.request_log.sink, engine)
+        gateway.parts.request_log.sink = sink
         loads = [asyncio.create_task(_ask_for_ever(gateway)) for _ in range(8)]
         try:
             rules = in_fast_motion(RULES.read_text())
@@ -162,7 +162,7 @@ async def _ask_for_ever(gateway: Running) -> None:
 
 async def _stutter(gateway: Running, engine: Moody) -> None:
     """First tokens take more than three seconds, again and again; once the engine is gone for a while."""
-    backend = gateway.service.registry.route("tiny").model.backend.replicas[0]
+    backend = gateway.parts.registry.route("tiny").model.backend.replicas[0]
     info = backend.info
     backend._went_down(EngineLost())  # type: ignore[attr-defined]
     await asyncio.sleep(3)

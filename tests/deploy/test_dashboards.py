@@ -119,10 +119,10 @@ async def test_every_expression_has_a_result(
     engines = [Busy(text, step_s=0.002) for _ in range(2)]
     replicas = ReplicaSet("tiny", [InProcessBackend(engine, name=str(i)) for i, engine in enumerate(engines)])
     async with serving(engines[0], backend=replicas, **settings) as gateway:
-        for model in gateway.service.registry:
+        for model in gateway.parts.registry:
             model.cost_per_hour = 3.6
 
-        admission = gateway.service.admissions._admission
+        admission = gateway.parts.admissions._admission
         assert admission is not None
 
         async def traffic() -> None:

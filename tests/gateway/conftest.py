@@ -14,8 +14,8 @@ import pytest
 
 from penstock.backends.base import Backend
 from penstock.gateway.app.asgi import App
+from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import Application, serve
-from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -33,7 +33,7 @@ class Running:
 
     client: httpx.AsyncClient
     engine: ScriptedEngine
-    service: Service
+    parts: Gateway
     stop: asyncio.Event
     port: int
 
@@ -95,7 +95,7 @@ def serving(text: TextModel) -> Serving:
             **served or {},
         )
         stop = asyncio.Event()
-        listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
         registry = ModelRegistry([model, *more], others)
         task = asyncio.create_task(serve(gateway, registry, stop, listening.set_result, encoders, wrap=wrap))
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)

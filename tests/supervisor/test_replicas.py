@@ -15,7 +15,7 @@ import pytest
 from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
-from penstock.gateway.process.supervisor_link import ControlLine
+from penstock.gateway.process.supervisor_link import SupervisorLink
 from penstock.protocol.control import Drain, Load, Restart, Scale, Stop, Topology, Unload
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.supervisor import replicas as module
@@ -36,7 +36,7 @@ __all__ = ["folder"]
 class World:
     supervisor: Supervisor
     first: Unit
-    line: ControlLine
+    line: SupervisorLink
     kinds: dict[int, str]
     seen: list[Topology] = field(default_factory=list)
     made: list[Unit] = field(default_factory=list)
@@ -81,7 +81,7 @@ async def world(
             it.seen.append(topology)
 
         async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), saved)):
-            line = ControlLine(folder / "control", follow)
+            line = SupervisorLink(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
             await until(lambda: bool(it.seen))

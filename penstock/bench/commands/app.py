@@ -5,32 +5,41 @@ from __future__ import annotations
 import typer
 
 from penstock.bench.commands.adapters import adapters
+from penstock.bench.commands.admission_cost import admission_cost
 from penstock.bench.commands.compare import compare
+from penstock.bench.commands.cpu_peers import cpu_peers
 from penstock.bench.commands.determinism import determinism
 from penstock.bench.commands.embed import embed
 from penstock.bench.commands.engine import engine
 from penstock.bench.commands.handover import handover
 from penstock.bench.commands.http import http
 from penstock.bench.commands.offload import offload
+from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
+from penstock.bench.commands.replica_policies import replica_policies
+from penstock.bench.commands.retrieval import retrieval
+from penstock.bench.commands.scrape import scrape
+from penstock.bench.commands.search_speed import search_speed
+from penstock.bench.commands.semantic_cache import semantic_cache
 from penstock.bench.commands.serve import serve
 from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
+from penstock.bench.commands.spike import spike
+from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
 from penstock.bench.options import reported
 
 app = typer.Typer(
     name="bench",
-    help="Measure the engine, a server, or both against a peer.",
+    help="Measure the engine, the gateway, a server, or any of them against a peer.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 for command in (
     engine,
-    serve,
-    http,
     compare,
+    cpu_peers,
     embed,
     adapters,
     offload,
@@ -40,5 +49,16 @@ for command in (
     speculation,
     perplexity,
     soak,
+    serve,
+    http,
+    overhead,
+    streams,
+    scrape,
+    admission_cost,
+    spike,
+    replica_policies,
+    semantic_cache,
+    retrieval,
+    search_speed,
 ):
     app.command(help=command.__doc__)(reported(command))

@@ -1,4 +1,4 @@
-"""Encoder work behind an HTTP request: counted, limited, charged, and given up when the client leaves."""
+"""Encoder work for a request: counted, limited, charged, and cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
-from penstock.gateway.accounting.charges import Accounts
+from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
@@ -28,7 +28,7 @@ class EncoderWork:
         self,
         encoders: Encoders,
         quotas: Quotas,
-        accounts: Accounts | None,
+        accounts: AccountBook,
         metrics: EncoderMetrics,
         background: BackgroundTasks,
     ) -> None:
@@ -55,7 +55,7 @@ class EncoderWork:
         except BaseException:
             work.close()
             raise
-        account = self._accounts.open(exchange, counted) if self._accounts is not None else None
+        account = self._accounts.open(exchange, counted)
         task = asyncio.create_task(work, name="encoding")
         left = False
 
@@ -77,12 +77,10 @@ class EncoderWork:
             exchange.record.prompt_tokens = tokens
             exchange.record.finish_reason = "stop"
             self._metrics.encoded(embedder.name, texts, tokens, time.monotonic() - begin)
-            if account is not None:
-                await account.ended("stop")
+            await account.ended("stop")
             return result
         finally:
             exchange.timeline.note("encode", begin)
-            if account is not None:
-                account.settle(exchange.record.finish_reason or "error")
+            account.settle(exchange.record.finish_reason or "error")
             if reservation is not None:
                 self._background.start(self._quotas.settle(reservation, counted))

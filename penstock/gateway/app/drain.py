@@ -21,15 +21,18 @@ class InFlight(Protocol):
 class Drain:
     """Counts the requests for tokens of one gateway process and knows what runs for them."""
 
-    def __init__(self, begun: Callable[[], None] = lambda: None) -> None:
-        """`begun` is called when the drain begins."""
+    def __init__(self) -> None:
         self.active = False
         """Whether the gateway is draining."""
         self.requests = 0
-        self._begun = begun
+        self._callbacks: list[Callable[[], object]] = []
         self._in_flight: set[InFlight] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def on_begin(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called when the drain begins."""
+        self._callbacks.append(callback)
 
     def enter(self) -> None:
         """A request for tokens begins; refused while draining."""
@@ -52,7 +55,8 @@ class Drain:
     async def run(self, seconds: float) -> None:
         """Refuse new requests, let running ones finish for `seconds`, then abort them."""
         self.active = True
-        self._begun()
+        for callback in self._callbacks:
+            callback()
         for wait in (seconds, ABORT_S):
             try:
                 async with asyncio.timeout(wait):

@@ -58,16 +58,14 @@ class BoundEndpoint:
     handle: Handler
 
 
-def bind(endpoints: Iterable[Endpoint], owners: Sequence[object], rest: object = None) -> list[BoundEndpoint]:
-    """Bind each handler to the one of `owners` whose class defines it; the remaining ones to `rest`."""
+def bind(endpoints: Iterable[Endpoint], owners: Sequence[object]) -> list[BoundEndpoint]:
+    """Bind each handler to the one of `owners` whose class defines it."""
     handlers = {function: handle for owner in owners for function, handle in _handlers(owner)}
     bound = []
     for endpoint in endpoints:
         handle = handlers.get(endpoint.handler)
         if handle is None:
-            if rest is None:
-                raise LookupError(f"nothing answers {endpoint.method} {endpoint.path} ({endpoint.name})")
-            handle = endpoint.handler.__get__(rest)
+            raise LookupError(f"nothing answers {endpoint.method} {endpoint.path} ({endpoint.name})")
         bound.append(BoundEndpoint(endpoint, handle))
     return bound
 

@@ -1,10 +1,22 @@
-"""Builds the gateway: the one place that knows every feature."""
+"""Builds the gateway: the only module that knows all features.
+
+`compose` is one list. Read forwards it is the order of the start, read backwards the order of the stop: everything that
+is started registers its `close`, also when a later part fails to start.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -15,106 +27,358 @@ from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.supervisor import NoSupervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
+from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
+from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
+from penstock.gateway.app.authentication import OpenAuthentication
+from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import Unavailable
+from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
+from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
-from penstock.gateway.process.service import Service
+from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.lifecycle import GenerationLifecycle
+from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.moderation.guardrails import Guardrails
+from penstock.gateway.moderation.moderators import ModerationBackends
+from penstock.gateway.process import implementations
+from penstock.gateway.process.model_follower import ModelFollower
+from penstock.gateway.process.request_log import RequestLogOff, open_request_log
+from penstock.gateway.process.settings import GatewaySettings
+from penstock.gateway.process.stores import Stores, open_stores
+from penstock.gateway.process.supervisor_link import SupervisorLink
 from penstock.gateway.quality.endpoints import FeedbackEndpoints
+from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
 from penstock.gateway.rag.document_endpoints import DocumentEndpoints
+from penstock.gateway.rag.library import KnowledgeLibrary
+from penstock.gateway.rag.retrieval import CollectionSearch
+from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
 from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
+from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
+from penstock.gateway.workers.group import WorkerGroup
+from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
+from penstock.routing.encoders import Encoders
+from penstock.routing.registry import ModelRegistry
+from penstock.routing.replica_metrics import add_replica_metrics
+from penstock.routing.time_slice_groups import TimeSlices
+from penstock.storage import Database, open_database
+from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
+from penstock.telemetry.metrics import EngineView, Metrics
+from penstock.telemetry.route_metrics import RouteMetrics
+from penstock.tools.execution import ToolRegistry
 
 UPLOADS = 4
 """Files that are read at the same time: each is in memory while it is read."""
 
 
-def endpoint_owners(service: Service) -> list[object]:
-    """The objects whose methods answer endpoints."""
-    settings, registry, limit = service.settings, service.registry, service.settings.body_limit
-    uploads = asyncio.Semaphore(UPLOADS)
-    encoder_work = EncoderWork(
-        service.encoders, service.quotas, service.accounts, service.encoder_metrics, service.background
-    )
-    supervisor = service.control or NoSupervisor()
-    models = ModelEndpoints(registry, service.encoders, service.routes, service.quotas, settings.max_tokens)
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A running gateway, for the process that runs it (and for tests)."""
 
-    async def suspect(tenant: str, response_id: str) -> None:
-        if service.recall is not None:
-            await service.recall.suspect(tenant, response_id)
+    settings: GatewaySettings
+    registry: ModelRegistry
+    encoders: Encoders
+    metrics: Metrics
+    tracing: RequestTracing
+    drain: Drain
+    background: BackgroundTasks
+    authentication: OpenAuthentication
+    workers: WorkerGroup
+    database: Database | None
+    request_log: RequestLog | RequestLogOff
+    accounts: Accounts | NoAccounts
+    admissions: Admissions
+    guardrails: Guardrails
+    cache: ResponseCache | ResponseCacheOff
+    judge: Judge | NoJudge
+    responses: ResponseStore | NoResponseStore
+    knowledge: KnowledgeLibrary
+    batch_runner: BatchRunner | None
+    endpoints: Sequence[object]
+    """The objects whose methods answer requests."""
 
-    async def forget_answers(model: str) -> None:
-        if service.recall is not None:
-            await service.recall.store.evict(model=model)
 
-    owners: list[object] = [
-        *service.generation_endpoints,
-        EmbeddingEndpoints(service.encoders, encoder_work, service.guardrails, limit),
-        RerankEndpoints(service.encoders, encoder_work, service.guardrails, limit),
-        TokenEndpoints(registry, service.tokenization, limit),
-        models,
-        NoConversations() if service.sessions is None else ConversationEndpoints(service.sessions),
-        CollectionEndpoints(service.knowledge, encoder_work, limit),
-        DocumentEndpoints(service.knowledge, uploads),
-        ToolEndpoints(service.tools, limit),
-        TraceEndpoints(service.workers, settings.telemetry.recent_requests),
-        AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
-        ModelAdminEndpoints(
-            registry, models, service.routes, service.admissions, supervisor, settings.engine_wait_s, limit
-        ),
-        ReplicaEndpoints(registry, supervisor, limit),
-        RouteEndpoints(service.routes, limit),
-        SleepEndpoints(registry),
-        HealthEndpoints(registry, service.drain),
-        MetricsEndpoints(service.workers),
-    ]
-    if service.recall is not None:
-        owners.append(CacheEndpoints(service.recall))
-    else:
-        message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
-        owners.append(Unavailable(CacheEndpoints, NotFound, message))
-    log = service.request_log
-    if log is not None and isinstance(log.sink, RequestStore):
-        owners.append(RequestLogEndpoints(log.sink))
-    else:
-        message = "This gateway has no request log that it could read; see `request_log.url`."
-        owners.append(Unavailable(RequestLogEndpoints, ServiceUnavailable, message))
-    if service.database is None:
-        no_accounts = "This gateway keeps no accounts, so it cannot tell whose an answer is."
-        return [
-            *owners,
-            Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
-            Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
-            Unavailable(FeedbackEndpoints, ServiceUnavailable, no_accounts),
-            Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
-            Unavailable(
-                IdentityEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."
-            ),
+@asynccontextmanager
+async def compose(
+    settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders, supervisor_socket: Path | None = None
+) -> AsyncIterator[Gateway]:
+    """A gateway that is started on entry and closed on exit."""
+    async with AsyncExitStack() as stack:
+        closing = stack.push_async_callback
+
+        # What everything else uses.
+        metrics = Metrics(partial(_engine_views, registry), settings.telemetry.most_series)
+        add_replica_metrics(metrics.registry, registry)
+        drain = Drain()
+        drain.on_begin(partial(metrics.draining.set, 1))
+        grammars = GrammarCache(metrics)
+        stack.callback(grammars.close)
+        tokenization = Tokenization()
+        stack.callback(tokenization.close)
+        database, stores = None, None
+        if settings.store_url is not None:
+            database = await open_database(settings.store_url)
+            closing(database.close)
+            stores = await open_stores(database, settings, metrics.registry)
+        tracing = RequestTracing(settings.telemetry, metrics)
+        closing(tracing.close)
+        request_log = open_request_log(settings, database, metrics)
+        request_log.start()
+        closing(request_log.close)
+
+        # Who may use how much, and what it costs.
+        prices = settings.price_book()
+        accounts: Accounts | NoAccounts = NoAccounts()
+        if stores is not None:
+            accounts = Accounts(
+                stores.ledger,
+                prices,
+                registry,
+                metrics.usage,
+                dead_after_s=settings.gateway_timeout_s,
+                patience_s=settings.ledger_wait_s,
+            )
+            await accounts.start()
+            closing(accounts.close)
+        authentication = implementations.authentication(settings, stores)
+        workers = implementations.worker_group(settings, metrics, tracing, authentication.refresh)
+        await workers.start()
+        closing(workers.close)
+        counters = implementations.limit_counters(settings.counters, workers.limits)
+        quotas = Quotas(counters, settings.tiers, settings.limits, prices)
+        closing(quotas.close)
+        background = BackgroundTasks()
+        closing(background.close)
+
+        # What answers.
+        closing(encoders.close)
+        cache = implementations.response_cache(settings.cache, encoders, metrics)
+        closing(cache.close)
+
+        async def forget_answers(model: str) -> None:
+            """The name now stands for another model."""
+            await cache.evict(model=model)
+
+        knowledge = KnowledgeLibrary(
+            settings.knowledge, settings.store_url, encoders, KnowledgeMetrics(metrics.registry)
+        )
+        await knowledge.start(database)
+        closing(knowledge.close)
+        closing(_close_engines, registry)
+        for model in registry:
+            await model.backend.start()
+        moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
+        guardrails = Guardrails(settings.guardrails, metrics, moderators)
+        closing(guardrails.close)
+        tools = ToolRegistry(
+            settings.tool_servers,
+            None if stores is None else stores.tools,
+            networks=settings.tools.networks,
+            fresh_s=settings.key_fresh_s,
+        )
+        closing(tools.close)
+        judge: Judge | NoJudge = NoJudge()
+        if settings.judge.rate:
+            judge = Judge(settings.judge, settings.generation, registry, tokenization, grammars, metrics.context)
+            judge.start()
+            closing(judge.close)
+        sessions = implementations.conversation_sessions(settings.conversations, database)
+        if sessions is not None:
+            await sessions.start()
+            closing(sessions.close)
+        for remote in registry.remotes.values():
+            await remote.start()
+            closing(remote.close)
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry))
+        await routes.start(database)
+        downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
+        admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
+        await admissions.start()
+        closing(admissions.close)
+        slices = TimeSlices(registry, settings.time_slice_s)
+        slices.start()
+        closing(slices.close)
+        runner = None
+        if stores is not None:
+            runner = BatchRunner(
+                stores.batches,
+                stores.files,
+                authentication.holder,
+                lines_at_once=settings.batches.lines_at_once,
+                most_lines=settings.batches.most_lines,
+                lease_s=settings.gateway_timeout_s,
+                metrics=metrics.registry,
+            )
+            drain.on_begin(runner.hold)
+            closing(runner.close)
+        supervisor: SupervisorLink | NoSupervisor = NoSupervisor()
+        if supervisor_socket is not None:
+            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background)
+            supervisor = SupervisorLink(supervisor_socket, follower.follow)
+            await supervisor.start()
+            closing(supervisor.close)
+
+        # The generation pipeline with its stages.
+        lifecycle = GenerationLifecycle(
+            quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
+        )
+        pipeline = GenerationPipeline(
+            settings.generation,
+            registry=registry,
+            routes=routes,
+            slices=slices,
+            admissions=admissions,
+            quotas=quotas,
+            lifecycle=lifecycle,
+            tokenization=tokenization,
+            grammars=grammars,
+            metrics=metrics,
+            background=background,
+            content_filter=guardrails,
+            source_search=CollectionSearch(knowledge),
+            cache=cache,
+            grader=judge,
+        )
+        conversations: StoredConversations | StatelessConversations = StatelessConversations()
+        if sessions is not None:
+            conversations = StoredConversations(
+                sessions, settings.conversations, settings.generation, lifecycle, tokenization, metrics
+            )
+        server_tools: ToolAnswers = NoServerTools()
+        if settings.tool_servers or stores is not None:
+            server_tools = ServerTools(pipeline, tools, settings.tools, request_log.add)
+        responses = NoResponseStore() if stores is None else stores.responses
+
+        # What requests reach.
+        limit, uploads = settings.body_limit, asyncio.Semaphore(UPLOADS)
+        encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
+        encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
+        models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        endpoints: list[object] = [
+            ChatEndpoints(pipeline, conversations, server_tools),
+            CompletionEndpoints(pipeline),
+            ResponseEndpoints(pipeline, conversations, responses),
+            MessageEndpoints(pipeline),
+            EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
+            RerankEndpoints(encoders, encoder_work, guardrails, limit),
+            TokenEndpoints(registry, tokenization, limit),
+            models,
+            NoConversations() if sessions is None else ConversationEndpoints(sessions),
+            CollectionEndpoints(knowledge, encoder_work, limit),
+            DocumentEndpoints(knowledge, uploads),
+            ToolEndpoints(tools, limit),
+            _cache_endpoints(cache),
+            TraceEndpoints(workers, settings.telemetry.recent_requests),
+            AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
+            ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
+            ReplicaEndpoints(registry, supervisor, limit),
+            RouteEndpoints(routes, limit),
+            SleepEndpoints(registry),
+            _request_log_endpoints(request_log),
+            HealthEndpoints(registry, drain),
+            MetricsEndpoints(workers),
         ]
-    assert service.files and service.batches and service.batch_runner and service.feedback
-    assert service.accounts and service.identities
-    return [
-        *owners,
-        FileEndpoints(service.files, service.batches, settings.batches, uploads),
-        BatchEndpoints(service.batches, service.files, service.batch_runner, limit),
-        FeedbackEndpoints(service.feedback, suspect, limit),
-        UsageEndpoints(service.accounts.ledger),
-        IdentityEndpoints(
-            service.identities,
-            service.accounts.ledger,
-            service.quotas,
-            service.workers.keys_changed,
-            [tier.name for tier in settings.tiers],
-            settings.default_tier,
-            limit,
-        ),
-    ]
+        if stores is None or runner is None:
+            endpoints += _WITHOUT_STORE
+        else:
+            endpoints += [
+                FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
+                BatchEndpoints(stores.batches, stores.files, runner, limit),
+                FeedbackEndpoints(stores.feedback, cache.suspect, limit),
+                UsageEndpoints(stores.ledger),
+                _identity_endpoints(settings, stores, quotas, workers),
+            ]
+        yield Gateway(
+            settings=settings,
+            registry=registry,
+            encoders=encoders,
+            metrics=metrics,
+            tracing=tracing,
+            drain=drain,
+            background=background,
+            authentication=authentication,
+            workers=workers,
+            database=database,
+            request_log=request_log,
+            accounts=accounts,
+            admissions=admissions,
+            guardrails=guardrails,
+            cache=cache,
+            judge=judge,
+            responses=responses,
+            knowledge=knowledge,
+            batch_runner=runner,
+            endpoints=endpoints,
+        )
+
+
+def _identity_endpoints(
+    settings: GatewaySettings, stores: Stores, quotas: Quotas, workers: WorkerGroup
+) -> IdentityEndpoints:
+    return IdentityEndpoints(
+        stores.identities,
+        stores.ledger,
+        quotas,
+        workers.keys_changed,
+        [tier.name for tier in settings.tiers],
+        settings.default_tier,
+        settings.body_limit,
+    )
+
+
+def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
+    if isinstance(cache, ResponseCache):
+        return CacheEndpoints(cache)
+    message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
+    return Unavailable(CacheEndpoints, NotFound, message)
+
+
+def _request_log_endpoints(log: RequestLog | RequestLogOff) -> RequestLogEndpoints | Unavailable:
+    if isinstance(log.sink, RequestStore):
+        return RequestLogEndpoints(log.sink)
+    message = "This gateway has no request log that it could read; see `request_log.url`."
+    return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
+
+
+_NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answer is."
+_WITHOUT_STORE = (
+    Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
+    Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
+    Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
+    Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
+    Unavailable(IdentityEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),
+)
+
+
+async def _close_engines(registry: ModelRegistry) -> None:
+    """Those that are served at the end, which may be others than at the start."""
+    for model in registry:
+        await model.backend.close()
+
+
+def _engine_views(registry: ModelRegistry) -> Iterator[EngineView]:
+    for model in registry:
+        for backend in model.backend.replicas:
+            awake = backend.state in ("awake", "drowsy")
+            yield EngineView(
+                model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
+            )

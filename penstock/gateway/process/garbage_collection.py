@@ -1,12 +1,12 @@
-"""The interpreter, set up for a process that holds thousands of streams.
+"""Garbage collection and thread switching, tuned for a process that holds thousands of streams.
 
-A step of ten thousand streams makes tens of thousands of small objects that die by themselves a moment later. With the
-usual thresholds they would set off garbage collections while they live, each of which looks at all there is: almost
-half of a busy gateway's time. So what was made at start is left out for good, and a collection begins only when as many
-objects have come to stay as a leak of cycles would need to matter.
+A step of ten thousand streams allocates tens of thousands of small objects that are freed a moment later by reference
+counting. With the default thresholds they would trigger garbage collections while they live, each of which scans the
+whole heap: almost half of a busy gateway's time. So the objects that exist at the start are frozen, and a collection
+begins only after as many allocations as a leak of reference cycles would need to matter.
 
-Threads that serve the event loop (the HTTP server's, the store's) ask for the interpreter thousands of times a second,
-for microseconds each. By default a busy loop lets them wait 5 ms every time, which is all the time a request may take.
+The threads that serve the event loop (the database's, for example) need the interpreter lock thousands of times a
+second, for microseconds each. By default a busy loop lets them wait 5 ms every time, as long as a request may take.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import gc
 import sys
 
 YOUNG = 100_000
-"""Objects that may come to stay before the young ones are examined: some tens of megabytes at most."""
+"""Allocations before the youngest generation is collected: some tens of megabytes at most."""
 SWITCH_S = 0.0001
-"""How long another thread waits for a busy one to make room."""
+"""How long another thread waits for the interpreter lock."""
 
 
-def settle_in() -> None:
-    """Call once, when everything that stays has been loaded."""
+def tune() -> None:
+    """Call once, after everything that lives as long as the process has been loaded."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)

@@ -1,5 +1,5 @@
-"""How many connections this process can hold: each takes a file descriptor, so the system's limit is raised as far as
-it goes, and no more connections are held than fit under it (the others are answered with 503)."""
+"""How many connections this process may hold. Each takes a file descriptor, so the soft limit is raised to the hard one
+and connections beyond it are answered with 503."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import resource
 MOST_CONNECTIONS = 65536
 WANTED_CONNECTIONS = 10_000
 KEPT_FILES = 256
-"""Descriptors for everything else: engines, stores, sinks, logs."""
+"""Descriptors that are reserved for everything else: engines, stores, sinks, logs."""
 
 log = logging.getLogger("penstock.gateway")
 
 
 def connections() -> int:
-    """The most connections to accept, after raising the soft limit to the hard one."""
+    """The number of connections to accept, after raising the limit."""
     files = raise_file_limit()
     room = max(min(MOST_CONNECTIONS, files - KEPT_FILES), 16)
     if room < WANTED_CONNECTIONS:
         log.warning(
-            "few connections: this process may open %d files, so it holds %d connections and refuses others; raise "
-            "the hard limit (`ulimit -Hn 65536` before starting, or LimitNOFILE=65536 in its service)",
+            "this process may open only %d files, so it accepts at most %d connections; raise the hard limit "
+            "(`ulimit -Hn 65536` before starting, or LimitNOFILE=65536 in its service)",
             files,
             room,
         )
@@ -29,7 +29,7 @@ def connections() -> int:
 
 
 def raise_file_limit() -> int:
-    """Descriptors this process may open, once its soft limit is as high as the hard one allows."""
+    """Raise the soft limit to the hard one; returns how many descriptors this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + KEPT_FILES
     if hard != resource.RLIM_INFINITY:

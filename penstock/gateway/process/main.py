@@ -1,4 +1,4 @@
-"""The gateway process: load the text side of each model, connect to the engines, listen, drain.
+"""The gateway process: loads tokenizers and templates, connects to the engines, listens, drains.
 
 HTTP is parsed on the same event loop that answers (`http/`): handing requests between threads costs more than parsing
 them. Sockets are bound with SO_REUSEPORT, so several gateway processes can share one port; each has its own engine
@@ -31,13 +31,11 @@ from penstock.gateway.app.endpoint import Door, bind
 from penstock.gateway.http.connection import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
-from penstock.gateway.process import garbage_collection as interpreter
-from penstock.gateway.process.composition import endpoint_owners
+from penstock.gateway.process import garbage_collection
+from penstock.gateway.process.composition import Gateway, compose
 from penstock.gateway.process.limits import connections
-from penstock.gateway.process.model_follower import Follower, served
-from penstock.gateway.process.service import Service
+from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
-from penstock.gateway.process.supervisor_link import ControlLine
 from penstock.identity.exposure import check_exposure
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
@@ -66,7 +64,7 @@ def run(
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
     `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
     processes on the port this is; `listening` is called once connections are accepted;
-    `wrap`: what stands in front of the application, such as the console."""
+    `wrap`: puts something in front of the application, such as the console."""
     settings = GatewaySettings.from_config(config, worker)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
@@ -103,11 +101,11 @@ async def _run(
         ),
         settings.encoders,
     )
-    interpreter.settle_in()
+    garbage_collection.tune()
     stop = asyncio.Event()
     with _signals(stop):
         await serve(
-            settings, registry, stop, lambda service: listening(), encoders=encoders, control=control, wrap=wrap
+            settings, registry, stop, lambda gateway: listening(), encoders=encoders, control=control, wrap=wrap
         )
 
 
@@ -144,77 +142,75 @@ async def serve(
     settings: GatewaySettings,
     registry: ModelRegistry,
     stop: asyncio.Event,
-    listening: Callable[[Service], None] | None = None,
+    listening: Callable[[Gateway], None] | None = None,
     encoders: Encoders | None = None,
     control: Path | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    service = Service(settings, registry, encoders)
-    if control is not None:
-        service.control = ControlLine(control, Follower(service).follow)
-    await service.start()
-    room = connections()
-    doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
-    if settings.admin_port is not None:
-        doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-    apps = [_app(service, door) for door, _, _ in doors]
-    # The console is an administration tool: it is served on the admin port where there is one.
-    fronts: list[Application] = [
-        app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
-    ]
-    listeners = [
-        Listener(
-            front, app.failed, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room
-        )
-        for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
-    ]
-    watched = [asyncio.create_task(stop.wait(), name="stop signal")]
-    watched.append(asyncio.create_task(service.workers.lost.wait(), name="coordinator lost"))
-    try:
-        for (_, host, port), listener in zip(doors, listeners, strict=True):
-            await listener.start()
-            log.info("listening", extra={"url": f"http://{host}:{port}"})
-        if service.batch_runner is not None:
-            service.batch_runner.start(apps[0].answer_inner, apps[0].paths)
-        if listening is not None:
-            listening(service)
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            log.info("draining", extra={"seconds": settings.drain_s})
-            await service.drain_requests(settings.drain_s)
-    finally:
-        # A client that does not read must not keep the process alive.
-        await asyncio.gather(*(listener.close(CLOSE_S) for listener in listeners))
-        await service.close()
-        for task in watched:
-            task.cancel()
-        await asyncio.gather(*watched, return_exceptions=True)
+    async with compose(settings, registry, encoders or Encoders((), ()), control) as gateway:
+        room = connections()
+        doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
+        if settings.admin_port is not None:
+            doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
+        apps = [application(gateway, door) for door, _, _ in doors]
+        # The console is an administration tool: it is served on the admin port where there is one.
+        fronts: list[Application] = [
+            app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
+        ]
+        listeners = [
+            Listener(
+                front, app.failed, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room
+            )
+            for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
+        ]
+        ends = [
+            asyncio.create_task(stop.wait(), name="stop signal"),
+            asyncio.create_task(gateway.workers.lost.wait(), name="coordinator lost"),
+        ]
+        try:
+            for (_, host, port), listener in zip(doors, listeners, strict=True):
+                await listener.start()
+                log.info("listening", extra={"url": f"http://{host}:{port}"})
+            if gateway.batch_runner is not None:
+                gateway.batch_runner.start(apps[0].answer_inner, apps[0].paths)
+            if listening is not None:
+                listening(gateway)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                log.info("draining", extra={"seconds": settings.drain_s})
+                await gateway.drain.run(settings.drain_s)
+        finally:
+            for task in ends:
+                task.cancel()
+            # A client that does not read must not keep the process alive.
+            await asyncio.gather(*(listener.close(CLOSE_S) for listener in listeners))
+            await asyncio.gather(*ends, return_exceptions=True)
     if not stop.is_set():
         raise PenstockError("the connection to the supervisor's worker coordinator was lost")
     log.info("stopped")
 
 
-def _app(service: Service, door: Door) -> App:
-    settings = service.settings
+def application(gateway: Gateway, door: Door) -> App:
+    """What is served on one port."""
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
-    owners = [*endpoint_owners(service), Documentation(endpoints, REPLIES)]
+    owners = [*gateway.endpoints, Documentation(endpoints, REPLIES)]
     return App(
-        bind((*endpoints, *PAGES), owners, service),
-        authentication=service.authentication,
-        drain=service.drain,
-        metrics=service.metrics,
-        tracing=service.tracing,
-        record=service.record,
-        cors_origins=settings.cors_origins,
-        stalled_reader_s=settings.stalled_reader_s,
-        receive_s=settings.receive_s,
+        bind((*endpoints, *PAGES), owners),
+        authentication=gateway.authentication,
+        drain=gateway.drain,
+        metrics=gateway.metrics,
+        tracing=gateway.tracing,
+        record=gateway.request_log.add,
+        cors_origins=gateway.settings.cors_origins,
+        stalled_reader_s=gateway.settings.stalled_reader_s,
+        receive_s=gateway.settings.receive_s,
     )
 
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; a second one ends the process the hard way."""
+    """SIGTERM and SIGINT set `stop`; a second signal kills the process."""
     loop = asyncio.get_running_loop()
 
     def request_stop(number: signal.Signals) -> None:

@@ -1,27 +1,29 @@
-"""The models that run here, as the supervisor says: their replicas, and models that come and go while it runs.
+"""The models of this gateway follow the supervisor: replicas are added and removed, models loaded and unloaded.
 
-Invariant: a model is found by clients from the moment its engines are ready until it is unloaded; who has begun by then
-may finish.
+Invariant: clients find a model from the moment its engines are ready until it is unloaded; requests that have begun by
+then may finish.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
-from penstock.gateway.process.service import Service
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.metering.prices import PriceBook
 from penstock.protocol.control import Replica, Topology
 from penstock.protocol.transport import CurveClient
 from penstock.routing.policies import make_policy
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.sources.resolve import resolve
 from penstock.text import load_text
 
-LOOK_S = 0.1
+IDLE_CHECK_S = 0.1
 
 
 def served(
@@ -55,25 +57,39 @@ def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | 
     return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
 
 
-class Follower:
-    """Makes a gateway's models those of its supervisor."""
+class ModelFollower:
+    """Makes the models of a gateway those of its supervisor."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._models = {model.name: model for model in service.settings.models}
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        registry: ModelRegistry,
+        admissions: Admissions,
+        prices: PriceBook,
+        forget_answers: Callable[[str], Awaitable[None]],
+        background: BackgroundTasks,
+    ) -> None:
+        """`forget_answers` evicts a model's answers from the response cache."""
+        self._settings = settings
+        self._registry = registry
+        self._admissions = admissions
+        self._prices = prices
+        self._forget_answers = forget_answers
+        self._background = background
+        self._models = {model.name: model for model in settings.models}
 
     async def follow(self, topology: Topology) -> None:
         for name in [name for name in self._models if name not in topology.models]:
             await self._remove(name)
         for name, replicas in topology.models.items():
             if name in self._models:
-                await self._equip(self._models[name], replicas)
+                await self._update(self._models[name], replicas)
             elif name in topology.loaded:
                 await self._add(ModelSettings.of(check_model(topology.loaded[name])), replicas)
 
-    async def _equip(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
-        """New replicas join, those that go get nothing new."""
-        backend = self._service.registry.route(model.name).model.backend
+    async def _update(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
+        """New replicas join; those that are no longer listed get no new requests."""
+        backend = self._registry.route(model.name).model.backend
         if not isinstance(backend, ReplicaSet):
             return
         wanted = {replica.name: replica.endpoint for replica in replicas}
@@ -84,24 +100,22 @@ class Follower:
             await backend.join(native(model, name, wanted[name]))
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
-        service = self._service
         endpoints = [replica.endpoint for replica in replicas]
-        model = await asyncio.to_thread(served, service.settings, settings, endpoints)
+        model = await asyncio.to_thread(served, self._settings, settings, endpoints)
         await model.backend.start()
-        await service.admissions.add(model, settings.downgrade_to)
-        service.prices.add(settings.price)
-        service.registry.add(model)
+        await self._admissions.add(model, settings.downgrade_to)
+        self._prices.add(settings.price)
+        self._registry.add(model)
         self._models[settings.name] = settings
 
     async def _remove(self, name: str) -> None:
-        self._service.prices.remove(self._models.pop(name).price)
-        model = self._service.registry.remove(name)
-        if self._service.recall is not None:
-            await self._service.recall.store.evict(model=name)
-        self._service.in_background(self._see_off(model))
+        self._prices.remove(self._models.pop(name).price)
+        model = self._registry.remove(name)
+        await self._forget_answers(name)
+        self._background.start(self._close_when_idle(model))
 
-    async def _see_off(self, model: ServedModel) -> None:
-        while model.backend.in_flight:  # noqa: ASYNC110 (it ends in many ways, none of which is an event)
-            await asyncio.sleep(LOOK_S)
-        await self._service.admissions.remove(model)
+    async def _close_when_idle(self, model: ServedModel) -> None:
+        while model.backend.in_flight:  # noqa: ASYNC110 (requests end in many ways, and there is no common event)
+            await asyncio.sleep(IDLE_CHECK_S)
+        await self._admissions.remove(model)
         await model.backend.close()

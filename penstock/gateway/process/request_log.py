@@ -1,4 +1,4 @@
-"""The request log as the configuration asks for it: which sink, and where entries wait while it is away."""
+"""Opens the request log that the configuration asks for: its sink, and the spool for entries while that is away."""
 
 from __future__ import annotations
 
@@ -12,17 +12,35 @@ from penstock.metering.request_store import RequestStore
 from penstock.metering.spool import Spool
 from penstock.storage import Database
 from penstock.storage.database import default_url, state_folder
+from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import Metrics
 
 DAY_S = 86_400.0
 OFF = "off"
 
 
-def open_request_log(settings: GatewaySettings, database: Database | None, metrics: Metrics) -> RequestLog | None:
-    """None when it is off, or nothing was configured that could hold it."""
+class RequestLogOff:
+    """Keeps nothing."""
+
+    sink: Sink | None = None
+
+    def start(self) -> None:
+        return
+
+    def add(self, record: RequestRecord) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+def open_request_log(
+    settings: GatewaySettings, database: Database | None, metrics: Metrics
+) -> RequestLog | RequestLogOff:
+    """Off when the configuration says so, or when there is no database that could hold it."""
     config = settings.request_log
     if config.url == OFF or (not config.url and database is None):
-        return None
+        return RequestLogOff()
     retention_s = None if config.retention_days is None else config.retention_days * DAY_S
     sink: Sink
     if config.url:

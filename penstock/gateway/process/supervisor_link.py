@@ -1,6 +1,6 @@
-"""A gateway's line to its supervisor: follows which replicas there are, and passes operations on.
+"""A gateway's connection to its supervisor: receives the topology and passes on operations.
 
-Owns one connection. When it ends, the supervisor is gone, and so will be this process.
+Owns one connection. When it ends, the supervisor has died, and this process will end too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 log = logging.getLogger("penstock.gateway")
 
 LARGEST = 2**20
-"""Bytes of the longest line."""
+"""The longest line in bytes."""
 
 Follow = Callable[[Topology], Awaitable[None]]
 
 
-class ControlLine:
-    """The connection of one gateway."""
+class SupervisorLink:
+    """The connection of one gateway process."""
 
     def __init__(self, path: Path, follow: Follow) -> None:
         self._path = path
@@ -36,14 +36,14 @@ class ControlLine:
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
         self.loading: dict[str, Loading] = {}
-        """How far models are that are being loaded."""
+        """Progress of the models that are being loaded."""
 
     async def start(self) -> None:
         try:
             reader, self._writer = await asyncio.open_unix_connection(self._path, limit=LARGEST)
         except OSError as error:
-            raise PenstockError(f"the supervisor at {self._path} cannot be reached: {error.strerror}") from error
-        self._reader = asyncio.create_task(self._read(reader), name="control line")
+            raise PenstockError(f"cannot reach the supervisor at {self._path}: {error.strerror}") from error
+        self._reader = asyncio.create_task(self._read(reader), name="supervisor link")
 
     async def close(self) -> None:
         if self._reader is not None and self._writer is not None:
@@ -52,9 +52,9 @@ class ControlLine:
             self._writer.close()
 
     async def ask(self, operation: Callable[[int], Operation]) -> None:
-        """Have something done; returns when it is. What stands against it is raised."""
+        """Have an operation carried out; returns when it is done, raises when it cannot be."""
         if self._writer is None or self._reader is None or self._reader.done():
-            raise ServiceUnavailable("The supervisor of this server cannot be reached.")
+            raise ServiceUnavailable("The supervisor of this server is unreachable.")
         number = next(self._numbers)
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
@@ -80,8 +80,8 @@ class ControlLine:
                         if waiting is not None and not waiting.done():
                             waiting.set_result(done)
         except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
-            log.error("the supervisor's control connection broke", extra={"why": str(error)})
+            log.error("the connection to the supervisor broke", extra={"why": str(error)})
         finally:
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(ServiceUnavailable("The supervisor of this server is gone."))
+                    waiting.set_exception(ServiceUnavailable("The supervisor of this server has ended."))

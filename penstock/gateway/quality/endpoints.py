@@ -44,7 +44,7 @@ _decoder = msgspec.json.Decoder(FeedbackRequest)
 class FeedbackEndpoints:
     """Votes on answers."""
 
-    def __init__(self, feedback: Feedback, suspect: Callable[[str, str], Awaitable[None]], body_limit: int) -> None:
+    def __init__(self, feedback: Feedback, suspect: Callable[[str, str], Awaitable[object]], body_limit: int) -> None:
         self._feedback = feedback
         self._suspect = suspect
         self._body_limit = body_limit

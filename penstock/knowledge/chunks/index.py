@@ -5,7 +5,7 @@ removals are numbered. So two numbers (`Mark`) say exactly how much of the store
 reading what came after. A file is believed only when its checksum and mark are the ones the store remembers.
 
 Vectors are held as int8, each stretched so that its largest number is 127 (a cosine does not care): half the memory of
-float16 and a third of the time to build, and `bench/search_speed.py` says what is still found.
+float16 and a third of the time to build, and `penstock bench search-speed` says what is still found.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import httpx
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
+from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import serve
-from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
@@ -40,7 +40,7 @@ def held(text: TextModel) -> ScriptedEngine:
 
 
 async def queued(running: Running, count: int) -> None:
-    desk = running.service.admissions._admission
+    desk = running.parts.admissions._admission
     assert desk is not None
     await eventually(lambda: desk._controllers["tiny"].queue.state("", 0).depth == count)
 
@@ -164,10 +164,10 @@ async def test_what_clients_may_say_about_waiting(serving: Serving, text: TextMo
 
 
 @asynccontextmanager
-async def gateway(registry: ModelRegistry, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+async def gateway(registry: ModelRegistry, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Gateway]]:
     options = GatewaySettings(port=free_port(), drain_s=0.2, **settings)
     stop = asyncio.Event()
-    listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+    listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(options, registry, stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -188,14 +188,14 @@ async def test_best_effort_callers_get_the_smaller_model_when_too_many_wait(text
         default_tier="free",
         tiers=(TierConfig(name="free", best_effort=True),),
         admission=one_at_a_time(downgrade_depth=2),
-    ) as (client, service):
+    ) as (client, composed):
         body = {"model": "large", "prompt": "x", "max_tokens": 20}
 
         def ask(**more: Any) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/v1/completions", json={**body, **more}))
 
-        assert service.admissions._admission is not None
-        queue = service.admissions._admission._controllers["large"].queue
+        assert composed.admissions._admission is not None
+        queue = composed.admissions._admission._controllers["large"].queue
         waiting = [ask() for _ in range(4)]
         await eventually(lambda: queue.state("", 0).depth == 3)
         reply = await ask()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import PriceConfig
+from penstock.gateway.accounting.charges import Accounts
 from penstock.gateway.process.settings import ModelSettings
 from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
 from penstock.storage import open_database
@@ -78,8 +79,8 @@ async def test_a_client_that_leaves_pays_for_what_was_produced(serving: Serving,
                 seen += line.startswith("data: {")
                 if seen == 10:
                     break
-        ledger = running.service.accounts
-        assert ledger is not None
+        ledger = running.parts.accounts
+        assert isinstance(ledger, Accounts)
         used = await until(lambda: total(running), bool)
         assert used["completion_tokens"] == sum(engine._counts.values())
         assert 10 <= used["completion_tokens"] < 200
@@ -169,4 +170,4 @@ async def test_while_the_ledger_cannot_be_written_new_requests_are_refused_and_f
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
         await until(running.chat, lambda reply: reply.status_code == 200)
         assert float((await total(running))["cost"]) == pytest.approx(3 * price), "three answers, and nothing else"
-        assert not await running.service.accounts.ledger.open_charges()  # type: ignore[union-attr]
+        assert not await running.parts.accounts.ledger.open_charges()  # type: ignore[union-attr]

@@ -14,8 +14,8 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import serve
-from penstock.gateway.process.service import Service
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
@@ -47,7 +47,7 @@ async def serving(
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
     model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
     stop = asyncio.Event()
-    listening: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+    listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:

@@ -17,6 +17,7 @@ from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.config.encoders import EncoderConfig
 from penstock.config.schema import LimitConfig, PriceConfig
+from penstock.metering.request_log import RequestLog
 from penstock.routing.encoders import Encoders
 from tests.gateway.conftest import Serving, eventually
 
@@ -51,7 +52,7 @@ async def test_the_openai_sdk_gets_vectors_in_every_form(serving: Serving, encod
         assert default.model == plain.model == "minilm"
         assert default.usage.prompt_tokens == default.usage.total_tokens == 9 + 6 + 5
         one = await client.embeddings.create(model="minilm", input=TEXTS[0])
-        ids = (await running.service.encoders.find("minilm").tokenize(TEXTS[:1]))[0]
+        ids = (await running.parts.encoders.find("minilm").tokenize(TEXTS[:1]))[0]
         marked = await client.embeddings.create(model="minilm", input=[ids])
         bare = await client.embeddings.create(model="minilm", input=ids[1:-1])
         for found in (one, marked, bare):
@@ -125,7 +126,7 @@ async def test_tokens_are_limited_charged_and_logged(
         assert usage[0]["cost"] == "0.00004"
         assert await running.metric('penstock_encoder_tokens_total{encoder="minilm"}') == 20
         assert await running.metric('penstock_encoder_up{encoder="minilm"}') == 1
-        assert running.service.request_log is not None
+        assert isinstance(running.parts.request_log, RequestLog)
         records = []
         for _ in range(100):
             records = (await running.client.get("/v1/admin/requests")).json()["data"]
@@ -149,7 +150,7 @@ async def test_models_lists_encoders(serving: Serving, encoders: Callable[..., E
 
 async def test_a_client_that_leaves_is_not_encoded_for(serving: Serving, encoders: Callable[..., Encoders]) -> None:
     async with serving(encoders=encoders()) as running:
-        backend = running.service.encoders.find("minilm").backend
+        backend = running.parts.encoders.find("minilm").backend
         await running.client.post("/v1/embeddings", json={"model": "minilm", "input": "a"})
         texts = ["some words to keep it busy " * 30] * 200
         leaving = asyncio.create_task(running.client.post("/v1/embeddings", json={"model": "minilm", "input": texts}))
@@ -157,7 +158,7 @@ async def test_a_client_that_leaves_is_not_encoded_for(serving: Serving, encoder
         leaving.cancel()
         await eventually(lambda: backend.in_flight == 0)
         await eventually(lambda: backend.load.waiting == 0)
-        await eventually(lambda: running.service.metrics.disconnects.value == 1)
+        await eventually(lambda: running.parts.metrics.disconnects.value == 1)
 
 
 async def test_a_vector_on_the_wire_is_little_endian_float32(

@@ -81,7 +81,7 @@ async def test_it_answers_streams_counts_and_stops_when_the_client_leaves(servin
         async with running.client.stream("POST", "/v1/chat/completions", json=long) as reply:
             async for _ in reply.aiter_lines():
                 break
-        far = running.service.registry.remotes["llama"]
+        far = running.parts.registry.remotes["llama"]
         await eventually(lambda: far.in_flight == 0)
 
         refused = await running.chat(model="llama", messages=[{"role": "user", "content": "word " * 9000}])

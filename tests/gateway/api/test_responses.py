@@ -277,8 +277,8 @@ async def test_a_store_that_is_away_is_no_lost_response(
 
     async with serving(**stored(tmp_path)) as running:
         first = (await create(running)).json()["id"]
-        monkeypatch.setattr(running.service.responses, "_column", away)
-        monkeypatch.setattr(running.service.responses, "put", away)
+        monkeypatch.setattr(running.parts.responses, "_column", away)
+        monkeypatch.setattr(running.parts.responses, "put", away)
         broken = await create(running, stream=True)
         assert broken.status_code == 200
         assert "event: response.completed" not in broken.text and "event: error" in broken.text

@@ -29,7 +29,8 @@ class Work:
 
 async def test_a_drain_waits_for_running_requests_and_refuses_new_ones() -> None:
     begun: list[bool] = []
-    drain = Drain(lambda: begun.append(True))
+    drain = Drain()
+    drain.on_begin(lambda: begun.append(True))
     work = Work(drain)
     draining = asyncio.create_task(drain.run(30))
     await asyncio.sleep(0)

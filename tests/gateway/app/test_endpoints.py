@@ -171,7 +171,7 @@ async def test_errors_are_counted_also_of_streams_that_had_begun(serving: Servin
         await gateway.chat(model="nope")
         broken = asyncio.create_task(gateway.chat(stream=True))
         await eventually(lambda: engine.load_snapshot().generation_tokens > 3)
-        gateway.service.registry.route("tiny").model.backend._went_down(EngineLost())  # type: ignore[attr-defined]
+        gateway.parts.registry.route("tiny").model.backend._went_down(EngineLost())  # type: ignore[attr-defined]
         assert "engine_lost" in (await broken).text
         count = 'penstock_errors_total{route="/v1/chat/completions",status='
         assert await gateway.metric(count + '"404",code="model_not_found"}') == 1
@@ -220,7 +220,7 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: 
         running = asyncio.create_task(gateway.chat(stream=True))
         await eventually(lambda: bool(engine.seen))
         gateway.stop.set()
-        await eventually(lambda: gateway.service.drain.active)
+        await eventually(lambda: gateway.parts.drain.active)
         reply = await gateway.chat()
         assert reply.status_code == 503
         assert reply.headers["x-penstock-reason"] == "draining"

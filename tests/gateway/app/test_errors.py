@@ -336,7 +336,7 @@ async def test_requests_leave_nothing_for_the_garbage_collector(
 async def test_too_many_requests_in_flight_are_refused_with_a_hint(serving: Serving, text: TextModel) -> None:
     engine = ScriptedEngine(text)
     async with serving(engine) as gateway:
-        gateway.service.registry.route("tiny").model.backend._max_in_flight = 2  # type: ignore[attr-defined]
+        gateway.parts.registry.route("tiny").model.backend._max_in_flight = 2  # type: ignore[attr-defined]
         reply = await gateway.chat(n=3)
         assert reply.status_code == 503
         assert reply.headers["x-penstock-reason"] == "queue_full"

@@ -191,9 +191,9 @@ async def test_a_batch_that_nobody_has_begun_can_be_cancelled_or_expire(serving:
             )
             ids.append(made.id)
         assert (await client.batches.cancel(ids[0])).status == "cancelling"
-        assert running.service.database is not None
+        assert running.parts.database is not None
         good = await client.files.create(file=("x", jsonl(request("a"))), purpose="batch")
-        await running.service.database.execute(
+        await running.parts.database.execute(
             "UPDATE batches SET expires_at = 5, input_file_id = ? WHERE id = ?", good.id, ids[1]
         )
     async with serving(**settings(url)) as running, client_of(running) as client:
@@ -211,10 +211,10 @@ async def test_what_is_not_answered_in_time_has_expired(serving: Serving, tmp_pa
             endpoint="/v1/chat/completions",
             completion_window="1m",  # type: ignore[arg-type]
         )
-        assert running.service.database is not None
-        await running.service.database.execute("UPDATE batches SET expires_at = ?", made.created_at + 0.5)
+        assert running.parts.database is not None
+        await running.parts.database.execute("UPDATE batches SET expires_at = ?", made.created_at + 0.5)
         # Whoever runs it took its end along when it was claimed: another claim sees the new one.
-        await running.service.database.execute("UPDATE batches SET runner = '', leased_until = 0")
+        await running.parts.database.execute("UPDATE batches SET runner = '', leased_until = 0")
         batch = await over(client, made.id)
         assert batch.status == "expired" and batch.expired_at is not None
         errors = lines((await client.files.content(batch.error_file_id)).text)

@@ -110,7 +110,7 @@ async def test_a_conversation_goes_on_with_it_and_is_cut_by_estimate(serving: Se
             words = [{"role": "user", "content": f"this is turn {turn:2}"}]
             reply = await it.chat(messages=words, conversation="s", max_tokens=50)
             report = reply.json()["conversation"]
-            spoken = it.behind.service.registry.route("tiny").model.text.decode(it.behind.engine.seen[-1].prompt)
+            spoken = it.behind.parts.registry.route("tiny").model.text.decode(it.behind.engine.seen[-1].prompt)
             assert report["turns"] == turn + 1 and spoken.count("this is turn") == turn + 1 - report["dropped_turns"]
         assert report["dropped_turns"] > 3
         here = await it.front.chat(messages=[{"role": "user", "content": "and now?"}], conversation="s")
@@ -141,7 +141,7 @@ async def test_leaving_stops_it_there_too(serving: Serving, text: TextModel) -> 
             async for _ in reply.aiter_lines():
                 break
         await eventually(lambda: len(engine.aborted) == 1)
-        assert it.front.service.registry.remotes["far"].in_flight == 0
+        assert it.front.parts.registry.remotes["far"].in_flight == 0
 
 
 async def test_usage_and_cost_are_in_the_ledger(serving: Serving, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_output_rules_hold_for_what_others_say(serving: Serving) -> None:
 async def test_a_model_that_cannot_answer_is_stood_in_for(serving: Serving, text: TextModel) -> None:
     async with world(serving, served={"fallback": ("far",)}) as it:
         assert (await it.front.chat()).headers["x-penstock-route"] == "direct"
-        model = it.front.service.registry.route("tiny").model
+        model = it.front.parts.registry.route("tiny").model
         await model.backend.close()
         for stream in (False, True):
             reply = await it.front.chat(stream=stream)
@@ -216,7 +216,7 @@ async def test_a_model_that_cannot_answer_is_stood_in_for(serving: Serving, text
 async def test_a_smaller_model_comes_before_somebody_elses(serving: Serving, text: TextModel) -> None:
     smaller = ServedModel("smaller", text, InProcessBackend(ScriptedEngine(text, "Small talk.")))
     async with world(serving, served={"fallback": ("smaller", "far")}, more=[smaller]) as it:
-        registry = it.front.service.registry
+        registry = it.front.parts.registry
         answered = []
         for _ in range(3):
             reply = await it.front.chat()

@@ -37,7 +37,7 @@ async def test_a_client_that_leaves_stops_its_generation(
             await reader.readuntil(b"content")
         writer.close()
         await eventually(lambda: engine.load_snapshot().running == 0)
-        await eventually(lambda: gateway.service.metrics.disconnects.value == 1)
+        await eventually(lambda: gateway.parts.metrics.disconnects.value == 1)
         assert len(engine.aborted) == 1
 
 
@@ -137,7 +137,7 @@ async def test_a_client_that_never_reads_is_given_up(serving: Serving, text: Tex
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", gateway.port))
         stuck.sendall(raw_request(gateway, stream=True, logprobs=True, top_logprobs=5))
-        await eventually(lambda: gateway.service.metrics.stalled_readers.value == 1, within=30)
+        await eventually(lambda: gateway.parts.metrics.stalled_readers.value == 1, within=30)
         await eventually(lambda: engine.load_snapshot().running == 0)
         stuck.close()
 
@@ -186,5 +186,5 @@ async def test_many_streams_with_random_departures_leave_nothing_behind(serving:
     async with serving(engine) as gateway:
         await asyncio.gather(*(one(gateway) for _ in range(64)))
         await eventually(lambda: engine.load_snapshot().running == 0)
-        await eventually(lambda: gateway.service.registry.route("tiny").model.backend.in_flight == 0)
+        await eventually(lambda: gateway.parts.registry.route("tiny").model.backend.in_flight == 0)
         assert (await gateway.chat()).status_code == 200

@@ -117,7 +117,7 @@ async def test_logprobs_would_show_what_is_kept_back(serving: Serving) -> None:
 
 async def test_without_rules_there_is_nothing(serving: Serving) -> None:
     async with serving() as running:
-        assert running.service.guardrails is not None and not running.service.guardrails.checks_input
+        assert running.parts.guardrails is not None and not running.parts.guardrails.checks_input
         assert (await running.chat(logprobs=True)).status_code == 200
 
 

@@ -341,7 +341,7 @@ async def test_kept_answers_are_judged_and_refused_ones_are_not_kept(
             await asyncio.sleep(0.05)
         assert len(engine.seen) == 3, "the good one was kept"
         endpoint.status = 500
-        running.service.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]
+        running.parts.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]
         assert await said(running, messages=user("good"), temperature=0) == ("", "content_filter")
         assert len(engine.seen) == 3
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config.schema import RequestLogConfig
+from penstock.gateway.process.request_log import RequestLogOff
 from penstock.metering.request_log import FIELDS
 from tests.gateway.conftest import Running, Serving, eventually
 
@@ -29,7 +30,7 @@ async def read(running: Running, query: str = "") -> list[dict[str, Any]]:
 
 
 async def written(running: Running, count: int) -> None:
-    await eventually(lambda: running.service.metrics.request_log_written.value >= count)
+    await eventually(lambda: running.parts.metrics.request_log_written.value >= count)
 
 
 async def test_every_request_leaves_one_record_without_its_text(serving: Serving, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ async def test_a_sink_that_is_away_changes_nothing_for_requests(serving: Serving
     async with serving(**settings(tmp_path, request_log=away)) as running:
         replies = await asyncio.gather(*(running.chat() for _ in range(20)))
         assert {reply.status_code for reply in replies} == {200}
-        await eventually(lambda: running.service.metrics.request_log_spooled.value == 20)
+        await eventually(lambda: running.parts.metrics.request_log_spooled.value == 20)
         text = (await running.client.get("/metrics")).text
         assert "penstock_request_log_spooled_total 20" in text
         assert "penstock_request_log_lost_total 0" in text
@@ -106,5 +107,5 @@ async def test_the_command_shows_the_same_records(serving: Serving, tmp_path: Pa
 async def test_off_is_off(serving: Serving, tmp_path: Path) -> None:
     async with serving(**settings(tmp_path, request_log=RequestLogConfig(url="off"))) as running:
         assert (await running.chat()).status_code == 200
-        assert running.service.request_log is None
+        assert isinstance(running.parts.request_log, RequestLogOff)
         assert (await running.client.get("/v1/admin/requests")).status_code == 503

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request
-from penstock.gateway.quality.judge import PRIORITY, SAMPLES, Judge
+from penstock.gateway.quality.judge import PRIORITY, SAMPLES, Judge, NoJudge
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine
@@ -62,7 +62,7 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
         await running.chat(messages=question, model="small")
         await until_judged(running, "direct", 2)
         await until_judged(running, "alias", 1)
-        assert all(timeline.texts is None for timeline in running.service.tracing.recent._kept), "nothing is recorded"
+        assert all(timeline.texts is None for timeline in running.parts.tracing.recent._kept), "nothing is recorded"
         assert "What is the capital of France?" in grader.asked[0] and "Paris [2]." in grader.asked[0]
         assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "direct") == 2
@@ -72,8 +72,8 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
 async def test_groundedness_is_graded_against_the_sources(serving: Serving, text: TextModel) -> None:
     grader = Grader(text, "no")
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0)) as running:
-        judge = running.service.judge
-        assert judge is not None
+        judge = running.parts.judge
+        assert isinstance(judge, Judge)
         submit = judge.submit
         texts = {1: "Rome is in Italy.", 2: "Paris is in France."}
 
@@ -93,8 +93,8 @@ async def test_groundedness_is_graded_against_the_sources(serving: Serving, text
 async def test_clients_do_not_wait_for_it_and_what_is_too_much_is_dropped(serving: Serving, text: TextModel) -> None:
     grader = Grader(text)
     async with serving(grader.engine, judge=JudgeConfig(rate=1.0, queue=2)) as running:
-        judge = running.service.judge
-        assert judge is not None and judge._task is not None
+        judge = running.parts.judge
+        assert isinstance(judge, Judge) and judge._task is not None
         await judge.close()
         for _ in range(5):
             assert (await running.chat()).status_code == 200
@@ -120,14 +120,14 @@ async def test_the_rate_says_how_many(serving: Serving, text: TextModel) -> None
     grader = Grader(text)
     async with serving(grader.engine, judge=JudgeConfig(rate=0.25)) as running:
         draws = iter([0.1, 0.3, 0.9, 0.2])
-        assert isinstance(running.service.judge, Judge)
-        running.service.judge._draw = lambda: next(draws)
+        assert isinstance(running.parts.judge, Judge)
+        running.parts.judge._draw = lambda: next(draws)
         for _ in range(4):
             await running.chat()
         await until_judged(running, "direct", 2)
         assert len(grader.asked) == 2 * SAMPLES
     async with serving(Grader(text).engine) as running:
-        assert running.service.judge is None
+        assert isinstance(running.parts.judge, NoJudge)
         await running.chat()
         await eventually(lambda: True)
         assert len(running.engine.seen) == 1

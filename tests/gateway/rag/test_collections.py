@@ -321,7 +321,7 @@ async def retrieval_runs_while_the_engine_is_waited_for(
 ) -> None:
     order: list[str] = []
     say(running, text, "Yes.")
-    retriever = (await running.service.knowledge.library()).retriever
+    retriever = (await running.parts.knowledge.library()).retriever
     search, route = retriever.search, ModelAccess.open
     searched = asyncio.Event()
 

@@ -18,7 +18,7 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import PriceConfig, TierConfig
 from penstock.engine.request import Request
-from penstock.gateway.response_cache.cache import HEADER
+from penstock.gateway.response_cache.cache import HEADER, ResponseCache
 from penstock.routing.encoders import Encoders
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually
@@ -62,7 +62,7 @@ async def ask(running: Running, content: str = "hi", **options: Any) -> tuple[st
 
 async def settled(running: Running) -> None:
     """Until what follows an answer is done."""
-    await eventually(lambda: not running.service.background)
+    await eventually(lambda: not running.parts.background)
 
 
 async def test_the_same_request_gets_the_same_answer_without_the_engine(
@@ -248,7 +248,7 @@ async def test_the_same_question_in_other_words_is_found_and_a_different_one_is_
 ) -> None:
     async with serving(counting, encoders=encoders(), cache=CacheConfig(semantic="on", lookup_s=5)) as running:
         assert (await ask(running, "warm up"))[1] == "miss"  # nobody waits for the encoder to start
-        await eventually(lambda: running.service.encoders.find("minilm").up)
+        await eventually(lambda: running.parts.encoders.find("minilm").up)
         said, source = await ask(running, "How do I reset my password?")
         assert source == "miss"
         assert await ask(running, "What is the best way to reset my password?") == (said, "semantic")
@@ -275,7 +275,7 @@ async def test_a_semantic_hit_that_a_user_dislikes_is_forgotten(
 ) -> None:
     settings = {"store_url": f"sqlite:///{tmp_path}/s.db", "cache": CacheConfig(semantic="asked", lookup_s=5)}
     async with serving(counting, encoders=encoders(), **settings) as running:
-        await running.service.encoders.find("minilm").open()
+        await running.parts.encoders.find("minilm").open()
         wanted = {"headers": {CACHE: "semantic"}}
         assert (await ask(running, "Who wrote Hamlet?"))[1] is None
         await ask(running, "Who wrote Hamlet?", **wanted)
@@ -284,9 +284,9 @@ async def test_a_semantic_hit_that_a_user_dislikes_is_forgotten(
         hit = await running.client.post("/v1/chat/completions", json=body, **wanted)
         assert hit.headers[CACHE] == "semantic"
         await settled(running)
-        recall = running.service.recall
-        assert recall is not None
-        assert not await recall.suspect("somebody else", hit.json()["id"])
+        cache = running.parts.cache
+        assert isinstance(cache, ResponseCache)
+        assert not await cache.suspect("somebody else", hit.json()["id"])
         for rating, suspected in (("up", 0), ("down", 1), ("down", 1)):
             vote = {"response_id": hit.json()["id"], "rating": rating}
             assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200

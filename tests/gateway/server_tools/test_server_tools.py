@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_stops_the_loop(serving: Serving, text: TextM
             async for line in stream.aiter_lines():
                 if "tool_call" in line:
                     break
-        await eventually(lambda: not running.service.drain.requests)
+        await eventually(lambda: not running.parts.drain.requests)
         assert len(running.engine.seen) == 1
 
 

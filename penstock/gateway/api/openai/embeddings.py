@@ -26,9 +26,7 @@ _FORMS = "`input` must be a string, a list of strings, a list of token ids or a 
 class EmbeddingEndpoints:
     """Vectors of texts."""
 
-    def __init__(
-        self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails | None, body_limit: int
-    ) -> None:
+    def __init__(self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails, body_limit: int) -> None:
         self._encoders = encoders
         self._encoder_work = encoder_work
         self._guardrails = guardrails
@@ -63,8 +61,7 @@ class EmbeddingEndpoints:
     ) -> list[list[int]]:
         texts = [text for text in inputs if isinstance(text, str)]
         if texts:
-            if self._guardrails is not None:
-                texts = [await self._guardrails.prompt(exchange, text) for text in texts]
+            texts = [await self._guardrails.prompt(exchange, text) for text in texts]
             return await embedder.tokenize(texts)
         first, last = embedder.text.first, embedder.text.last
         found = []

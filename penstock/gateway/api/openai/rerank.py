@@ -23,9 +23,7 @@ _decoder = msgspec.json.Decoder(RerankRequest)
 class RerankEndpoints:
     """Ranks documents."""
 
-    def __init__(
-        self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails | None, body_limit: int
-    ) -> None:
+    def __init__(self, encoders: Encoders, encoder_work: EncoderWork, guardrails: Guardrails, body_limit: int) -> None:
         self._encoders = encoders
         self._encoder_work = encoder_work
         self._guardrails = guardrails
@@ -46,9 +44,8 @@ class RerankEndpoints:
                 f"There are {len(texts)} documents; at most {most} go in one request.", param="documents"
             )
         query = request.query
-        if self._guardrails is not None:
-            query = await self._guardrails.prompt(exchange, query)
-            texts = [await self._guardrails.prompt(exchange, text) for text in texts]
+        query = await self._guardrails.prompt(exchange, query)
+        texts = [await self._guardrails.prompt(exchange, text) for text in texts]
         info = await embedder.open()
         asked, *lengths = [min(len(ids), info.max_model_len) for ids in await embedder.tokenize([query, *texts])]
         if asked >= info.max_model_len:

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server that answers at once with a fixed completion: the backend that proxies are compared on.
+"""An OpenAI-compatible server that answers at once with a fixed completion, as a backend to compare proxies on.
 
-One process, a bare asyncio protocol: it parses as little of HTTP as it can, so that it is never what is measured.
+One process with a bare asyncio protocol that parses as little of HTTP as it can, so that it is never the bottleneck.
 
-    python bench/synthetic_openai.py PORT
+    python -m penstock.testing.synthetic_openai PORT
 """
 
 from __future__ import annotations

@@ -1,34 +1,29 @@
-"""How well collections are searched: recall of 20 candidates, and where the answer is after reranking.
+"""`penstock bench retrieval`: how well collections are searched.
 
-The documentation of the Python standard library (some 5,000 chunks), questions written by hand
-(`retrieval_questions.py`), and the real pipeline: documents are read, cut, embedded and searched as in the server.
+Measured are the recall of 20 candidates, and the rank of the answer after reranking, on the documentation of the Python
+standard library (some 5,000 chunks) with questions written by hand (`questions.py`). The pipeline is the server's:
+documents are read, chunked, embedded and searched as there.
 
-    python bench/retrieval.py                      some minutes on two cores, most of them for embedding
-    python bench/retrieval.py --library FOLDER     keeps the collection, so that the next run only asks
-    python bench/retrieval.py --weights int8       the encoder in 8 bits; with a library made otherwise, its questions
-
-The half of the questions called `tuned` was looked at when the fusion and the reranker were chosen; the figures that
-count are those of the other half. It ends with status 1 unless hybrid search with reranking is the best there.
+The half of the questions called `tuned` was looked at when fusion and reranker were chosen; the figures that count are
+those of the other half. It fails unless hybrid search with reranking is the best there.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from knowledge_encoder import encoder
-from retrieval_corpus import corpus
-from retrieval_questions import DESCRIBED, NAMED, QUESTIONS
 from rich.console import Console
 from rich.table import Table
 
+from penstock.bench.knowledge.corpus import corpus
+from penstock.bench.knowledge.encoder import encoder
+from penstock.bench.knowledge.questions import DESCRIBED, NAMED, QUESTIONS
 from penstock.knowledge.entities import Collection, SearchMode
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
@@ -54,7 +49,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Where the first right entry was, counted from 1; 0: nowhere among the candidates."""
+    """The rank of the first right entry, from 1; 0 when it is not among the candidates."""
 
     question: str
     rank: int
@@ -137,17 +132,10 @@ async def run(folder: Path, weights: str, console: Console) -> bool:
     return all(mrr > other[1] and recall >= other[0] for other in results.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="folder of the collection; a temporary one when not given")
-    parser.add_argument("--weights", choices=("auto", "int8"), default="auto", help="form of the encoder's weights")
-    options = parser.parse_args()
-    console = Console(width=160)
+def main(library: Path | None, weights: str, console: Console) -> bool:
+    """Measures, prints, and says whether hybrid search with reranking is the best. `library`: a folder that keeps the
+    collection for the next run."""
     with tempfile.TemporaryDirectory(prefix="penstock-retrieval-") as temporary:
-        won = asyncio.run(run(options.library or Path(temporary), options.weights, console))
+        won = asyncio.run(run(library or Path(temporary), weights, console))
     console.print("hybrid + rerank is the best" if won else "hybrid + rerank is not the best")
-    sys.exit(0 if won else 1)
-
-
-if __name__ == "__main__":
-    main()
+    return won

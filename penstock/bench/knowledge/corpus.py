@@ -1,5 +1,7 @@
-"""The documentation of the Python standard library as Markdown, one document per module, one section per entry: it is
-on every machine that runs Python, large enough to get lost in, and nobody wrote it for this test."""
+"""The documentation of the Python standard library as Markdown, one document per module, one section per entry.
+
+It is on every machine that runs Python, large enough to get lost in, and was not written for this test.
+"""
 
 from __future__ import annotations
 

@@ -1,30 +1,22 @@
-"""How fast a large collection is searched: 100,000 chunks, the real encoder for the questions, everything else too.
+"""`penstock bench search-speed`: how fast a large collection is searched.
 
-Embedding 100,000 chunks takes hours on two cores and does not change how long a search takes, so the chunks are made:
-their text is sentences of the standard library's documentation in random order (the words are as common as in real
-text), their vectors are random around a thousand centres. Whatever happens when somebody asks is real: the question
-goes to the encoder's engine in its own process, to the graph, to the words, through the reranker.
+Embedding 100,000 chunks takes hours on two cores and does not change how long a search takes, so the chunks are
+synthetic: their text is sentences of the standard library's documentation in random order (words are as common as in
+real text), their vectors are random around a thousand centres. The search itself is real: the question goes to the
+encoder's engine in its own process, to the vector index, to the word index and through the reranker.
 
-    python bench/search_speed.py                             two or three minutes, most of them for the index
-    python bench/search_speed.py --library FOLDER            keeps the collection: the next run only asks
-    python bench/search_speed.py --weights int8              the encoder in 8 bits
-    python bench/search_speed.py --chunks 20000 --at-once 4  other sizes; several searches at one time
-    python bench/search_speed.py --library postgresql://...  in PostgreSQL, whose own processor time is not seen
-
-Printed are two tables. Seconds by the clock, of whole searches as they overlap, first with words nobody asked for yet
-and then with known ones; these depend on what else the machine does. And the processor time of every step by itself,
-in this process and in the encoder's, which hardly does. It says how many of the true neighbours the index finds, and
-ends with status 1 when the 95th percentile of a whole search by the clock, embedding the question and reranking
-included, is 50 ms or more.
+Two tables are printed: wall-clock time of whole searches as they overlap, first with words that were not asked for
+before and then with known ones, which depends on what else the machine does; and the CPU time of every step, in this
+process and in the encoder's, which hardly does (PostgreSQL's own is not seen). It reports how many of the true
+neighbours the index finds, and fails when the 95th percentile of a whole search by the clock, embedding the question
+and reranking included, is 50 ms or more.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -32,12 +24,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-from knowledge_encoder import encoder
-from retrieval_corpus import corpus
-from retrieval_questions import QUESTIONS
 from rich.console import Console
 from rich.table import Table
 
+from penstock.bench.knowledge.corpus import corpus
+from penstock.bench.knowledge.encoder import encoder
+from penstock.bench.knowledge.questions import QUESTIONS
 from penstock.knowledge.chunks.base import EmbeddedChunk
 from penstock.knowledge.chunks.sqlite import SQLiteChunks
 from penstock.knowledge.entities import Chunk, Collection
@@ -104,7 +96,7 @@ async def fill(library: Library, chunks: int, console: Console) -> Collection:
 
 
 async def index_recall(library: Library, collection: Collection) -> float | None:
-    """Which part of the true nearest neighbours the index finds; None where the vectors are out of reach."""
+    """The share of the true nearest neighbours that the index finds; None where the vectors cannot be read."""
     async with library.stores.use(collection) as store:
         if not isinstance(store, SQLiteChunks):
             return None
@@ -121,8 +113,8 @@ async def index_recall(library: Library, collection: Collection) -> float | None
 
 
 async def by_the_clock(library: Library, collection: Collection, at_once: int) -> dict[str, list[float]]:
-    """Seconds of each step of each question. Words never asked for before are looked up in the index first, so the
-    first round is a figure of its own."""
+    """Seconds of each step of each question. Words that were not asked for before are first looked up in the index, so
+    the first round is a figure of its own."""
     seconds: dict[str, list[float]] = defaultdict(list)
     slots = asyncio.Semaphore(at_once)
     for question, _ in QUESTIONS:
@@ -139,8 +131,8 @@ async def by_the_clock(library: Library, collection: Collection, at_once: int) -
     return seconds
 
 
-class Processor:
-    """Processor time of this process and of the encoder's, by step."""
+class CpuTime:
+    """CPU time of this process and of the encoder's, by step."""
 
     def __init__(self, pid: int) -> None:
         self._clock = (~pid << 3) | 2  # the kernel's number for the clock of a process
@@ -156,8 +148,8 @@ class Processor:
         return time.process_time() + time.clock_gettime(self._clock)
 
 
-async def by_the_processor(library: Library, collection: Collection, pid: int) -> dict[str, list[float]]:
-    spent = Processor(pid)
+async def by_cpu_time(library: Library, collection: Collection, pid: int) -> dict[str, list[float]]:
+    spent = CpuTime(pid)
     search = library.retriever.search
     async with library.stores.use(collection) as store:
         for text, _ in QUESTIONS:
@@ -194,16 +186,16 @@ async def run(url: str, chunks: int, at_once: int, weights: str, console: Consol
             began, spent = time.monotonic(), time.process_time()
             await library.retriever.search(collection, "warm")
             console.print(
-                f"index ready after {time.monotonic() - began:.1f} s, {time.process_time() - spent:.1f} s of processor"
+                f"index ready after {time.monotonic() - began:.1f} s, {time.process_time() - spent:.1f} s of CPU"
             )
             seconds = await by_the_clock(library, collection, at_once)
-            spent_by = await by_the_processor(library, collection, embedder.pid)
+            spent_by = await by_cpu_time(library, collection, embedder.pid)
             recall = await index_recall(library, collection)
         finally:
             await library.close()
     what = f"{chunks} chunks, {len(QUESTIONS)} questions, encoder {weights}"
     console.print(table(f"{what}: milliseconds by the clock, {at_once} at once; steps overlap", seconds))
-    console.print(table(f"{what}: milliseconds of processor", spent_by))
+    console.print(table(f"{what}: milliseconds of CPU", spent_by))
     if recall is not None:
         console.print(f"{recall:.1%} of the true {NEIGHBOURS} nearest are found")
     slow = float(np.percentile(seconds["total"], 95))
@@ -211,19 +203,10 @@ async def run(url: str, chunks: int, at_once: int, weights: str, console: Consol
     return slow < LIMIT_S
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", help="folder of the collection, or a URL; a temporary folder when not given")
-    parser.add_argument("--chunks", type=int, default=100_000)
-    parser.add_argument("--at-once", type=int, default=1, help="searches at one time")
-    parser.add_argument("--weights", choices=("auto", "int8"), default="auto", help="form of the encoder's weights")
-    options = parser.parse_args()
+def main(library: str | None, chunks: int, at_once: int, weights: str, console: Console) -> bool:
+    """Measures, prints, and says whether searches are fast enough. `library`: a folder, or a database's URL, that keeps
+    the collection for the next run."""
     with tempfile.TemporaryDirectory(prefix="penstock-search-") as temporary:
-        where = options.library or temporary
+        where = library or temporary
         url = where if "://" in where else f"sqlite:///{where}"
-        fast = asyncio.run(run(url, options.chunks, options.at_once, options.weights, Console(width=120)))
-    sys.exit(0 if fast else 1)
-
-
-if __name__ == "__main__":
-    main()
+        return asyncio.run(run(url, chunks, at_once, weights, console))

@@ -1,4 +1,4 @@
-"""Real processes for the gateway benchmarks: a synthetic engine, gateways in front of it, and what they cost."""
+"""Real processes for the gateway benchmarks: a synthetic engine, gateways in front of it, and their memory and CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from typing import Any
 
 import httpx
 
+from penstock.errors import PenstockError
+
 MODEL = "synthetic"
+VOCABULARY = 256
+"""Token ids of the synthetic engine that prompts may use: one per byte."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -28,7 +32,7 @@ def free_port() -> int:
 
 @contextmanager
 def process(command: Sequence[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `command` while inside; what it says goes to `log`."""
+    """Runs `command` inside the context; its output goes to `log`."""
     with log.open("ab") as output:
         started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, **options)
     try:
@@ -52,7 +56,7 @@ def wait_for(url: str, running: subprocess.Popen[bytes], log: Path, within: floa
         except httpx.HTTPError:
             pass
         if running.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"{url} does not answer:\n{log.read_text()[-4000:]}")
+            raise PenstockError(f"{url} does not answer:\n{log.read_text()[-4000:]}")
         time.sleep(0.1)
 
 

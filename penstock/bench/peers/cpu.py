@@ -1,29 +1,20 @@
-"""Penstock and its peers on this CPU, turn by turn: the same prompts, the same threads, medians and ratios.
+"""`penstock bench cpu-peers`: Penstock and other engines on this CPU, with the same prompts and threads.
 
-Installs nothing: it takes what it finds. `--python NAME=PATH` names another interpreter for a peer, since their
-dependencies rarely agree:
-
-    python bench/cpu_peers.py
-    python bench/cpu_peers.py --python llama.cpp=peers/bin/python -w c1 -w ttft128 --rounds 3 --json results.json
-    python bench/cpu_peers.py --folder SmolLM2-135M-Instruct        # safetensors, for peers that do not read GGUF
-
-Every engine is loaded once, in a process of its own, and they take turns (A B A B): whatever else happens on the
-machine happens to all. A ratio between 0.8 and 1.25 says nothing.
+Nothing is installed: engines that are here take part. A peer may have an interpreter of its own, since their
+dependencies rarely agree. Every engine is loaded once, in a process of its own, and they take turns (A B A B), so that
+whatever else the machine does affects all of them. Medians are compared; a ratio between 0.8 and 1.25 says nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,16 +22,18 @@ from typing import Any
 from rich.console import Console
 
 from penstock.bench import report
+from penstock.bench.gateway.harness import free_port
 from penstock.engine.loading.checkpoint import open_checkpoint
+from penstock.errors import ConfigError
 from penstock.sources.resolve import resolve
 
-WORKER = Path(__file__).with_name("peer_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 MODULES = {"llama.cpp": "xllamacpp", "vllm": "vllm", "openvino": "openvino_genai"}
 """What a peer's interpreter must be able to import."""
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PeerWorkload:
     """A closed loop of equal requests. `unit` says what its figure is."""
 
     requests: int
@@ -56,17 +49,40 @@ class Workload:
         return self.requests * tokens / seconds
 
 
-def workloads(per_slot: int) -> dict[str, Workload]:
-    loops = {f"c{n}": Workload(per_slot * n, n, 128, 128, "output tok/s") for n in (1, 16, 64)}
+@dataclass(frozen=True, slots=True)
+class CpuPeersBenchSettings:
+    threads: int
+    model: str = "smollm2-135m"
+    """A GGUF model."""
+    folder: str | None = None
+    """The same model as safetensors, for peers that need it."""
+    workloads: tuple[str, ...] = ()
+    """All when empty."""
+    rounds: int = 5
+    requests_per_slot: int = 4
+    """Length of the closed loops."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """Interpreters of peers."""
+    peers: tuple[str, ...] = ()
+    """Only these; all that are here when empty."""
+    peer_models: Mapping[str, str] = field(default_factory=dict)
+    """The same model in a peer's best form."""
+    flash_attention: bool = False
+    """llama.cpp with it (off is faster on most CPUs)."""
+    verbose: bool = False
+
+
+def workloads(per_slot: int) -> dict[str, PeerWorkload]:
+    loops = {f"c{n}": PeerWorkload(per_slot * n, n, 128, 128, "output tok/s") for n in (1, 16, 64)}
     return loops | {
-        "p512": Workload(8, 8, 512, 1, "prompt tok/s"),
-        "ttft128": Workload(3, 1, 128, 1, "ms to first token"),
+        "p512": PeerWorkload(8, 8, 512, 1, "prompt tok/s"),
+        "ttft128": PeerWorkload(3, 1, 128, 1, "ms to first token"),
     }
 
 
 @dataclass(slots=True)
 class Peer:
-    """An engine in its process."""
+    """An engine in its own process."""
 
     name: str
     command: list[str]
@@ -92,7 +108,7 @@ class Peer:
             raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; --verbose shows what it said")
         return dict(json.loads(answer))
 
-    def run(self, workload: Workload, vocabulary: int, seed: int) -> float:
+    def run(self, workload: PeerWorkload, vocabulary: int, seed: int) -> float:
         rng = random.Random(seed)
         prompts = [rng.choices(range(vocabulary), k=workload.inputs) for _ in range(workload.requests)]
         job = {"prompts": prompts, "output": workload.outputs, "at_once": workload.at_once}
@@ -108,7 +124,7 @@ class Peer:
                 self.process.kill()
 
 
-def find(pythons: dict[str, str], folder: str | None) -> tuple[list[Peer], list[str]]:
+def find(pythons: Mapping[str, str], folder: str | None) -> tuple[list[Peer], list[str]]:
     """The engines that are here, ours first, and why others are not."""
     peers, missing = [Peer("penstock", [sys.executable, str(WORKER), "penstock"])], []
     for name, module in MODULES.items():
@@ -128,13 +144,7 @@ def find(pythons: dict[str, str], folder: str | None) -> tuple[list[Peer], list[
     return peers, missing
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def show(peers: list[Peer], chosen: dict[str, Workload], console: Console) -> dict[str, Any]:
+def show(peers: list[Peer], chosen: dict[str, PeerWorkload], console: Console) -> dict[str, Any]:
     ours = peers[0]
     rows = report.table(
         "Medians; ratio above 1: Penstock is better", "workload", *(peer.name for peer in peers), "ratio"
@@ -158,55 +168,40 @@ def show(peers: list[Peer], chosen: dict[str, Workload], console: Console) -> di
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", default="smollm2-135m", help="a GGUF model")
-    parser.add_argument("--folder", help="the same model as safetensors, for peers that need it")
-    parser.add_argument("--workload", "-w", action="append", help="c1, c16, c64, p512, ttft128; default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; medians are shown")
-    parser.add_argument("--requests-per-slot", type=int, default=4, help="length of the closed loops")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="interpreter of a peer")
-    parser.add_argument("--peer", action="append", help="only these peers")
-    parser.add_argument(
-        "--peer-model", action="append", default=[], metavar="PEER=PATH", help="the same model in a peer's best form"
-    )
-    parser.add_argument("--flash-attention", action="store_true", help="llama.cpp with it (off is faster on most CPUs)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--verbose", action="store_true", help="show what the engines print")
-    options = parser.parse_args()
-    console = Console()
-    chosen = workloads(options.requests_per_slot)
-    chosen = {name: chosen[name] for name in options.workload or chosen}
-    path = resolve(options.model)
+def main(settings: CpuPeersBenchSettings, json_file: Path | None, console: Console) -> None:
+    chosen = workloads(settings.requests_per_slot)
+    unknown = [name for name in settings.workloads if name not in chosen]
+    if unknown:
+        raise ConfigError(f"unknown workload {unknown[0]!r}; there are: {', '.join(chosen)}")
+    chosen = {name: chosen[name] for name in settings.workloads or chosen}
+    path = resolve(settings.model)
     vocabulary = int(open_checkpoint(path).config["vocab_size"])
-    peers, missing = find(dict(item.split("=", 1) for item in options.python), options.folder)
-    if options.peer:
-        peers = [peer for peer in peers if peer.name in ("penstock", *options.peer)]
-    settings = {
-        "model": str(path), "folder": options.folder, "threads": options.threads, "port": free_port(),
+    peers, missing = find(settings.pythons, settings.folder)
+    if settings.peers:
+        peers = [peer for peer in peers if peer.name in ("penstock", *settings.peers)]
+    loading = {
+        "model": str(path), "folder": settings.folder, "threads": settings.threads, "port": free_port(),
         "slots": max(workload.at_once for workload in chosen.values()),
         "context": max(workload.inputs + workload.outputs for workload in chosen.values()) + 16,
-        "flash_attention": options.flash_attention, "program": shutil.which("llama-server"),
-        "quiet": not options.verbose,
+        "flash_attention": settings.flash_attention, "program": shutil.which("llama-server"),
+        "quiet": not settings.verbose,
     }  # fmt: skip
-    console.print(f"[bold]{options.model}[/bold], {options.threads} threads: {report.machine_line()}")
+    console.print(f"[bold]{settings.model}[/bold], {settings.threads} threads: {report.machine_line()}")
     for reason in missing:
         console.print(f"not here: {reason}", style="dim")
     running: list[Peer] = []
     try:
-        forms = dict(item.split("=", 1) for item in options.peer_model)
         for peer in peers:
             try:
-                peer.start(settings | {"model": forms.get(peer.name, settings["model"])})
+                peer.start(loading | {"model": settings.peer_models.get(peer.name, str(path))})
                 running.append(peer)
             except RuntimeError as error:
                 console.print(f"left out: {error}", style="yellow")
                 peer.stop()
         for name, workload in chosen.items():
-            for turn in range(options.rounds + 1):  # the first is a warm-up and not counted
+            for turn in range(settings.rounds + 1):  # the first is a warm-up and not counted
                 for peer in running:
-                    with console.status(f"{name}, turn {turn} of {options.rounds}: {peer.name}"):
+                    with console.status(f"{name}, turn {turn} of {settings.rounds}: {peer.name}"):
                         figure = peer.run(workload, vocabulary, turn)
                     if turn:
                         peer.figures.setdefault(name, []).append(figure)
@@ -216,9 +211,5 @@ def main() -> None:
         for peer in running:
             peer.stop()
     results = show(running, chosen, console)
-    if options.json is not None:
-        report.write_json(options.json, "cpu_peers", settings | {"rounds": options.rounds}, results)
-
-
-if __name__ == "__main__":
-    main()
+    if json_file is not None:
+        report.write_json(json_file, "cpu_peers", loading | {"rounds": settings.rounds}, results)

@@ -1,4 +1,4 @@
-"""The server's encoder as the gateway has it: an engine in a process of its own, asked over ZeroMQ."""
+"""The encoder as the gateway uses it: an engine in a process of its own, asked over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.gateway.rag.library import EncoderEmbedder
 
 
 class MeasuredEmbedder(EncoderEmbedder):
-    """Knows which process computes for it."""
+    """Knows the process that computes for it."""
 
     def __init__(self, encoder: Embedder, pid: int) -> None:
         super().__init__(encoder)

@@ -1,4 +1,4 @@
-"""One engine behind a pipe, for `cpu_peers.py`: JSON lines in, JSON lines out.
+"""One engine behind a pipe, for `penstock bench cpu-peers`: JSON lines in, JSON lines out.
 
 The first line says what to load; the answer `{"ready": true}` says that it is loaded. Every further line is a closed
 loop (prompts of token ids, how many at once, how many tokens each), answered with its seconds and first-token times.

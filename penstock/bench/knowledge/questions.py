@@ -2,7 +2,7 @@
 
 Written by hand, without the documentation's sentences. `DESCRIBED` say what somebody wants, in other words than the
 documentation's wherever there are other words; `NAMED` are what somebody types who remembers the name of a parameter, a
-constant or an error and not where it belongs. Every entry is `module.name`, as in `retrieval_corpus.py`.
+constant or an error and not where it belongs. Every entry is `module.name`, as in `corpus.py`.
 """
 
 from __future__ import annotations

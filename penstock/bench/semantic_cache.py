@@ -1,19 +1,15 @@
-"""How often the semantic cache is wrong, and how often it helps, on pairs of questions written for it.
+"""`penstock bench semantic-cache`: how often the semantic cache is wrong, and how often it helps.
 
-    python bench/semantic_cache.py
-    python bench/semantic_cache.py --threshold 0.7 --show
+`data/semantic_pairs.tsv` has near duplicates that must not hit (negations, numbers, names, units, comparatives, roles,
+scope) and paraphrases that should. A hash of each pair puts it either in the part that the verifier was written with or
+in the part held out from it; the second is the one that counts. Every question is also tried against all the others.
 
-`bench/data/semantic_pairs.tsv` has near duplicates that must not hit (negations, numbers, names, units, comparatives,
-roles, scope) and paraphrases that should. A hash of each pair puts it in the part that the verifier was written with,
-or in the part held out from it; the second is the one that counts. Every question is also tried against all the others.
-
-What it does not show: how questions of your users look. The pairs are short, English, and written by the people who
-wrote the verifier; `penstock_cache_suspected_false_hits_total` tells about yours.
+What it does not show: the questions of your users. The pairs are short, English, and written by the people who wrote
+the verifier; `penstock_cache_suspected_false_hits_total` tells about yours.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import subprocess
@@ -26,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from penstock.backends.embedder import Embedder, Embeddings
 from penstock.backends.encoder import EncoderBackend
@@ -121,7 +118,10 @@ async def collisions(decider: Decider, pairs: list[Pair]) -> tuple[int, list[tup
     return len(questions) * (len(questions) - 1), false
 
 
-async def measure(endpoint: str, threshold: float, show: bool) -> bool:
+async def measure(endpoint: str, threshold: float, show: bool, console: Console) -> bool:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     embedder = Embedder("minilm", "minilm", EncoderBackend(endpoint), wait_s=60)
     pairs = load_pairs()
     begin = time.perf_counter()
@@ -134,46 +134,38 @@ async def measure(endpoint: str, threshold: float, show: bool) -> bool:
         hit = await decider.same(pair.first, pair.second)
         totals[pair.held_out, pair.kind] += 1
         hits[pair.held_out, pair.kind] += hit
-        # The part that is held out is not shown: whoever looks at it can no longer be measured with it.
+        # The held-out part is never shown: a verifier changed after looking at it could no longer be measured on it.
         if show and hit != pair.should_hit and not pair.held_out:
-            print(f"{'false hit' if hit else 'missed   '}  {pair.kind:<12} {pair.first}  |  {pair.second}")
+            say(f"{'false hit' if hit else 'missed   '}  {pair.kind:<12} {pair.first}  |  {pair.second}")
     each = (time.perf_counter() - begin) / len(pairs)
-    print(f"threshold {threshold}, {len(pairs)} pairs")
-    print(f"{embedded:.1f} s until the vectors of all questions, then {each * 1000:.2f} ms per decision\n")
-    print(f"{'kind':<14}{'seen':>14}{'held out':>14}")
+    say(f"threshold {threshold}, {len(pairs)} pairs")
+    say(f"{embedded:.1f} s until the vectors of all questions, then {each * 1000:.2f} ms per decision\n")
+    say(f"{'kind':<14}{'seen':>14}{'held out':>14}")
     for kind in sorted({pair.kind for pair in pairs}):
         cells = (f"{hits[part, kind]} of {totals[part, kind]}" for part in (False, True))
-        print(f"{kind:<14}" + "".join(f"{cell:>14}" for cell in cells))
+        say(f"{kind:<14}" + "".join(f"{cell:>14}" for cell in cells))
     false, paraphrases = [], []
     for part in (False, True):
         adversarial = [(part, pair.kind) for pair in pairs if pair.held_out == part and not pair.should_hit]
         false.append(sum(hits[entry] for entry in set(adversarial)) / len(adversarial))
         paraphrases.append(hits[part, "paraphrase"] / totals[part, "paraphrase"])
-    print(f"\n{'false hits':<14}" + "".join(f"{share:>14.1%}" for share in false))
-    print(f"{'paraphrases':<14}" + "".join(f"{share:>14.1%}" for share in paraphrases))
+    say(f"\n{'false hits':<14}" + "".join(f"{share:>14.1%}" for share in false))
+    say(f"{'paraphrases':<14}" + "".join(f"{share:>14.1%}" for share in paraphrases))
     compared, wrong = await collisions(decider, pairs)
-    print(f"\nevery question against all others: {len(wrong)} false hits in {compared:,} comparisons")
+    say(f"\nevery question against all others: {len(wrong)} false hits in {compared:,} comparisons")
     await embedder.close()
     return false[1] <= 0.01 and paraphrases[1] > 0.6 and not wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threshold", type=float, default=0.8)
-    parser.add_argument("--show", action="store_true", help="print what went wrong in the part that is not held out")
-    options = parser.parse_args()
+def main(threshold: float, show: bool, console: Console) -> bool:
+    """Measures, prints, and says whether the cache is right often enough."""
     with tempfile.TemporaryDirectory(prefix="ps-") as folder:
         endpoint = f"ipc://{folder}/encoder"
         engine = subprocess.Popen(
             [sys.executable, "-m", "penstock", "engine", "minilm", "--endpoint", endpoint, "--log-level", "warning"]
         )
         try:
-            good = asyncio.run(measure(endpoint, options.threshold, options.show))
+            return asyncio.run(measure(endpoint, threshold, show, console))
         finally:
             engine.terminate()
             engine.wait()
-    sys.exit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of collections: how well, and how fast, they are searched."""

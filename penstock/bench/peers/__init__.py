@@ -1,0 +1,1 @@
+"""Other inference engines on the same machine."""

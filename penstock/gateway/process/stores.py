@@ -1,0 +1,49 @@
+"""The tables of the gateway's database, opened and migrated together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.batches.files import FileStore
+from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.process.settings import GatewaySettings
+from penstock.gateway.quality.feedback import Feedback
+from penstock.identity import IdentityStore
+from penstock.metering.ledger import Ledger
+from penstock.storage import Database
+from penstock.telemetry.exposition import MetricRegistry
+from penstock.tools.execution.specs import ToolSpecStore
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    identities: IdentityStore
+    responses: ResponseStore | NoResponseStore
+    feedback: Feedback
+    files: FileStore
+    batches: BatchStore
+    tools: ToolSpecStore
+    ledger: Ledger
+
+
+async def open_stores(database: Database, settings: GatewaySettings, metrics: MetricRegistry) -> Stores:
+    stores = Stores(
+        identities=IdentityStore(database),
+        responses=ResponseStore(database, keep_s=settings.keep_responses_s, most=settings.responses_per_tenant)
+        if settings.responses_per_tenant
+        else NoResponseStore(),
+        feedback=Feedback(database, metrics),
+        files=FileStore(database, keep_s=settings.batches.keep_files_s),
+        batches=BatchStore(database),
+        tools=ToolSpecStore(database),
+        ledger=Ledger(database, durable=settings.durable_charges),
+    )
+    await stores.identities.prepare()
+    if isinstance(stores.responses, ResponseStore):
+        await stores.responses.prepare()
+    await stores.feedback.prepare()
+    await stores.files.prepare()
+    await stores.batches.prepare()
+    await stores.tools.prepare()
+    return stores
