@@ -1,9 +1,14 @@
 """Imports: what must stay light, stays light. (`lint-imports` checks that layers point downward.)"""
 
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import grimp
 import pytest
+
+import penstock
 
 
 def imported_by(module: str) -> set[str]:
@@ -34,3 +39,84 @@ def test_the_engine_imports_neither_web_nor_text_libraries() -> None:
 
 def test_nothing_needs_transformers() -> None:
     assert "transformers" not in imported_by("penstock.bench.compare")
+
+
+ESTABLISHED = frozenset(
+    [
+        "accounting",
+        "caching",
+        "decoding",
+        "encoding",
+        "loading",
+        "logging",
+        "metering",
+        "rendering",
+        "routing",
+        "sampling",
+        "smoothing",
+        "testing",
+        "tracing",
+    ]
+)
+"""Activities that the field names things after."""
+NOUNS = frozenset(("keyring", "staging"))
+
+
+def modules() -> Iterator[str]:
+    for module in pkgutil.walk_packages(penstock.__path__, "penstock."):
+        yield module.name
+
+
+def cycles(graph: grimp.ImportGraph, package: str) -> list[list[str]]:
+    """The strongly connected components of more than one module inside `package` (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        path.append(module)
+        for imported in graph.find_modules_directly_imported_by(module):
+            if not imported.startswith(f"{package}."):
+                continue
+            if imported not in order:
+                visit(imported)
+                lowest[module] = min(lowest[module], lowest[imported])
+            elif imported in path:
+                lowest[module] = min(lowest[module], order[imported])
+        if lowest[module] == order[module]:
+            component = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in sorted(graph.modules):
+        if module.startswith(f"{package}.") and module not in order:
+            visit(module)
+    return found
+
+
+def test_cycles_are_found() -> None:
+    graph = grimp.ImportGraph()
+    for importer, imported in (("p.a", "p.b"), ("p.b", "p.c"), ("p.c", "p.a"), ("p.d", "p.a"), ("p.c", "q.x")):
+        graph.add_import(importer=importer, imported=imported)
+    assert cycles(graph, "p") == [["p.a", "p.b", "p.c"]]
+
+
+def test_no_more_than_two_files_of_the_gateway_import_each_other_in_a_circle() -> None:
+    found = cycles(grimp.build_graph("penstock", cache_dir=None), "penstock.gateway")
+    assert not [cycle for cycle in found if len(cycle) > 2]
+
+
+def test_modules_are_named_after_things_and_not_after_activities() -> None:
+    named = {name: name.rpartition(".")[2].rpartition("_")[2] for name in modules()}
+    gerunds = {name for name, word in named.items() if word.endswith("ing")}
+    assert not [name for name in gerunds if named[name] not in ESTABLISHED | NOUNS]
+
+
+def test_only_the_gateways_process_knows_its_composition() -> None:
+    graph = grimp.build_graph("penstock", cache_dir=None)
+    importers = graph.find_modules_that_directly_import("penstock.gateway.process.composition")
+    inside = {name for name in importers if name.startswith("penstock.gateway.")}
+    assert inside == {"penstock.gateway.process.main"}

@@ -114,7 +114,7 @@ def test_grouped_experts_equal_one_pair_at_a_time() -> None:
             assert grouped is not None
             x = rand(tokens, hidden, dtype=BF16 if dtype == FP8 else dtype)
             with poisoned_outputs():
-                got = grouped(x)
+                got = grouped.forward(x)
             if MODE == "compile":
                 continue
             weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
@@ -158,11 +158,11 @@ def test_graph_replay_with_new_tokens() -> None:
     grouped = group(mlp)
     assert grouped is not None
     x = rand(12, 256, dtype=BF16)
-    grouped(x)
+    grouped.forward(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = grouped(x)
+        out = grouped.forward(x)
     for _ in range(4):
         x.copy_(rand(12, 256, dtype=BF16))
         out.fill_(float("nan"))
@@ -186,7 +186,7 @@ def bench_experts() -> Iterator[Row]:
             assert grouped is not None
             for tokens in (1, 8, 64, 256, 2048, 8192):
                 x = rand(tokens, hidden, dtype=BF16)
-                us = time_us([lambda g=grouped, x=x: g(x)])
+                us = time_us([lambda g=grouped, x=x: g.forward(x)])
                 title = f"{name} experts {label}, {tokens} tokens"
                 if tokens > 256:
                     yield arithmetic(title, us, 2.0 * tokens * top_k * 3 * hidden * ffn)

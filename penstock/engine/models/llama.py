@@ -27,17 +27,18 @@ class LlamaDecoder(Decoder):
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if residual.shape[0] <= self.fused_up_to:
             return self._run_fused(residual, batch, kv)
-        layers, caches, eps = self.layers, kv.layers, self.config.rms_eps
-        x = layers[0].mixer.ops.rms_norm(residual, layers[0].mixer_norm, eps, self.embedding.dtype)
-        last = len(layers) - 1
-        for index, layer in enumerate(layers):
-            x = layer.mixer(x, batch, caches[index])
-            x = layer.feed_forward.ops.add_rms_norm(x, residual, layer.feed_forward_norm, eps, layer.mixer_out_norm)
-            x = layer.feed_forward(x)
-            if index < last:
-                after = layers[index + 1]
+        layers, eps = self.layers, self.config.rms_eps
+        layer = layers[0]
+        x = layer.mixer.ops.rms_norm(residual, layer.mixer_norm, eps, self.embedding.dtype)
+        for after, cache in zip([*layers[1:], None], kv.layers, strict=True):
+            x = layer.mixer.forward(x, batch, cache)
+            feed_forward = layer.feed_forward
+            x = feed_forward.ops.add_rms_norm(x, residual, layer.feed_forward_norm, eps, layer.mixer_out_norm)
+            x = feed_forward.forward(x)
+            if after is not None:
                 x = after.mixer.ops.add_rms_norm(x, residual, after.mixer_norm, eps, layer.feed_forward_out_norm)
-        return self.ops.add_rms_norm(x, residual, self.final_norm, eps, layers[last].feed_forward_out_norm)
+                layer = after
+        return self.ops.add_rms_norm(x, residual, self.final_norm, eps, layer.feed_forward_out_norm)
 
     def _run_fused(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """The same in six launches a layer: norms, gate and residual additions are part of the linears."""

@@ -49,8 +49,8 @@ class SummedFeedForward:
     def weight_bytes(self) -> int:
         return self.feed_forward.weight_bytes
 
-    def __call__(self, x: Any) -> Tensor:
-        return self.group.sum(self.feed_forward(x))
+    def forward(self, x: Any) -> Tensor:
+        return self.group.sum(self.feed_forward.forward(x))
 
 
 class GatheredLinear:

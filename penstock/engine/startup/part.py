@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
-from penstock.engine.backends.interface import FP8, INT8, Backend, StepLimits
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
@@ -26,6 +27,7 @@ from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
+from penstock.engine.startup.adapters import make_adapters
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 

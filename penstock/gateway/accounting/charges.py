@@ -4,11 +4,12 @@ A charge is opened while the engine already works on the prompt; no token is del
 the end of an answer is not sent before its settlement is. A request that ends in any other way (the client left, an
 error, a drain) is settled with the tokens produced until it ended.
 
-Where the ledger cannot be written (its disk is full, its server away), a request that has got nothing yet is refused
-and free, and the end of one that has is kept here until it can be written.
+While the ledger cannot be written (its disk is full, its server is down), a request that has not got any token is
+refused and free; the end of one that has is kept in memory until it can be written.
 
-What a dead gateway left open is settled by whoever notices, with what the engine says it produced. An engine that knows
-nothing of a charge has been restarted since, or never saw it: then the count that the gateway noted last stands.
+Charges that a dead gateway left open are settled by any gateway that notices, with what the engine reports. An engine
+that does not know a charge has been restarted since, or never saw it; then the last count that the gateway noted
+stands.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.engine_host.tally import KEEP_S, group_of
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
 from penstock.metering.engine_counts import merged, usage_of
@@ -40,7 +42,7 @@ from penstock.telemetry.usage_metrics import UsageMetrics
 log = logging.getLogger(__name__)
 
 ASK_S = 5.0
-"""How long an engine may take to answer; it is asked again later."""
+"""How long an engine may take to report; it is asked again later."""
 MOST_ASKED = 500
 _FEATURE_LENGTH = 64
 _USER_LENGTH = 256
@@ -131,8 +133,8 @@ class Account:
         self._journal.note(self._charge.id, self._generation.cached_tokens, self._generation.completion_tokens)
 
     async def ended(self, finish_reason: str) -> None:
-        """Write the end of the charge; returns when that is done, or is left to be done when it can be. Raises
-        `LedgerUnavailable` when not even its beginning could be written."""
+        """Write the end of the charge; returns when it is written, or will be written as soon as that is possible.
+        Raises `LedgerUnavailable` when not even its beginning could be written."""
         if await self.settle(finish_reason) or self._opened is None:
             return
         if not (self._opened.done() and self._opened.result()):
@@ -142,7 +144,7 @@ class Account:
             raise LedgerUnavailable
 
     def settle(self, finish_reason: str) -> asyncio.Future[bool]:
-        """Write the end of the charge, once; the first reason stands. Tells whether it was written in time."""
+        """Write the end of the charge, once; the first reason stands. The result: whether it was written in time."""
         if self._settled is None:
             settlement = self._settlement(finish_reason)
             self._settled = self._journal.settle(settlement)
@@ -153,7 +155,7 @@ class Account:
     def _settlement(self, finish_reason: str) -> Settlement:
         cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
         charge, prompt = self._charge, self._generation.prompt_tokens
-        if charge.prompt_tokens != prompt:  # what another server's prompt took is known only now
+        if charge.prompt_tokens != prompt:  # a remote server reports its prompt tokens only now
             charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
         pays = self._generation.billable and not self._void
         cost = cost_of(charge, cached, completion) if pays else 0
@@ -161,8 +163,8 @@ class Account:
 
 
 class LineAccount(Account):
-    """The charge of a batch's line, which exists only once the line is answered: one that breaks off is run again, and
-    nobody pays for what came to nothing."""
+    """The charge of a batch line. It is opened only once the line is answered: a line that breaks off is run again, and
+    is not charged twice."""
 
     __slots__ = ()
 
@@ -221,6 +223,7 @@ class Accounts:
     def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> Account:
         """`feature`: what it is for; what the client says when empty."""
         caller, model, record = exchange.caller, generation.model, exchange.record
+        in_batch = batch_line(exchange) is not None
         price = self.prices.price(model.base_name, model.adapter, caller.tier)
         price = price.recalled() if generation.from_cache else price
         sent = exchange.header(b"x-feature")
@@ -238,19 +241,19 @@ class Accounts:
             adapter=model.adapter,
             tier=caller.tier,
             prompt_tokens=generation.prompt_tokens,
-            percent=self.prices.percent(price, caller.tier, batch=exchange.line is not None),
+            percent=self.prices.percent(price, caller.tier, batch=in_batch),
             price_input=price.input,
             price_cached=price.cached,
             price_output=price.output,
         )
-        if exchange.line is not None:
+        if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)
         account = Account(self.journal, charge, generation, self._metrics)
         account.open()
         return account
 
     async def recover(self) -> int:
-        """Settle what dead gateways left open; how many charges that were. What an engine must be asked about waits."""
+        """Settle what dead gateways left open; returns how many charges. Those whose engine does not answer wait."""
         settled = 0
         abandoned = await self.ledger.open_charges(abandoned_since=time.time() - self._dead_after_s)
         by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
@@ -266,14 +269,14 @@ class Accounts:
         return settled
 
     async def _ask(self, model: str, charges: Sequence[str]) -> dict[str, list[Produced]] | None:
-        """What the model's engine produced, by charge; None when it cannot say at the moment."""
+        """What the model's engine produced, by charge; None when the engine does not answer."""
         served = next((served for served in self._registry if served.name == model), None)
         if served is None:
-            return {}  # it is not served here any more
+            return {}  # the model is no longer served here
         try:
             entries = await asyncio.wait_for(served.backend.produced(charges), ASK_S)
         except (ApiError, TimeoutError) as error:
-            log.info("the engine of %s cannot be asked about open charges: %s", model, error or "no answer")
+            log.info("the engine of %s does not answer about open charges: %s", model, error or "no answer")
             return None
         found: defaultdict[str, list[Produced]] = defaultdict(list)
         for entry in merged(entries):
@@ -283,12 +286,12 @@ class Accounts:
     def _settle_abandoned(self, entry: OpenCharge, known: dict[str, list[Produced]] | None) -> bool:
         now, charge = time.time(), entry.charge
         if known is None and now - charge.opened_at < KEEP_S:
-            return False  # it is asked again; later than that it would have forgotten
+            return False  # the engine is asked again, until it would have dropped the counts
         produced = (known or {}).get(charge.id, [])
         if any(run.finish_reason is None for run in produced):
             return False  # still running: its gateway may be alive after all
         counted = usage_of(produced)
-        # What was noted had arrived at the gateway; after a failover it may be more than one engine produced.
+        # The noted tokens had arrived at the gateway; after a failover they may be more than one engine produced.
         used = Usage(
             charge.prompt_tokens,
             max(entry.cached_tokens, counted.cached),
@@ -324,5 +327,5 @@ def _count(metrics: UsageMetrics, settlement: Settlement) -> None:
 
 
 def _storable(text: str) -> str:
-    """What every store can hold: one client's odd characters must not stop the ledger for all."""
+    """Text that every store accepts: odd characters from one client must not stop the ledger."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()[:_USER_LENGTH]

@@ -1,8 +1,8 @@
-"""What a request takes of its caller's limits: reserved before it reaches an engine, settled with what it really used.
+"""Rate limits and budgets: reserved before a request reaches an engine, settled with what it really used.
 
-The tier's numbers hold per tenant, unless the tenant has some of its own; a key may have more, and entries under
-`limits` add others per user, key or model. A reservation counts the prompt and the most that may be generated; the rest
-is given back when the answer ends, however it ends.
+The limits of a tier hold per tenant, unless the tenant has limits of its own; a key may have additional ones, and
+entries under `limits` add others per user, key or model. A reservation counts the prompt and the most tokens that may
+be generated; the difference is given back when the answer ends, however it ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.schema import LimitConfig, TierConfig
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
@@ -28,13 +29,13 @@ from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest
 
 _MINUTE = 60.0
 _LIFE_S = 3600.0
-"""A request that nobody settles stops counting as running after this long."""
+"""A request that is never settled stops counting as running after this long."""
 _DAY = 86400.0
 
 
 @dataclass(slots=True)
 class Reservation:
-    """What one request holds."""
+    """What one request holds of its limits."""
 
     id: str
     limits: list[Limit]
@@ -42,7 +43,7 @@ class Reservation:
     price: Price
     percent: int
     left: float = 1.0
-    """Part of the tightest limit that is left."""
+    """Share of the tightest limit that is left."""
 
 
 class Quotas:
@@ -56,10 +57,10 @@ class Quotas:
         self._limits = limits
         self._prices = prices
 
-    async def reserve(self, exchange: Exchange, generation: Metered, *, aside: bool = False) -> Reservation | None:
-        """Take what the request may use; raises when it is too much. None when nothing limits the caller.
+    async def reserve(self, exchange: Exchange, generation: Metered, *, counted: bool = True) -> Reservation | None:
+        """Reserve what the request may use; raises when that is too much. None when nothing limits the caller.
 
-        `aside`: the generation is a part of a request that counts already; it takes tokens and money only.
+        `counted`: it counts as a request. Otherwise it is part of a counted one, and takes tokens and money only.
         """
         limits = self.limits_of(exchange, generation)
         if not limits:
@@ -68,12 +69,12 @@ class Quotas:
         price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
         price = price.recalled() if generation.from_cache else price
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
-        percent = self._prices.percent(price, exchange.caller.tier, batch=exchange.line is not None)
-        count = 0 if aside else 1
+        percent = self._prices.percent(price, exchange.caller.tier, batch=batch_line(exchange) is not None)
+        count = int(counted)
         amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most), percent=percent))
         id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways
         decision = await self._store.reserve(id, limits, amounts)
-        if not aside:
+        if counted:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, amounts)
@@ -84,10 +85,10 @@ class Quotas:
         used = Usage()
         if generation.billable:
             used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
-        counted = reservation.reserved
+        reserved = reservation.reserved
         cost = reservation.price.cost(used, percent=reservation.percent)
-        amounts = Amounts(counted.requests, used.prompt + used.completion, counted.concurrent, cost)
-        await self._store.settle(reservation.id, reservation.limits, reservation.reserved, amounts)
+        amounts = Amounts(reserved.requests, used.prompt + used.completion, reserved.concurrent, cost)
+        await self._store.settle(reservation.id, reservation.limits, reserved, amounts)
 
     async def close(self) -> None:
         await self._store.close()
@@ -97,7 +98,7 @@ class Quotas:
         tier = self._tiers.get(caller.tier)
         return tier.context_tokens if tier is not None and caller.key else None
 
-    def told(self, caller: Caller) -> dict[str, Any] | None:
+    def describe(self, caller: Caller) -> dict[str, Any] | None:
         """The limits of the caller's tier, for the caller; None when nothing limits it."""
         tier = self._tiers.get(caller.tier)
         if tier is None or not caller.key:
@@ -116,7 +117,7 @@ class Quotas:
         user = exchange.record.user_id or ""
         found: list[Limit] = []
         tier = self._tiers.get(caller.tier)
-        if caller.key:  # without keys there is nobody to tell apart
+        if caller.key:  # callers without a key cannot be told apart
             if tier is not None or caller.limits is not NO_ALLOWANCE:
                 found += _limits(f"tenant:{caller.tenant}", _either(caller.limits, tier))
             if caller.key_limits is not NO_ALLOWANCE:
@@ -187,12 +188,12 @@ def _refused(decision: Decision, amounts: Amounts) -> ApiError:
 
 
 def _headers(decision: Decision, dialect: Dialect) -> list[tuple[bytes, bytes]]:
-    """Where the tightest limit on requests and on tokens stands."""
+    """The state of the tightest limit on requests and on tokens."""
     headers: list[tuple[bytes, bytes]] = []
     for metric in ("requests", "tokens"):
         states = [state for state in decision.states if state.limit.metric == metric]
         if states:
             tightest = min(states, key=lambda state: state.remaining / state.limit.most)
-            told = dialect.limit_headers(tightest)
-            headers += [(name.encode(), value.encode()) for name, value in told.items()]
+            described = dialect.limit_headers(tightest)
+            headers += [(name.encode(), value.encode()) for name, value in described.items()]
     return headers

@@ -29,12 +29,10 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.prompt import ChatPrompt
-from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.settings import GenerationSettings
-from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.tokenization import Tokenization
-from penstock.gateway.generation.turn import STATELESS, Turn
+from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import ConversationBusy, InvalidRequest, ServiceUnavailable
 from penstock.storage import DatabaseError
 from penstock.telemetry.metrics import Metrics
@@ -160,19 +158,11 @@ class StoredTurn:
     def source_room(self, room: int, window: int) -> int:
         return min(room, window // 2)
 
-    async def tokens(
-        self,
-        attempt: Attempt,
-        prompt: ChatPrompt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-        sources: Sources | None = None,
-    ) -> list[int]:
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        """Without the oldest turns, if they do not fit."""
         conversations = self._conversations
-        room = self._take(messages, window, limit)
-        draft = ConversationPrompt(prompt, self._system, self._draft.followed_by(following), sources)
+        room = self._take(added)
+        draft = ConversationPrompt(prompt, self._system, self._draft.followed_by(added.following), added.sources)
         before = self._start
         tokens = await draft.encoded(self._summary, self._start)
         if len(tokens) > room and self._overflow == "summarise":
@@ -196,18 +186,11 @@ class StoredTurn:
         self._set_header(attempt.exchange)
         return tokens
 
-    def messages(
-        self,
-        attempt: Attempt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-    ) -> list[Message]:
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
         """Lengths are estimated here, and what does not fit is left out even where the conversation asks for
         summaries."""
-        room = self._take(messages, window, limit)
-        draft = self._draft.followed_by(following)
+        room = self._take(added)
+        draft = self._draft.followed_by(added.following)
         before = self._start
 
         def prompt(start: int) -> list[Message]:
@@ -232,11 +215,12 @@ class StoredTurn:
         told = ", ".join(f"{key}={value}" for key, value in self.report.items() if key != "id")
         exchange.extra_headers.append((b"x-penstock-context", told.encode()))
 
-    def _take(self, messages: list[Message], window: int, limit: TokenLimit) -> int:
-        """Add the client's messages to the conversation, the first time; the room for the prompt."""
-        reply_tokens = self._conversations.config.reply_tokens
-        reply = min(reply_tokens, window // 4) if limit.max_tokens is None else limit.max_tokens
-        self._room = room = max(1, window - reply)
+    def _take(self, added: TurnInput) -> int:
+        """Add the client's messages to the conversation, the first time; returns the room for the prompt."""
+        reply, messages = added.limit.max_tokens, added.messages
+        if reply is None:
+            reply = min(self._conversations.config.reply_tokens, added.window // 4)
+        self._room = room = max(1, added.window - reply)
         if self._taken:
             return room
         self._taken = True

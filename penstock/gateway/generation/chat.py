@@ -6,19 +6,16 @@ Every API family that holds conversations translates its requests to a `ChatRequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from penstock.gateway.accounting.admission import Admissions
-from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.chat_messages import Message, template_messages
 from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.generation.model_access import ModelAccess
+from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.remote import RemoteGeneration
 from penstock.gateway.generation.remote_request import remote_spec
-from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_choices,
@@ -28,17 +25,14 @@ from penstock.gateway.generation.sampling import (
     stop_strings,
 )
 from penstock.gateway.generation.schemas import ChatRequest, TextFormat
-from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
-from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
-from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
-from penstock.gateway.generation.turn import STATELESS, Turn
+from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
-from penstock.telemetry.metrics import Metrics
 
 DEFAULT_ANSWER = 512
 """Tokens that sources leave free for an answer that names no limit."""
@@ -47,40 +41,15 @@ REMOTE_WINDOW = 8192
 TEMPLATE_TOKENS = 16
 """What a chat template and the borders between texts may add."""
 
-Message = dict[str, Any]
 
-
-class ChatGenerations:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatGenerations(GenerationFactory):
     """Makes generations for chat requests."""
 
-    def __init__(
-        self,
-        settings: GenerationSettings,
-        registry: ModelRegistry,
-        models: ModelAccess,
-        tokenization: Tokenization,
-        grammars: GrammarCache,
-        quotas: Quotas,
-        admissions: Admissions,
-        metrics: Metrics,
-        *,
-        content_filter: ContentFilter,
-        source_search: SourceSearch,
-        cache: AnswerCache,
-        grader: AnswerGrader,
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._models = models
-        self._tokenization = tokenization
-        self._grammars = grammars
-        self._quotas = quotas
-        self._admissions = admissions
-        self._metrics = metrics
-        self._content_filter = content_filter
-        self._source_search = source_search
-        self._cache = cache
-        self._grader = grader
+    registry: ModelRegistry
+    source_search: SourceSearch
+    cache: AnswerCache
+    grader: AnswerGrader
 
     async def make(
         self,
@@ -96,17 +65,17 @@ class ChatGenerations:
         """
         exchange = attempt.exchange
         check_tools(request)
-        check_choices(1, request.n or 1, self._settings)
+        check_choices(1, request.n or 1, self.settings)
         messages = template_messages(request.messages, turn.call_ids)
-        messages = await self._content_filter.messages(exchange, messages)
+        messages = await self.content_filter.messages(exchange, messages)
         if following:
-            following = await self._content_filter.messages(exchange, list(following))
-        remote = self._registry.remote(request.model)
+            following = await self.content_filter.messages(exchange, list(following))
+        remote = self.registry.remote(request.model)
         if remote is not None:
             return self._remote(attempt, request, limit, messages, turn, following, remote)
         if request.rag is None:
             return await self._local(attempt, request, limit, messages, turn, following)
-        sources = self._source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+        sources = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
         try:
             return await self._local(attempt, request, limit, messages, turn, following, sources)
         finally:
@@ -128,10 +97,10 @@ class ChatGenerations:
                 param="rag",
                 code="remote_model",
             )
-        window, quota = model.context_window or REMOTE_WINDOW, self._quotas.context_tokens(attempt.exchange.caller)
+        window, quota = model.context_window or REMOTE_WINDOW, self.quotas.context_tokens(attempt.exchange.caller)
         window = window if quota is None else min(window, quota)
-        said = turn.messages(attempt, messages, window, limit, following)
-        return RemoteGeneration(remote_spec(attempt, self._settings, request, said, limit, model), self._metrics)
+        said = turn.messages(attempt, TurnInput(messages, following, window, limit))
+        return RemoteGeneration(remote_spec(attempt, self.settings, request, said, limit, model), self.metrics)
 
     async def _local(
         self,
@@ -145,8 +114,8 @@ class ChatGenerations:
     ) -> EngineGeneration:
         exchange = attempt.exchange
         stops = stop_strings(request)
-        priority = self._admissions.priority(exchange, request.service_tier)
-        model, info = await self._models.open(attempt, request.model, limit)
+        priority = self.admissions.priority(exchange, request.service_tier)
+        model, info = await self.models.open(attempt, request.model, limit)
         toolbox = toolbox_of(request, model)
         params = sampling_params(
             request,
@@ -154,11 +123,11 @@ class ChatGenerations:
             model.text.eos_token_ids,
             limit,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            grammar=await grammar_for(self._grammars, request, toolbox),
+            grammar=await grammar_for(self.grammars, request, toolbox),
         )
-        quota = self._quotas.context_tokens(exchange.caller)
+        quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
-        prompt = ChatPrompt(self._tokenization, model, () if toolbox is None else toolbox.tools)
+        prompt = ChatPrompt(self.tokenization, model, () if toolbox is None else toolbox.tools)
         sources = None
         if pending is not None:
             bare = await prompt.tokens(pending.instructed([*messages, *following]))
@@ -167,13 +136,13 @@ class ChatGenerations:
                 sources = await pending.result(
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
-        tokens = await turn.tokens(attempt, prompt, messages, window, limit, following, sources)
+        tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
         comparable = not (turn.stored or following or sources)
         spec = request_spec(
             attempt,
-            self._settings,
+            self.settings,
             request,
             model,
             [TokenPrompt(tokens, choice_params(params, request.n))],
@@ -181,14 +150,14 @@ class ChatGenerations:
             priority=priority,
             logprobs=bool(request.logprobs),
             toolbox=toolbox,
-            cache_question=self._cache.question(request, messages) if comparable else None,
+            cache_question=self.cache.question(request, messages) if comparable else None,
         )
-        generation = EngineGeneration(spec, self._metrics)
+        generation = EngineGeneration(spec, self.metrics)
         if sources is not None:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
-        self._grader.sample(generation, messages)
+        self.grader.sample(generation, messages)
         return generation
 
 

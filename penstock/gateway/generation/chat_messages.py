@@ -1,4 +1,4 @@
-"""Chat messages, checked and flattened to what a chat template takes."""
+"""Chat messages, checked and flattened for the chat template."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage
 from penstock.protocol.errors import InvalidRequest
 
+Message = dict[str, Any]
+"""A message as chat templates take it: `role`, `content` as text, and what belongs to calls."""
 
-def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[dict[str, Any]]:
+
+def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[Message]:
     """`earlier_calls`: ids of calls made before these messages, which results may answer too."""
     flat = []
     calls = set(earlier_calls)
@@ -58,8 +61,9 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     for name in MESSAGE_UNSUPPORTED:
         if given(getattr(message, name)):
             raise not_supported(f"{at}.{name}")
+    # The annotations of an assistant message are its citations, which the model need not see again.
     if given(message.annotations) and message.role != "assistant":
-        raise not_supported(f"{at}.annotations")  # an assistant's say where its words came from, and nothing to it
+        raise not_supported(f"{at}.annotations")
     content = message.content
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
@@ -68,7 +72,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
             content = ""
         else:
             raise InvalidRequest(f"Missing required parameter: `{at}.content`.", param=f"{at}.content")
-    # `developer` is the newer name of the same thing; templates know only `system`.
+    # `developer` is the newer name of `system`; templates know only `system`.
     role = "system" if message.role == "developer" else message.role
     flat: dict[str, Any] = {"role": role, "content": _text(content, at)}
     if message.name is not None:

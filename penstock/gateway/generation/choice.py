@@ -2,8 +2,8 @@
 
 Invariant: text handed out never contains a stop string or a part of one that later completes, never half a
 character, and logprobs are handed out with the text they belong to, so that both are cut at the same place. What a
-choice says, how it ends and how many tokens it counts depends on its tokens alone, not on how they arrived: a reader
-that is late finds several merged into one delta, and those behind the end are neither shown nor counted.
+choice says, how it ends and how many tokens it counts depends on its tokens alone, not on how they arrived: a late
+reader finds several merged into one delta, and tokens after the end are neither shown nor counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.tools.parser import ToolCallParser
 from penstock.tools.toolbox import Toolbox
 
 CONTENT_FILTER = "content_filter"
-"""`finish_reason` of a choice that a guardrail cut."""
+"""`finish_reason` of a choice that a guardrail cut off."""
 TIME_LIMIT = "time_limit"
 """`stop_reason` of a choice that used up the time a request may take; its `finish_reason` is `length`."""
 
@@ -47,14 +47,14 @@ class CallPiece:
 
 @dataclass(slots=True)
 class Piece:
-    """What one choice has to say now. The last one carries `finish_reason`."""
+    """New output of one choice. The last piece carries `finish_reason`."""
 
     index: int
     text: str = ""
     tokens: list[TokenPiece] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """What ended it, when the caller named it: a stop string, a stop token id, or `TIME_LIMIT`."""
+    """What ended the choice: a stop string or stop token id of the request, or `TIME_LIMIT`."""
     calls: list[CallPiece] | None = None
     citations: Sequence[Citation] = ()
 
@@ -107,8 +107,8 @@ class Choice:
         continuation: bool = False,
         toolbox: Toolbox | None = None,
     ) -> None:
-        """`toolbox`: functions the text may turn out to call. `continuation`: the text goes on from the prompt's, so a
-        leading space stays. `discard`: the request is only run for its prompt; what it generates is not shown or
+        """`toolbox`: functions that the text may call. `continuation`: the text continues the prompt, so a leading
+        space stays. `discard`: the request is only run for its prompt; what it generates is neither shown nor
         counted."""
         self.index = index
         self.want_logprobs = want_logprobs
@@ -129,16 +129,16 @@ class Choice:
         self.citer: Citer | None = None
         self.finished = False
         self.outcome: str | None = None
-        """Why it ended, as logs and metrics say it (`timeout` is `length` to the client)."""
+        """Why it ended, as logs and metrics have it (clients see `timeout` as `length`)."""
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         self.decode_s: float | None = None
-        """How long each phase took in the engine, as it said; None where it did not."""
+        """How long each phase took, as the engine reports it; None where it does not."""
 
     def feed(self, delta: Delta) -> Piece | None:
-        """Text and logprobs that are safe to show after `delta`; None when there is nothing to say."""
+        """Text and logprobs that are safe to show after `delta`; None when there are none."""
         if self.finished:
             return None
         if delta.prompt_logprobs is not None:
@@ -148,7 +148,7 @@ class Choice:
         stopped = delta.finish_reason == "stop" and bool(tokens)
         if stopped and tokens[-1] not in self._eos:
             piece.stop_reason = tokens[-1]
-        # Where the text may end inside the delta, its tokens are taken one by one: how many were merged is chance.
+        # Where the text may end inside the delta, its tokens are taken one by one: how many were merged is arbitrary.
         step = max(len(tokens), 1) if self._stops is None and self.guard is None else 1
         for at in range(0, max(len(tokens), 1), step):
             part = tokens[at : at + step]
@@ -184,7 +184,7 @@ class Choice:
         return piece if piece.text or piece.tokens or piece.calls else None
 
     def _show(self, raw: str, *, final: bool) -> tuple[str, str | None, bool]:
-        """What of `raw` may be shown, the stop string that was met, and whether a guardrail refused the rest."""
+        """The part of `raw` that may be shown, the stop string that matched, and whether a guard refused the rest."""
         self._length += len(raw)
         text, matched, blocked = raw, None, False
         if self._stops is not None and self.completion_tokens >= self._min_tokens:

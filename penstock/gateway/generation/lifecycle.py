@@ -54,7 +54,7 @@ class GenerationLifecycle:
         timeline = exchange.timeline
         timeline.follow("prepare")
         try:
-            reservation = await self._quotas.reserve(exchange, generation, aside=bool(feature) or further)
+            reservation = await self._quotas.reserve(exchange, generation, counted=not (feature or further))
         finally:
             timeline.follow("limits")
         if self._record_text:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as clients read them."""
+"""Log-probabilities of tokens, as chat completions and responses show them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.text import TextModel
 
 
 def logprob_entries(text: TextModel, tokens: Sequence[TokenPiece], top: int) -> list[dict[str, Any]]:
-    """Each token with its own, and with those of the `top` most likely in its place."""
+    """The entry of each token, with the `top` most likely alternatives."""
     entries = []
     for token in tokens:
         pairs = zip(token.logprob.top_ids[:top], token.logprob.top_logprobs[:top], strict=True)
@@ -28,5 +28,5 @@ def _entry(text: TextModel, id: int, logprob: float) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's own floor stands for "impossible"."""
+    """JSON has no infinity; OpenAI's API writes this floor instead."""
     return max(logprob, -9999.0)

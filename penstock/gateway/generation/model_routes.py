@@ -1,7 +1,7 @@
-"""Routes at work: a request that names one gets a model, and an operator can turn a route off while it runs.
+"""Routes: names that lead to a small or a large model, request by request, and that operators can switch at run time.
 
-Switches are kept in the store and read again every few seconds, so that all gateways follow; without a store they hold
-in this process. A classifier that does not answer in time is left out: the score decides then.
+Switches are stored in the database and read every few seconds, so that all gateways follow; without a database they
+hold in this process. A classifier that does not answer in time is left out; then the score alone decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.telemetry.route_metrics import RouteMetrics
 log = logging.getLogger("penstock.gateway")
 
 FRESH_S = 2.0
-"""How long a switch may take to be seen by other gateways."""
+"""How long it may take until other gateways see a switch."""
 OPINION_S = 0.25
 """How long a classifier may take."""
 _VERSIONS = [["CREATE TABLE IF NOT EXISTS route_switches (name TEXT PRIMARY KEY, enabled INTEGER, share REAL)"]]
@@ -60,14 +60,14 @@ class Routes:
             self._database = database
 
     async def choose(
-        self, name: str, exchange: Exchange, said: Callable[[], Sequence[str]], wanted_tokens: int | None
+        self, name: str, exchange: Exchange, user_texts: Callable[[], Sequence[str]], wanted_tokens: int | None
     ) -> tuple[str, str]:
-        """The model that answers for `name`, and why it: nothing to say where `name` is no route. `said`: by users,
-        oldest first."""
+        """The model that answers for `name`, and the reason; no reason where `name` is no route. `user_texts`: what
+        the user says in the request, oldest first."""
         if name not in self.rules:
             return name, ""
         await self._refresh()
-        texts = said() or [""]
+        texts = user_texts() or [""]
         selection = select(
             self.rules[name],
             texts[-1],
@@ -81,7 +81,7 @@ class Routes:
         return selection.model, selection.why(name)
 
     async def switch(self, name: str, *, enabled: bool | None, share: float | None) -> RouteRules:
-        """Turn a route on or off, or change the part of requests it decides on, until the next switch."""
+        """Turn a route on or off, or change the share of requests that it decides on."""
         rules = self.rules[name]
         changed = dataclasses.replace(
             rules,
@@ -104,7 +104,7 @@ class Routes:
         try:
             rows = await self._database.fetch("SELECT name, enabled, share FROM route_switches")
         except DatabaseError as error:
-            log.warning("the switches of routes cannot be read; the last ones hold", extra={"reason": str(error)})
+            log.warning("route switches cannot be read; the last known ones hold", extra={"reason": str(error)})
             return
         for name, enabled, share in rows:
             if name in self._configured:

@@ -63,21 +63,28 @@ class GenerationPipeline:
         models = ModelAccess(registry, admissions, slices, settings.engine_wait_s)
         self.answer = FallbackChain(registry, routes, admissions, metrics).answer
         self.chat = ChatGenerations(
-            settings,
-            registry,
-            models,
-            tokenization,
-            grammars,
-            quotas,
-            admissions,
-            metrics,
+            settings=settings,
+            models=models,
+            tokenization=tokenization,
+            grammars=grammars,
+            quotas=quotas,
+            admissions=admissions,
+            metrics=metrics,
             content_filter=content_filter,
+            registry=registry,
             source_search=source_search,
             cache=cache,
             grader=grader,
         ).make
         self.completion = CompletionGenerations(
-            settings, models, tokenization, grammars, quotas, admissions, metrics, content_filter=content_filter
+            settings=settings,
+            models=models,
+            tokenization=tokenization,
+            grammars=grammars,
+            quotas=quotas,
+            admissions=admissions,
+            metrics=metrics,
+            content_filter=content_filter,
         ).make
 
     async def respond(self, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool) -> None:
@@ -92,6 +99,6 @@ class GenerationPipeline:
                     await send_stream(exchange, generation, renderer, account, self.settings, self.metrics)
                 else:
                     await send_whole(exchange, generation, renderer, account)
-        self.grader.submit(exchange, generation)
+        self.grader.submit(attempt, generation)
         if lookup is not None:
             self._background.start(lookup.store(renderer.response_id))

@@ -1,8 +1,8 @@
-"""`response_format`: from what a client asks for to a grammar that an engine can follow.
+"""`response_format` as a grammar that an engine can enforce.
 
-Grammars are checked in a thread of their own, one at a time, and remembered, so that neither the event loop nor
-tokenizing waits for a large schema. A grammar that cannot be used is a 400 here; no request is ever run without the
-constraint it asked for.
+Grammars are checked in a thread of their own, one at a time, and cached, so that neither the event loop nor tokenizing
+waits for a large schema. A grammar that cannot be enforced is a 400; no request ever runs without the constraint it
+asked for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from penstock.text import grammars
 from penstock.text.grammars import Grammar
 
 CHECK_S = 5.0
-"""A grammar that takes longer to check is refused. The library has limits of its own, so the thread ends soon too."""
-_KEPT = 256
+"""A grammar that takes longer to check is refused. The library has limits too, so the thread ends soon as well."""
+_CACHED = 256
 _WAITING = 64
 """Grammars that may wait to be checked."""
 
@@ -39,7 +39,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class GrammarCache:
-    """Checks grammars and remembers those that passed."""
+    """Checks grammars and caches those that passed."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -80,7 +80,7 @@ class GrammarCache:
             self._waiting -= 1
         self._metrics.grammar("compiled")
         self._known[key] = source
-        if len(self._known) > _KEPT:
+        if len(self._known) > _CACHED:
             self._known.popitem(last=False)
         return source
 

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: from what a client asks for to a toolbox, a prompt and a grammar."""
+"""`tools` and `tool_choice` as a toolbox, a prompt and a grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.tools.toolbox import Tool, Toolbox
 
 
 def check_tools(request: ChatRequest) -> None:
-    """What can be said about `tools` without knowing the model."""
+    """Check what does not depend on the model."""
     tools, choice = request.tools, request.tool_choice
     if not tools:
         if choice not in (None, "none"):
@@ -77,12 +77,12 @@ def for_template(
     return prompting.explained(messages, tools, form), None
 
 
-async def grammar_for(desk: GrammarCache, request: ChatRequest, toolbox: Toolbox | None) -> str:
-    """The grammar of the answer, from `tools` and `response_format`; empty when anything may be said."""
+async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbox | None) -> str:
+    """The grammar of the answer, from `tools` and `response_format`; empty when any text is allowed."""
     wanted = request.response_format
     free = wanted is None or isinstance(wanted, TextFormat)
     if toolbox is None:
-        return await desk.response_format(wanted)
+        return await cache.response_format(wanted)
     if free and not toolbox.constrained:
         return ""
     answer = None if free or toolbox.use == "required" else wanted
@@ -97,4 +97,4 @@ async def grammar_for(desk: GrammarCache, request: ChatRequest, toolbox: Toolbox
                 raise GrammarError(f"the parameters of `{tool.name}`: {error}") from error
         return toolbox.grammar(None if answer is None else grammar_of(answer))
 
-    return await desk.source(key, build, "tools")
+    return await cache.source(key, build, "tools")

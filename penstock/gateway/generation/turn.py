@@ -8,18 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.sources import Sources
 
-Message = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """What a request adds to its conversation, and the room for the prompt."""
+
+    messages: list[Message]
+    """The client's new messages."""
+    following: Sequence[Message]
+    """What the assistant and its tools have said in this turn already."""
+    window: int
+    """Tokens of the prompt and the answer together."""
+    limit: TokenLimit
+    sources: Sources | None = None
+    """For this prompt; they do not become part of the conversation."""
 
 
 class TurnRecorder(Protocol):
@@ -54,30 +69,10 @@ class Turn(Protocol):
     def source_room(self, room: int, window: int) -> int:
         """How many of `room` free tokens sources may fill."""
 
-    async def tokens(
-        self,
-        attempt: Attempt,
-        prompt: ChatPrompt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-        sources: Sources | None = None,
-    ) -> list[int]:
-        """The prompt of the conversation with `messages` added.
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        """The prompt of the whole conversation."""
 
-        `following`: what the assistant and its tools have said in this turn already. `sources` go into this prompt, but
-        not into the conversation.
-        """
-
-    def messages(
-        self,
-        attempt: Attempt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-    ) -> list[Message]:
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
         """The same as messages, for a model whose tokenizer is not known here."""
 
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder: ...
@@ -109,28 +104,12 @@ class StatelessTurn:
     def source_room(self, room: int, window: int) -> int:
         return room
 
-    async def tokens(
-        self,
-        attempt: Attempt,
-        prompt: ChatPrompt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-        sources: Sources | None = None,
-    ) -> list[int]:
-        said = [*messages, *following]
-        return await prompt.tokens(said if sources is None else sources.in_prompt(said))
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        messages = self.messages(attempt, added)
+        return await prompt.tokens(messages if added.sources is None else added.sources.in_prompt(messages))
 
-    def messages(
-        self,
-        attempt: Attempt,
-        messages: list[Message],
-        window: int,
-        limit: TokenLimit,
-        following: Sequence[Message] = (),
-    ) -> list[Message]:
-        return [*messages, *following]
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
+        return [*added.messages, *added.following]
 
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
         return _UnstoredAnswer(generation)

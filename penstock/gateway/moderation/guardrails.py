@@ -110,6 +110,8 @@ class Guardrails:
 
     def watch(self, exchange: Exchange, generation: Generation) -> None:
         """Filter what the generation says."""
+        if not self._output and not self._moderations:
+            return
         rules = [rule for rule in self._output if rule.applies(exchange.caller)]
         if rules:
             generation.guard(lambda: OutputGuard(rules, self._note_output))

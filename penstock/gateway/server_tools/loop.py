@@ -85,7 +85,7 @@ class ServerTools:
             else:
                 await loop.whole()
         if loop.generation is not None:
-            self.pipeline.grader.submit(exchange, loop.generation)
+            self.pipeline.grader.submit(attempt, loop.generation)
 
     async def _offers(self, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
         """The functions that the request asks for; a 400 when one does not exist."""
@@ -237,10 +237,10 @@ class _ToolLoop:
         elif number > 1:
             request = msgspec.structs.replace(request, tool_choice=None)
         self._attempt.release()
-        told = len(exchange.extra_headers)
+        headers = len(exchange.extra_headers)
         generation = await self._pipeline.chat(self._attempt, request, self._limit, self._turn, following=self._said)
         if number > 1:
-            del exchange.extra_headers[told:]
+            del exchange.extra_headers[headers:]
         self._pipeline.content_filter.watch(exchange, generation)
         self.generation = generation
         if self._made is None:

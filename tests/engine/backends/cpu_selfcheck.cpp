@@ -9,35 +9,22 @@
 #include "attention/attention.h"
 #include "linear/linear.h"
 
-using namespace pk;
+using namespace pk::PK_SET;
 
-struct RopeArgs {  // as in elementwise.cpp
-    void* qkv;
-    const float* cos_sin;
-    const int64_t *positions, *slots;
-    void *k_cache, *v_cache, *k_scales, *v_scales;
-    const void *q_norm, *k_norm;
-    const float *centre, *stretch;
-    int64_t tokens, max_positions, num_slots;
-    int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
-    int32_t heads, kv_heads, head_dim, block_size;
-    int32_t rotary;
-    int32_t dtype, cache_dtype, norm_dtype;
-    float eps;
-};
-
-PK_API Context* pk_create(int, int);
-PK_API void pk_destroy(Context*);
-PK_API const char* pk_isa();
-PK_API void pk_add_rms_norm(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t, float, int,
+PK_FUNCTION(Context*, pk_create)(int, int);
+PK_FUNCTION(void, pk_destroy)(Context*);
+PK_FUNCTION(const char*, pk_isa)();
+PK_FUNCTION(void, pk_add_rms_norm)(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t, float, int,
                             int, int);
-PK_API void pk_silu_mul(Context*, const void*, void*, int64_t, int64_t, int);
-PK_API int pk_rope_and_cache(Context*, const RopeArgs*);
-PK_API void pk_attention(Context*, const AttentionArgs*);
-PK_API int64_t pk_linear_bytes(int64_t, int64_t, int);
-PK_API int pk_linear_pack_gguf(Context*, const uint8_t*, uint8_t*, int64_t, int64_t, int);
-PK_API void pk_linear(Context*, const LinearArgs*);
-PK_API void pk_argmax(Context*, const float*, int64_t*, int64_t, int64_t);
+PK_FUNCTION(void, pk_silu_mul)(Context*, const void*, void*, int64_t, int64_t, int);
+PK_FUNCTION(int, pk_rope_and_cache)(Context*, const RopeArgs*);
+PK_FUNCTION(void, pk_attention)(Context*, const AttentionArgs*);
+PK_FUNCTION(int64_t, pk_linear_bytes)(int64_t, int64_t, int);
+PK_FUNCTION(int, pk_linear_pack_gguf)(Context*, const uint8_t*, uint8_t*, int64_t, int64_t, int);
+PK_FUNCTION(void, pk_linear)(Context*, const LinearArgs*);
+PK_FUNCTION(void, pk_argmax)(Context*, const float*, int64_t*, int64_t, int64_t);
+
+PK_API const char* pk_runnable_sets();
 
 static std::mt19937 rng(7);
 static int failures = 0;
@@ -87,7 +74,7 @@ static void check_elementwise(Context* ctx, int dtype) {
     const int rows = 5, n = 83;
     Stored x(dtype, rows * n), residual(dtype, rows * n), weight(dtype, n), out(dtype, rows * n);
     Stored before = residual;
-    pk_add_rms_norm(ctx, x.bytes.data(), residual.bytes.data(), weight.bytes.data(), nullptr, out.bytes.data(), rows, n,
+    PK_OF_SET(pk_add_rms_norm)(ctx, x.bytes.data(), residual.bytes.data(), weight.bytes.data(), nullptr, out.bytes.data(), rows, n,
                     1e-5f, dtype, 0, dtype);
     double error = 0;
     for (int r = 0; r < rows; ++r) {
@@ -102,7 +89,7 @@ static void check_elementwise(Context* ctx, int dtype) {
     }
     report("add_rms_norm", error, kUnit[dtype]);
     Stored gate(dtype, rows * 2 * n), y(dtype, rows * n);
-    pk_silu_mul(ctx, gate.bytes.data(), y.bytes.data(), rows, n, dtype);
+    PK_OF_SET(pk_silu_mul)(ctx, gate.bytes.data(), y.bytes.data(), rows, n, dtype);
     error = 0;
     for (int r = 0; r < rows; ++r)
         for (int i = 0; i < n; ++i) {
@@ -128,7 +115,7 @@ static void check_attention(Context* ctx, int dtype, int cache_dtype, int dim, i
     AttentionArgs a{q.bytes.data(), out.bytes.data(), k.bytes.data(), v.bytes.data(), nullptr, nullptr,
                     starts.data(), contexts.data(), rows.data(), tables.data(), heads * dim, span, block_stride, head_stride, block_stride, head_stride,
                     3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, 0, scale, 0};
-    pk_attention(ctx, &a);
+    PK_OF_SET(pk_attention)(ctx, &a);
     double error = 0;
     for (int s = 0; s < 3; ++s)
         for (int t = starts[s]; t < starts[s + 1]; ++t)
@@ -169,7 +156,7 @@ static void check_rope(Context* ctx, int dtype) {
     const int64_t positions[] = {0, 4, 9}, slots[] = {17, 33, 50};
     RopeArgs a{qkv.bytes.data(), table.data(), positions, slots, k.bytes.data(), v.bytes.data(), nullptr, nullptr,
                nullptr, nullptr, nullptr, nullptr, tokens, 10, 64, 16 * dim, 16 * dim, 16 * dim, 16 * dim, heads, kv_heads, dim, 16, dim, dtype, dtype, 0, 1e-6f};
-    double error = pk_rope_and_cache(ctx, &a);
+    double error = PK_OF_SET(pk_rope_and_cache)(ctx, &a);
     for (int t = 0; t < tokens; ++t)
         for (int h = 0; h < heads + kv_heads; ++h)
             for (int i = 0; i < dim / 2; ++i) {
@@ -185,7 +172,7 @@ static void check_rope(Context* ctx, int dtype) {
     report("rope_and_cache", error, 4 * kUnit[dtype]);
 }
 
-static void check_linear(Context* ctx, int kind, int rows, int columns, int depth, int digits) {
+static void check_linear(Context* ctx, int kind, int rows, int columns, int depth, int parts) {
     const int bits = kind == 8 ? 8 : 4, head = kind == 3 ? 4 : 2, stride = kind == 8 ? 34 : head + 16;
     std::vector<uint8_t> raw(size_t(columns) * depth / 32 * stride);
     std::vector<double> w(size_t(columns) * depth);
@@ -204,16 +191,16 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
                                 (kind == 3 ? half_to_float(low) : 0);
         }
     }
-    std::vector<uint8_t> packed(pk_linear_bytes(columns, depth, bits) + 64);
+    std::vector<uint8_t> packed(PK_OF_SET(pk_linear_bytes)(columns, depth, bits) + 64);
     uint8_t* aligned = packed.data() + (64 - reinterpret_cast<uintptr_t>(packed.data()) % 64) % 64;
-    double error = pk_linear_pack_gguf(ctx, raw.data(), aligned, columns, depth, kind);
+    double error = PK_OF_SET(pk_linear_pack_gguf)(ctx, raw.data(), aligned, columns, depth, kind);
     std::vector<float> x(size_t(rows) * depth), y(size_t(rows) * columns, NAN), bias(columns);
     for (size_t i = 0; i < x.size(); ++i) x[i] = (i % 32 == 5 ? 127.0f : float(int(rng() % 255) - 127)) / 64;
     for (float& v : bias) v = normal();
     LinearArgs a{};
     a.x = x.data(), a.weights = aligned, a.bias = bias.data(), a.out = y.data();
-    a.rows = rows, a.columns = columns, a.depth = depth, a.bits = bits, a.digits = digits;
-    pk_linear(ctx, &a);
+    a.rows = rows, a.columns = columns, a.depth = depth, a.bits = bits, a.activation_parts = parts;
+    PK_OF_SET(pk_linear)(ctx, &a);
     for (int r = 0; r < rows; ++r)
         for (int n = 0; n < columns; ++n) {
             double expected = bias[n], size = 1;
@@ -224,13 +211,13 @@ static void check_linear(Context* ctx, int kind, int rows, int columns, int dept
             error = std::max(error, std::fabs(y[size_t(r) * columns + n] - expected) / size);
         }
     char name[96];
-    std::snprintf(name, sizeof name, "linear type %d digits %d rows %d columns %d depth %d", kind, digits, rows, columns, depth);
+    std::snprintf(name, sizeof name, "linear type %d parts %d rows %d columns %d depth %d", kind, parts, rows, columns, depth);
     report(name, error, 1e-6);
 }
 
 int main() {
-    std::printf("instruction set %s\n", pk_isa());
-    Context* ctx = pk_create(2, 50);
+    std::printf("instruction set %s, of %s\n", PK_OF_SET(pk_isa)(), pk_runnable_sets());
+    Context* ctx = PK_OF_SET(pk_create)(2, 50);
     for (int dtype : {0, 1, 2}) {
         check_elementwise(ctx, dtype);
         check_rope(ctx, dtype);
@@ -240,13 +227,13 @@ int main() {
     check_attention(ctx, 0, 2, 80, 8, 33);
     check_attention(ctx, 0, 0, 128, 2, 7);
     for (int kind : {2, 3, 8})
-        for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 19}) for (int digits : {1, 2}) check_linear(ctx, kind, rows, 37, 160, digits);
+        for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 19}) for (int parts : {1, 2}) check_linear(ctx, kind, rows, 37, 160, parts);
     std::vector<float> logits(1000);
     for (float& v : logits) v = normal();
     logits[731] = 9;
     int64_t best = 0;
-    pk_argmax(ctx, logits.data(), &best, 1, 1000);
+    PK_OF_SET(pk_argmax)(ctx, logits.data(), &best, 1, 1000);
     report("argmax", std::fabs(double(best - 731)), 0);
-    pk_destroy(ctx);
+    PK_OF_SET(pk_destroy)(ctx);
     return failures != 0;
 }

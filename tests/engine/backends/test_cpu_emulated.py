@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from penstock.engine.backends.cpu import build, native
+from penstock.engine.backends.cpu import native
 from penstock.engine.backends.cpu.block_quantizer import BlockQuantizer
+from penstock.engine.backends.cpu.build import InstructionSet, build_library
+from penstock.engine.backends.cpu.linear_forms import FormName
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
@@ -31,17 +33,10 @@ _FEATURES = (
 def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
     """On two threads, of a library compiled as if this CPU had those instructions."""
     here = Path(__file__).parent / "emulated"
-    flags = ("-U__ARM_NEON", f"-I{here}", *(f"-D__{name}__" for name in _FEATURES), "-w")
-    folder = tmp_path_factory.mktemp("emulated")
-    with (
-        mock.patch.object(build, "_flags", lambda isa: (*build._BASE_FLAGS, "-O1", *flags)),
-        mock.patch.object(native, "build", lambda isa: build.build(isa, folder)),
-    ):
-        native.library.cache_clear()
-        try:
-            yield Handle(2)
-        finally:
-            native.library.cache_clear()
+    flags = ("-O1", "-U__ARM_NEON", f"-I{here}", *(f"-D__{name}__" for name in _FEATURES), "-w")
+    path = build_library((InstructionSet("amx", flags),), tmp_path_factory.mktemp("emulated"))
+    with mock.patch.object(native, "library", lambda isa: native.Library(path, "amx")):
+        yield Handle(2)
 
 
 def test_the_library_believes_it_has_tiles(handle: Handle) -> None:
@@ -49,7 +44,7 @@ def test_the_library_believes_it_has_tiles(handle: Handle) -> None:
 
 
 @pytest.mark.parametrize("form", linears.TILE_FORMS)
-def test_linears_on_tiles(handle: Handle, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_on_tiles(handle: Handle, form: FormName, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SHAPES", [(1, 32), (17, 64), (100, 96), (48, 576)])
     monkeypatch.setattr(linears, "ROWS", (1, 3, 5, 13, 131))
     for bits in (4, 8):
@@ -57,29 +52,29 @@ def test_linears_on_tiles(handle: Handle, form: str, monkeypatch: pytest.MonkeyP
     linears.test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle, form)
     for activation in ("silu", "gelu_tanh"):
         linears.test_a_linear_gates_its_own_outputs(handle, form, activation)
-    if form in ("blocks", "columns"):
-        linears.test_on_matrix_tiles_a_row_gets_the_same_bits_in_any_company(handle, form)
+    if form in ("per_group", "per_channel"):
+        linears.test_on_matrix_tiles_results_are_batch_invariant(handle, form)
 
 
-def test_rounding_to_columns(handle: Handle) -> None:
-    linears.test_by_columns_a_number_that_stands_out_does_not_coarsen_the_rest(handle)
-    linears.test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle)
+def test_per_channel_rounding(handle: Handle) -> None:
+    linears.test_per_channel_an_outlier_does_not_coarsen_the_rest(handle)
+    linears.test_per_channel_rounding_adds_little_to_the_error_of_few_bits(handle)
     for bits in (4, 8):
-        linears.test_columns_that_are_stretched_where_inputs_are_large_round_less(handle, bits)
+        linears.test_activation_aware_scaling_rounds_less(handle, bits)
 
 
-def test_a_linear_draws_from_its_own_outputs(handle: Handle) -> None:
-    linears.test_a_linear_draws_from_its_own_outputs(handle, "columns")
+def test_a_linear_samples_from_its_own_outputs(handle: Handle) -> None:
+    linears.test_a_linear_samples_from_its_own_outputs(handle, "per_channel")
 
 
-def test_every_linear_is_kept_by_columns_too(handle: Handle) -> None:
+def test_every_linear_has_a_per_channel_copy(handle: Handle) -> None:
     """Whether its few bits are stored or made when loaded."""
     weights = mock.Mock(tensor=lambda name: torch.randn(48, 64))
     for form in ("int8", "int4"):
         quantizer = BlockQuantizer(handle, form, matrix=True)
         for name in ("model.embed_tokens.weight", "lm_head.weight", "q_proj.weight"):
             linear = quantizer(weights, {name: 48}, 64, None)
-            assert isinstance(linear, QuantLinear) and linear.columns is not None
+            assert isinstance(linear, QuantLinear) and linear.per_channel is not None
 
 
 def test_integer_dots(handle: Handle) -> None:

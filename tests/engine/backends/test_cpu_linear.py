@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.linear_forms import FormName
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
 from penstock.engine.backends.cpu.quant_linear import GgufKind, QuantLinear
@@ -111,7 +112,7 @@ def test_dequantized_weights_come_back_to_their_values(handle: Handle, kind: Ggu
 def test_dtypes_bias_and_float32_logits(handle: Handle, dtype: torch.dtype, bits: int) -> None:
     torch.manual_seed(2)
     weight, bias = torch.randn(50, 64), torch.randn(50)
-    layer = digits_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
+    layer = integer_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
     plain = QuantLinear.from_float(handle, weight, bits=bits)
     x = torch.randn(9, 64).to(dtype)
     wide = layer(x, out_dtype=torch.float32)
@@ -158,28 +159,28 @@ def test_what_is_not_supported_is_refused(handle: Handle) -> None:
     assert layer(torch.empty(0, 32)).shape == (0, 8)
 
 
-def test_two_digits_leave_next_to_no_rounding_of_activations(handle: Handle) -> None:
+def test_int16_activations_are_hardly_rounded(handle: Handle) -> None:
     weight, x = torch.randn(96, 320), torch.randn(9, 320) * torch.rand(9, 1) * 10
     layer = QuantLinear.from_float(handle, weight)
     held = QuantLinear.from_float(handle, weight)(torch.eye(320)).T.double()
     exact = x.double() @ held.T
     errors = {}
-    for digits in (1, 2):
-        layer.digits = digits
-        errors[digits] = float((layer(x).double() - exact).norm() / exact.norm())
-    assert errors[1] > 1e-3, "one digit rounds visibly, or this test shows nothing"
+    for parts in (1, 2):
+        layer.activation_parts = parts
+        errors[parts] = float((layer(x).double() - exact).norm() / exact.norm())
+    assert errors[1] > 1e-3, "int8 rounds visibly, or this test shows nothing"
     assert errors[2] < errors[1] / 100
 
 
-def digits_only(layer: QuantLinear) -> QuantLinear:
-    layer.block_rows = layer.matrix_rows = 0
+def integer_only(layer: QuantLinear) -> QuantLinear:
+    layer.first_rows.clear()
     return layer
 
 
-def half_or_skip(layer: QuantLinear) -> QuantLinear:
-    if not layer.has_half:
+def float16_or_skip(layer: QuantLinear) -> QuantLinear:
+    if not layer.fits_float16:
         pytest.skip(f"no float16 vectors in {layer._handle.isa}")
-    layer.half_rows = 1
+    layer.first_rows.only("float16")
     return layer
 
 
@@ -190,7 +191,7 @@ def test_float16_products_stay_near_the_exact_ones(handle: Handle, bits: int, dt
     for columns, depth in SHAPES:
         weight, bias = torch.randn(columns, depth, generator=generator) * 0.1, torch.randn(columns, generator=generator)
         exact = QuantLinear.from_float(handle, weight, bias, bits=bits)
-        half = half_or_skip(QuantLinear.from_float(handle, weight, bias, bits=bits))
+        half = float16_or_skip(QuantLinear.from_float(handle, weight, bias, bits=bits))
         for rows in ROWS:
             sizes = 10.0 ** (torch.arange(rows) % 8 - 4).unsqueeze(1)  # each row has a range of its own
             x = (torch.randn(rows, depth, generator=generator) * sizes).to(dtype)
@@ -200,7 +201,7 @@ def test_float16_products_stay_near_the_exact_ones(handle: Handle, bits: int, dt
 
 
 def test_a_value_that_is_not_finite_spoils_its_own_row_only(handle: Handle) -> None:
-    layer = half_or_skip(QuantLinear.from_float(handle, torch.ones(40, 64)))
+    layer = float16_or_skip(QuantLinear.from_float(handle, torch.ones(40, 64)))
     x = torch.ones(9, 64)
     x[3, 5], x[8, 0] = float("inf"), float("nan")
     spoiled = layer(x).isnan().all(dim=1)
@@ -208,47 +209,47 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(handle: Handle) -> N
     assert torch.allclose(layer(x)[0], torch.full((40,), 64.0))
 
 
-def on_tiles(layer: QuantLinear, form: str) -> QuantLinear:
+def on_tiles(layer: QuantLinear, form: FormName) -> QuantLinear:
     """The layer in one of its forms on matrix tiles, for any number of rows."""
     if not layer._handle.has_matrix:
         pytest.skip("no matrix tiles on this CPU")
-    layer.block_rows, layer.matrix_rows = int(form == "blocks"), int(form == "widened")
-    if form == "columns":
-        layer.keep_columns()
+    if form == "per_channel":
+        layer.keep_per_channel()
+    layer.first_rows.only(form)
     return layer
 
 
-TILE_FORMS = ("blocks", "widened", "columns")
+TILE_FORMS: tuple[FormName, ...] = ("per_group", "bfloat16", "per_channel")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("form", TILE_FORMS)
-def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits: int, form: str) -> None:
-    """Blocks are multiplied as they are; widened, a weight is rounded to bfloat16; by columns, weights and rows are
-    turned and rounded to a 127th of the largest of their column and row."""
+def test_products_on_matrix_tiles_are_those_of_the_weights(handle: Handle, bits: int, form: FormName) -> None:
+    """Per group, blocks are multiplied as they are; in bfloat16, weights are rounded to that; per channel, weights and
+    rows are rotated and rounded to a 127th of the largest of their channel and row."""
     generator = torch.Generator().manual_seed(bits)
     for columns, depth in (*SHAPES, (96, 1536)):
         weight, bias = torch.randn(columns, depth, generator=generator) * 0.1, torch.randn(columns, generator=generator)
         layer = on_tiles(QuantLinear.from_float(handle, weight, bias, bits=bits), form)
-        exact = digits_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
+        exact = integer_only(QuantLinear.from_float(handle, weight, bias, bits=bits))
         for rows in (*ROWS, 16, 17, 33, 64, 100):
             x = torch.randn(rows, depth, generator=generator).bfloat16()
             size = x.float().abs() @ (weight.abs().T + 0.1) + bias.abs()
             error = (layer(x, torch.float32) - exact(x, torch.float32)).abs()
-            if form == "columns":
+            if form == "per_channel":
                 typical = x.float().norm(dim=1, keepdim=True) * weight.norm(dim=1) / depth**0.5
                 allowed = 0.12 * typical + 1e-4 * size
                 assert (error / typical).square().mean().sqrt() < 0.025, (columns, depth, rows)
             else:
-                allowed = (2e-5 if form == "blocks" else 3e-3) * size
+                allowed = (2e-5 if form == "per_group" else 3e-3) * size
             assert (error <= allowed).all(), (columns, depth, rows, (error / allowed).max())
 
 
-def test_by_columns_a_number_that_stands_out_does_not_coarsen_the_rest(handle: Handle) -> None:
+def test_per_channel_an_outlier_does_not_coarsen_the_rest(handle: Handle) -> None:
     generator = torch.Generator().manual_seed(9)
-    for depth, allowed in ((576, 0.06), (1536, 0.03)):  # turned in stretches of 64 and of 512
+    for depth, allowed in ((576, 0.06), (1536, 0.03)):  # rotated by 64 and by 512
         weight = torch.randn(64, depth, generator=generator)
-        layer = on_tiles(QuantLinear.from_float(handle, weight, bits=8), "columns")
+        layer = on_tiles(QuantLinear.from_float(handle, weight, bits=8), "per_channel")
         x = torch.randn(20, depth, generator=generator).bfloat16()
         x[torch.arange(20), torch.arange(20) * 28] = 60.0  # a step of 60 / 127 alone would be an error of 0.14
         rest = x.float().clamp(-5, 5).norm(dim=1, keepdim=True)
@@ -257,15 +258,15 @@ def test_by_columns_a_number_that_stands_out_does_not_coarsen_the_rest(handle: H
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("form", ["digits", *TILE_FORMS])
-def test_a_linear_gates_its_own_outputs(handle: Handle, form: str, activation: Activation) -> None:
+@pytest.mark.parametrize("form", ["integer", *TILE_FORMS])
+def test_a_linear_gates_its_own_outputs(handle: Handle, form: FormName, activation: Activation) -> None:
     """To the bit as if it had written them first."""
     ops, generator = CpuOps(handle), torch.Generator().manual_seed(5)
     for ffn, depth in ((48, 96), (33, 64), (160, 576)):
         weight, bias = torch.randn(2 * ffn, depth, generator=generator) * 0.2, torch.randn(2 * ffn, generator=generator)
         for given in (None, bias):
             layer = QuantLinear.from_float(handle, weight, given, bits=4)
-            layer = digits_only(layer) if form == "digits" else on_tiles(layer, form)
+            layer = integer_only(layer) if form == "integer" else on_tiles(layer, form)
             for rows in (1, 5, 16, 33, 150):
                 x = torch.randn(rows, depth, generator=generator).bfloat16()
                 gate, up = layer(x, torch.float32).chunk(2, dim=-1)
@@ -281,8 +282,8 @@ def test_an_odd_number_of_outputs_cannot_be_gated(handle: Handle) -> None:
         QuantLinear.from_float(handle, torch.ones(3, 32)).gated(torch.ones(1, 32), "silu")
 
 
-@pytest.mark.parametrize("form", ["blocks", "columns"])
-def test_on_matrix_tiles_a_row_gets_the_same_bits_in_any_company(handle: Handle, form: str) -> None:
+@pytest.mark.parametrize("form", ["per_group", "per_channel"])
+def test_on_matrix_tiles_results_are_batch_invariant(handle: Handle, form: FormName) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(80, 576, generator=generator)
     layer = on_tiles(QuantLinear.from_float(handle, weight, bits=4), form)
@@ -293,7 +294,7 @@ def test_on_matrix_tiles_a_row_gets_the_same_bits_in_any_company(handle: Handle,
 
 
 @pytest.mark.parametrize("form", TILE_FORMS)
-def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Handle, form: str) -> None:
+def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Handle, form: FormName) -> None:
     layer = on_tiles(QuantLinear.from_float(handle, torch.ones(40, 64), bits=4), form)
     x = torch.ones(9, 64).bfloat16()
     x[3, 5], x[8, 0], x[6] = float("inf"), float("nan"), 0
@@ -302,74 +303,73 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle: Ha
     assert torch.allclose(layer(x)[0].float(), torch.full((40,), 64.0)) and (layer(x)[6] == 0).all()
 
 
-def test_rounding_to_columns_adds_little_to_the_error_of_few_bits(handle: Handle) -> None:
+def test_per_channel_rounding_adds_little_to_the_error_of_few_bits(handle: Handle) -> None:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(256, 576, generator=generator)
     x = torch.randn(32, 576, generator=generator).bfloat16()
     exact = x.double() @ weight.double().T
-    columns = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "columns")
-    blocks = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "blocks")
-    error = [float((layer(x, torch.float32).double() - exact).norm()) for layer in (blocks, columns)]
+    per_channel = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "per_channel")
+    per_group = on_tiles(QuantLinear.from_float(handle, weight, bits=4), "per_group")
+    error = [float((layer(x, torch.float32).double() - exact).norm()) for layer in (per_group, per_channel)]
     assert error[1] < 1.03 * error[0]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_columns_that_are_stretched_where_inputs_are_large_round_less(handle: Handle, bits: int) -> None:
+def test_activation_aware_scaling_rounds_less(handle: Handle, bits: int) -> None:
     generator = torch.Generator().manual_seed(6)
     for out, depth in ((17, 96), (48, 576)):
         sizes = torch.randn(depth, generator=generator).exp()
         x = (torch.randn(37, depth, generator=generator) * sizes).bfloat16()
         layer = QuantLinear.from_float(handle, torch.randn(out, depth, generator=generator), bits=bits)
         exact = layer(x, torch.float32)
-        layer = on_tiles(layer, "columns")
-        layer.block_rows = layer.matrix_rows = 0
+        layer = on_tiles(layer, "per_channel")
         errors = []
-        for stretch in (None, torch.ones(depth), sizes**0.2):
-            if stretch is not None:
-                layer.stretch_columns(stretch)
+        for scale in (None, torch.ones(depth), sizes**0.2):
+            if scale is not None:
+                layer.scale_per_channel(scale)
             errors.append(float((layer(x, torch.float32) - exact).norm() / exact.norm()))
         assert errors[0] == errors[1] < 0.02 and errors[2] < 0.02
     assert errors[2] < 0.95 * errors[0]
-    with pytest.raises(LayoutError, match="stretched"):
-        layer.stretch_columns(torch.ones(3))
+    with pytest.raises(LayoutError, match="scaled"):
+        layer.scale_per_channel(torch.ones(3))
 
 
 def test_weights_beyond_the_range_of_float16_sums_do_not_use_them(handle: Handle) -> None:
-    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0)).has_half
-    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0), bits=4).has_half
+    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0)).fits_float16
+    assert not QuantLinear.from_float(handle, torch.full((16, 32), 600.0), bits=4).fits_float16
 
 
 def test_the_number_of_rows_is_measured_once_and_kept(tmp_path: Path) -> None:
     handle, path = Handle(1), tmp_path / "tuning.json"
-    layer = half_or_skip(QuantLinear.from_float(handle, torch.randn(64, 96)))
+    layer = float16_or_skip(QuantLinear.from_float(handle, torch.randn(64, 96)))
     Tuner(handle, path).tune(layer)
     known = json.loads(path.read_text())
-    assert list(known.values()) == [layer.half_rows]
+    assert list(known.values()) == [layer.first_rows["float16"]]
     path.write_text(json.dumps(dict.fromkeys(known, 7)))
     Tuner(handle, path).tune(layer)
-    assert layer.half_rows == 7
+    assert layer.first_rows["float16"] == 7
     path.write_text("{ damaged")
     Tuner(handle, path).tune(layer)
-    assert json.loads(path.read_text()) == dict.fromkeys(known, layer.half_rows)
+    assert json.loads(path.read_text()) == dict.fromkeys(known, layer.first_rows["float16"])
 
 
-@pytest.mark.parametrize("form", ["digits", "columns"])
-def test_a_linear_draws_from_its_own_outputs(handle: Handle, form: str) -> None:
-    """The tokens that would be drawn had it written them first: equals, biases, the last columns and all."""
+@pytest.mark.parametrize("form", ["integer", "per_channel"])
+def test_a_linear_samples_from_its_own_outputs(handle: Handle, form: FormName) -> None:
+    """The tokens that would be sampled had it written them first: equals, biases, the last columns and all."""
     ops, generator = CpuOps(handle), torch.Generator().manual_seed(8)
     for columns, depth, bias in ((7, 64, None), (300, 96, True), (1000, 576, None)):
         weight = torch.randn(columns, depth, generator=generator)
         weight[columns // 2] = weight[columns // 3]  # the same output twice
         given = torch.randn(columns, generator=generator) if bias else None
         layer = QuantLinear.from_float(handle, weight, given, bits=8)
-        layer = digits_only(layer) if form == "digits" else on_tiles(layer, form)
+        layer = integer_only(layer) if form == "integer" else on_tiles(layer, form)
         for rows in (1, 5, 33):
             x = torch.randn(rows, depth, generator=generator).bfloat16()
             temperatures = torch.rand(rows, generator=generator) * (torch.arange(rows) % 3).float()  # some are greedy
             keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
             logits = torch.full((rows, columns), float("nan"))
-            drawn = layer.draw(x, temperatures, keys, logits)
-            assert torch.equal(drawn, ops.gumbel_argmax(layer(x, torch.float32), temperatures, keys))
-            assert (form == "columns") == bool(logits.isnan().all())
+            tokens = layer.sample(x, temperatures, keys, logits)
+            assert torch.equal(tokens, ops.gumbel_argmax(layer(x, torch.float32), temperatures, keys))
+            assert (form == "per_channel") == bool(logits.isnan().all())
     with pytest.raises(LayoutError, match="temperatures must be"):
-        layer.draw(x, temperatures[:2], keys, logits)
+        layer.sample(x, temperatures[:2], keys, logits)

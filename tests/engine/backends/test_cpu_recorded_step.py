@@ -67,10 +67,10 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     spent = recorded.seconds()
     assert {name: calls for name, (calls, _) in spent.items()} == {
         "pk_embed": 2, "pk_rms_norm": 1, "pk_add_rms_norm": 6, "pk_linear": 13, "pk_rope_and_cache": 3,
-        "pk_attention": 3, "pk_linear_draw": 1, "pk_keep": 1,
+        "pk_attention": 3, "pk_linear_sample": 1, "pk_keep": 1,
     }  # fmt: skip
     # These requests want log-probabilities: their tokens are chosen outside.
-    assert {name for name, (_, seconds) in spent.items() if seconds == 0} == {"pk_linear_draw", "pk_keep"}
+    assert {name for name, (_, seconds) in spent.items() if seconds == 0} == {"pk_linear_sample", "pk_keep"}
     assert all(seconds == 0 for _, seconds in recorded.seconds().values())
 
 
@@ -141,7 +141,7 @@ def test_what_lies_outside_the_tables_is_refused(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_token_that_nobody_has_looked_at_is_the_one_its_row_sampled_last(tmp_path: Path) -> None:
+def test_a_token_the_host_has_not_seen_is_the_one_its_row_sampled_last(tmp_path: Path) -> None:
     runner = make_engine(write_checkpoint("llama-gqa", tmp_path), weights="int8").runner
     recorded = recorded_in(runner)
     runner.rows.host_tables[:2, 0] = 1, 2

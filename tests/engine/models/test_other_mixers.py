@@ -84,7 +84,7 @@ class LinearAttention:
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> MatrixState:
         return MatrixState(HEADS, DIM)
 
-    def __call__(self, x: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
+    def forward(self, x: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
         q, k, v = self.qkv(x).float().view(-1, 3, HEADS, DIM).unbind(1)
         starts, rows = batch.query_starts.tolist(), batch.rows.tolist()
         out = torch.empty_like(q)

@@ -18,6 +18,7 @@ from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.sources.adapters import resolve_adapter
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.engine.adapters.files import write_adapter
@@ -41,7 +42,7 @@ async def serving(
     base: Path, text: TextModel, *adapters: AdapterSpec, **engine: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
-    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings))
+    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings), find_adapter=resolve_adapter)
     port = free_port()
     names = tuple(spec.name for spec in adapters)
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)

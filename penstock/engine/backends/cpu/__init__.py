@@ -1,4 +1,4 @@
-"""Native CPU kernels: compiled once per machine, loaded with ctypes, with the PyTorch path as the fallback.
+"""Native CPU kernels: compiled on first use, loaded with ctypes, with the PyTorch path as the fallback.
 
 `load` returns None rather than raising when the library cannot be had, so that an engine always starts; `status`
 says which of the two it will be, and why.
@@ -39,7 +39,9 @@ def load(threads: int, isa: str = "native") -> CpuOps | None:
 def status(isa: str = "native") -> Status:
     """What `load` would give; compiles the library if that was never done."""
     try:
-        name = str(library(isa).pk_isa().decode())
+        loaded = library(isa)
     except BuildError as error:
         return Status(False, "none", str(error))
-    return Status(True, name, f"native kernels for {name}")
+    name = str(loaded.pk_isa().decode())
+    lacking = f", without {', '.join(loaded.left_out)}, which the compiler does not know" if loaded.left_out else ""
+    return Status(True, name, f"native kernels for {name}{lacking}")

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.backends.backend import InputObserver, WeightPlan
 from penstock.engine.backends.cpu.block_quantizer import BlockQuantizer
-from penstock.engine.backends.cpu.calibration import ColumnObserver
+from penstock.engine.backends.cpu.calibration import ActivationObserver
 from penstock.engine.backends.cpu.dense_linear import DenseLinear
 from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.backends.cpu.fp8_quantizer import Float8Quantizer
 from penstock.engine.backends.cpu.lora import CpuLora
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
-from penstock.engine.backends.interface import INT8, Executor, InputObserver, NativeLibrary, WeightPlan
+from penstock.engine.backends.interface import INT8, NativeLibrary
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.loading.fp8 import Fp8Checkpoint
@@ -27,6 +28,7 @@ from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
@@ -54,7 +56,7 @@ class CpuBackend(ReferenceBackend):
         self.native: NativeLibrary = ops.handle
 
     def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        """int8 where decode attention multiplies an int8 cache as stored (`attention_bytes.h` says where)."""
+        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h)."""
         multiplies_bytes = (
             self._native.handle.has_byte_attention
             and dtype == torch.bfloat16
@@ -100,8 +102,8 @@ class CpuBackend(ReferenceBackend):
         return linear
 
     def input_observers(self, linears: Iterable[Linear]) -> list[InputObserver]:
-        kept = (linear for linear in linears if isinstance(linear, QuantLinear) and linear.columns is not None)
-        return [ColumnObserver(linear) for linear in kept]
+        kept = (linear for linear in linears if isinstance(linear, QuantLinear) and linear.per_channel is not None)
+        return [ActivationObserver(linear) for linear in kept]
 
     def int8_linear(self, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor] | None:
         if weight.dtype is not torch.float32:
@@ -109,7 +111,7 @@ class CpuBackend(ReferenceBackend):
         if not QuantLinear.supports(tuple(weight.shape)):
             return None
         linear = QuantLinear.from_float(self._native.handle, weight, bias, bits=8)
-        linear.digits = 1
+        linear.activation_parts = 1
         return linear
 
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:

@@ -1,4 +1,4 @@
-"""Linears for the CPU kernels: blocks of 32 taken over from GGUF as stored or rounded from floats, or matrix tiles."""
+"""Linears for the CPU kernels: blocks of 32, as a GGUF file stores them or rounded from floats, or bfloat16 tiles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cpu.group_blocks import linear_of_groups
+from penstock.engine.backends.cpu.linear_forms import FORMS
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.cpu.tuner import Tuner
@@ -17,8 +18,8 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
-_COLUMN_BUDGET = 1 << 30
-"""Bytes for second forms of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
+_PER_CHANNEL_BUDGET = 1 << 30
+"""Bytes for per-channel copies of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -34,18 +35,18 @@ class BlockQuantizer:
         fixed: bool = False,
         steady_rows: int = 0,
     ) -> None:
-        """`fixed`: one way of computing for any number of rows, which also holds where `activations` names one;
-        `steady_rows`: one way for fewer rows than that."""
+        """`fixed`: one form for any number of rows, which also holds where `activations` names one;
+        `steady_rows`: one form for fewer rows than that."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
-        self._column_budget = _COLUMN_BUDGET
+        self._per_channel_budget = _PER_CHANNEL_BUDGET
         self.form = form
-        self.digits = 1 if activations == "int8" else 2
+        self.activation_parts = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
         self.steady_rows = steady_rows
         self._tuner = Tuner(handle) if not self.fixed else None
-        """`auto` is two digits for few rows and the fastest of equal quality for many: one digit is faster still, but
+        """`auto` is int16 activations for few rows and the fastest of equal quality for many: int8 is faster still, but
         changes what small models say (`penstock bench perplexity` shows by how much)."""
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
@@ -67,25 +68,23 @@ class BlockQuantizer:
         return self._finish(QuantLinear.from_float(self.handle, dense, bias, bits=bits))
 
     def _finish(self, linear: QuantLinear) -> QuantLinear:
-        """What all linears made here have in common."""
-        linear.digits = self.digits
+        """Choose the forms of a linear."""
+        linear.activation_parts = self.activation_parts
+        first_rows = linear.first_rows
         if self.fixed:
-            linear.block_rows, linear.matrix_rows = 0, 1 if linear.bits == 16 else 0
+            first_rows.clear()
+            first_rows["bfloat16"] = 1 if linear.bits == 16 else 0
             return linear
         size = linear.in_features * linear.out_features
-        if self.matrix and linear.bits < 16 and size <= self._column_budget:
-            self._column_budget -= size
-            linear.keep_columns()
+        if self.matrix and linear.bits < 16 and size <= self._per_channel_budget:
+            self._per_channel_budget -= size
+            linear.keep_per_channel()
         if self._tuner is not None:
             self._tuner.tune(linear)
-        if linear.column_rows > 1:
-            linear.column_rows = max(linear.column_rows, self.steady_rows)
-        if linear.block_rows > 1:
-            linear.block_rows = max(linear.block_rows, self.steady_rows)
-        if linear.half_rows:
-            linear.half_rows = max(linear.half_rows, self.steady_rows)
-        if linear.matrix_rows and linear.bits < 16:
-            linear.matrix_rows = max(linear.matrix_rows, self.steady_rows)
+        if linear.bits < 16:
+            for form in FORMS:
+                if first_rows[form.name] > 1:
+                    first_rows[form.name] = max(first_rows[form.name], self.steady_rows)
         return linear
 
     def _as_stored(

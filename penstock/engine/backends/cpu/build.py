@@ -1,12 +1,18 @@
-"""Compile the native library on first use and keep it in the user's cache.
+"""Compiles the native library on first use and keeps it in the user's cache.
 
-A library is named by the hash of everything that decides its code: sources, flags, compiler and CPU. It is
-written to a temporary name and renamed, under a file lock, so that processes starting together compile it once
-and nobody ever loads half a file.
+The kernels' sources are compiled once per instruction set, each time into its own namespace. A library holds one set
+or several, and `native` picks among them when it loads the library. One with all sets of an architecture serves every
+machine of it: `python -m penstock.engine.backends.cpu.build --all` makes one to ship with the package (`prebuilt/`).
+Without one, only the best set that this CPU runs is compiled.
+
+A library is named by the hash of sources, flags and compiler. It is written to a temporary name and renamed, under a
+file lock, so that processes that start together compile it once and none loads half a file.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import hashlib
 import logging
 import os
@@ -15,8 +21,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -24,27 +32,15 @@ from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
+SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"
+_COMMON = "common/library.cpp"
+"""What a library has once; everything else is compiled per instruction set."""
+
 _BASE_FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread",
     "-fvisibility=hidden",
 )  # fmt: skip
-
-_ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "aarch64": {
-        "native": ("-mcpu=native",),
-        "neon": ("-march=armv8-a",),
-        "dotprod": ("-march=armv8.2-a+fp16+dotprod",),
-    },
-    "x86_64": {
-        "native": ("-march=native",),
-        "avx2": ("-march=x86-64-v3",),
-        "avx512": ("-march=x86-64-v4",),
-        "avx512vnni": ("-march=x86-64-v4", "-mavx512vnni"),
-    },
-}
-
-
-SOURCES = Path(__file__).parent / "csrc"
 
 _GCC_AARCH64 = "-fno-schedule-insns"
 """Scheduling before register allocation makes GCC copy accumulators around: 5% of the integer product loop."""
@@ -54,9 +50,51 @@ class BuildError(PenstockError):
     """The native library cannot be built here; the engine runs on the PyTorch path instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A set of CPU instructions that the kernels are compiled for; its name is their namespace."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mpopcnt")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+_VNNI = (*_AVX512, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+_AMX = (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mtune=sapphirerapids")
+
+_GENERIC = InstructionSet("generic", ("-DPENSTOCK_GENERIC",))
+"""Plain C++ without intrinsics."""
+
+_SETS: dict[str, tuple[InstructionSet, ...]] = {
+    "aarch64": (
+        _GENERIC,
+        InstructionSet("neon", ("-march=armv8-a",)),
+        InstructionSet("dotprod", ("-march=armv8.2-a+fp16+dotprod", "-mtune=neoverse-n1")),
+    ),
+    "x86_64": (
+        _GENERIC,
+        InstructionSet("avx2", _AVX2),
+        InstructionSet("avxvnni", (*_AVX2, "-mavxvnni")),
+        InstructionSet("avx512", _AVX512),
+        InstructionSet("avx512vnni", _VNNI),
+        InstructionSet("avx512bf16", _BF16),
+        InstructionSet("amx", _AMX),
+    ),
+}
+"""Least capable first, the order in which they are linked: where two sets instantiate the same function of the standard
+library, the linker keeps the first, which every CPU that gets there can run. Names as in common/library.cpp."""
+
+
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """The sets of this architecture, least capable first."""
+    return _SETS.get(_machine(), (_GENERIC,))
+
+
 def isa_choices() -> tuple[str, ...]:
-    """Instruction sets `build` accepts on this kind of machine; "generic" is plain C++ without intrinsics."""
-    return ("native", "generic", *(name for name in _ISA_FLAGS.get(_machine(), {}) if name != "native"))
+    """What `build` accepts on this kind of machine: "native" is the best set that this CPU runs."""
+    return ("native", *(known.name for known in instruction_sets()))
 
 
 def cache_dir() -> Path:
@@ -66,38 +104,60 @@ def cache_dir() -> Path:
 
 
 def build(isa: str = "native", directory: Path | None = None) -> Path:
-    """The compiled library's path; compiles it when this machine has none yet. Raises `BuildError`."""
+    """The path of a library with this instruction set; compiles it if there is none yet. Raises `BuildError`."""
+    by_name = {known.name: known for known in instruction_sets()}
+    if isa != "native" and isa not in by_name:
+        raise BuildError(f"unknown instruction set {isa!r}; this machine offers {', '.join(isa_choices())}")
+    shipped = PREBUILT / _prebuilt_name()
+    if shipped.exists():
+        return shipped
+    if isa == "native":
+        isa = next(name for name in _runnable(directory) if name in by_name and _compiles(by_name[name]))
+    return build_library((by_name[isa],), directory)
+
+
+def build_library(sets: Sequence[InstructionSet], directory: Path | None = None) -> Path:
+    """A library of these instruction sets, least capable first; none of them: only what tells which ones a CPU runs."""
     compiler, version = _compiler()
-    flags = _flags(isa)
-    if _machine() == "aarch64" and "clang" not in version:
-        flags = (*flags, _GCC_AARCH64)
     directory = directory or cache_dir()
-    sources = _sources()
-    key = hashlib.sha256()
-    for part in (*(path.name for path in sources), *flags, version, platform.machine(), _cpu_identity()):
+    key = _sources_hash()
+    for part in (*_base_flags(), version, platform.machine(), *(f"{known.name} {known.flags}" for known in sets)):
         key.update(part.encode() + b"\0")
-    for path in sources:
-        key.update(path.read_bytes())
-    target = directory / f"cpu-{isa}-{key.hexdigest()[:16]}.so"
+    names = "+".join(known.name for known in sets) or "probe"
+    target = directory / f"cpu-{names}-{key.hexdigest()[:16]}.so"
     if target.exists():
         return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / ".lock"):
             if not target.exists():
-                _compile(compiler, flags, sources, target)
+                _compile(compiler, sets, target)
     except OSError as error:
         raise BuildError(f"cannot write the native library under {directory}: {error}") from error
     return target
 
 
-def _flags(isa: str) -> tuple[str, ...]:
-    if isa == "generic":
-        return (*_BASE_FLAGS, "-DPENSTOCK_GENERIC")
-    table = _ISA_FLAGS.get(_machine(), {"native": ()})
-    if isa not in table:
-        raise BuildError(f"unknown instruction set {isa!r}; this machine offers {', '.join(isa_choices())}")
-    return (*_BASE_FLAGS, *table[isa])
+def build_prebuilt(directory: Path) -> Path:
+    """A library for every machine of this architecture, as `build` looks for it in `PREBUILT`."""
+    sets = [known for known in instruction_sets() if _compiles(known)]
+    left_out = [known.name for known in instruction_sets() if known not in sets]
+    if left_out:
+        log.warning("left out, because the compiler does not know them: %s", ", ".join(left_out))
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        return build_library(sets, Path(scratch)).replace(directory / _prebuilt_name())
+
+
+def _runnable(directory: Path | None) -> list[str]:
+    """The instruction sets that this CPU runs, best first: asked of a library without kernels."""
+    probe = ctypes.CDLL(str(build_library((), directory)))
+    probe.pk_runnable_sets.restype = ctypes.c_char_p
+    return str(probe.pk_runnable_sets().decode()).split()
+
+
+def _base_flags() -> tuple[str, ...]:
+    gcc = "clang" not in _compiler()[1]
+    return (*_BASE_FLAGS, _GCC_AARCH64) if _machine() == "aarch64" and gcc else _BASE_FLAGS
 
 
 def _machine() -> str:
@@ -105,8 +165,15 @@ def _machine() -> str:
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(machine, machine)
 
 
-def _sources() -> list[Path]:
-    return sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")])
+def _prebuilt_name() -> str:
+    return f"cpu-{_machine()}-{_sources_hash().hexdigest()[:16]}.so"
+
+
+def _sources_hash() -> hashlib._Hash:
+    key = hashlib.sha256()
+    for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h", ".def")):
+        key.update(str(path.relative_to(SOURCES)).encode() + b"\0" + path.read_bytes())
+    return key
 
 
 @cache
@@ -123,39 +190,47 @@ def _compiler() -> tuple[str, str]:
 
 
 @cache
-def _cpu_identity() -> str:
-    """What `-march=native` depends on: the CPU's model and features."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant")
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))
+def _compiles(known: InstructionSet) -> bool:
+    """Whether the compiler knows the flags of this set."""
+    command = [_compiler()[0], *known.flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+def _compile(compiler: str, sets: Sequence[InstructionSet], target: Path) -> None:
     began = time.monotonic()
-    log.info("compiling the native CPU kernels with %s (once per machine)", compiler)
+    if sets:
+        names = ", ".join(known.name for known in sets)
+        log.info("compiling the native CPU kernels for %s with %s (once per machine)", names, compiler)
+    # The largest files first: a core that is left with one of them at the end would keep the others waiting.
+    kernels = sorted(SOURCES.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
+    jobs: list[tuple[Path, tuple[str, ...]]] = [(SOURCES / _COMMON, ())]
+    for known in sets:
+        flags = (*known.flags, f"-DPK_SET={known.name}")
+        jobs += [(source, flags) for source in kernels if source != SOURCES / _COMMON]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects, children = [], []
-        for index, source in enumerate(path for path in sources if path.suffix == ".cpp"):
-            objects.append(str(Path(scratch) / f"{index}.o"))
-            command = [compiler, *flags, f"-I{SOURCES}", "-c", str(source), "-o", objects[-1]]
-            children.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        failures = []
-        for command, child in children:
-            _, errors = child.communicate()
-            if child.returncode != 0:
-                failures.append((command, errors))
-        for command, errors in failures:
-            raise BuildError(f"compiling failed: {' '.join(command)}\n{errors[-2000:]}")
+        objects = [str(Path(scratch) / f"{index}.o") for index in range(len(jobs))]
+        base = [compiler, *_base_flags(), f"-I{SOURCES}"]
+        commands = [
+            [*base, *flags, "-c", str(source), "-o", made] for (source, flags), made in zip(jobs, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
+            for command, failure in zip(commands, pool.map(_failure, commands), strict=True):
+                if failure is not None:
+                    raise BuildError(f"compiling failed: {' '.join(command)}\n{failure[-2000:]}")
         built = Path(scratch) / "library.so"
         command = [compiler, "-shared", "-pthread", *objects, "-o", str(built)]
-        linked = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if linked.returncode != 0:
-            raise BuildError(f"linking failed: {' '.join(command)}\n{linked.stderr[-2000:]}")
+        failure = _failure(command)
+        if failure is not None:
+            raise BuildError(f"linking failed: {' '.join(command)}\n{failure[-2000:]}")
         built.replace(target)
-    log.info("native CPU kernels ready in %.1f s: %s", time.monotonic() - began, target)
+    if sets:
+        log.info("native CPU kernels ready in %.1f s: %s", time.monotonic() - began, target)
+
+
+def _failure(command: list[str]) -> str | None:
+    """What a failing command wrote; None if it succeeded."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    return done.stderr if done.returncode else None
 
 
 @contextmanager
@@ -171,9 +246,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 def main() -> None:
     """Compile now instead of at the first start; without a compiler say so and leave it."""
+    parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
+    parser.add_argument("--all", action="store_true", help="every instruction set of this architecture, to be shipped")
+    parser.add_argument("--output", type=Path, default=PREBUILT, help="folder for --all (default: inside the package)")
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        log.info("native CPU kernels: %s", build())
+        log.info("native CPU kernels: %s", build_prebuilt(options.output) if options.all else build())
     except BuildError as error:
         log.warning("native CPU kernels are left out, PyTorch does their work: %s", error)
 

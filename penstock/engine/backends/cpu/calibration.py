@@ -18,21 +18,21 @@ _STRENGTH: Final = 0.25
 _MOST: Final = 16.0
 
 
-class ColumnObserver:
+class ActivationObserver:
     """See `InputObserver`."""
 
     def __init__(self, linear: QuantLinear) -> None:
         self.linear = linear
         self._squares = torch.zeros(linear.in_features)
-        linear.watcher = self.see
+        linear.observer = self.see
 
     def see(self, x: Tensor) -> None:
         self._squares += x.float().square().sum(0)
 
     def finish(self) -> None:
-        self.linear.watcher = None
+        self.linear.observer = None
         least = float(self._squares.max()) * 1e-12
         if not 0 < least < torch.inf:
             return  # an expert that no token chose
         sizes = self._squares.clamp_min(least).log() * (_STRENGTH / 2)
-        self.linear.stretch_columns((sizes - sizes.mean()).exp().clamp(1 / _MOST, _MOST))
+        self.linear.scale_per_channel((sizes - sizes.mean()).exp().clamp(1 / _MOST, _MOST))

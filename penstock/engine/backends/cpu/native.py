@@ -1,125 +1,95 @@
 """The C side of the CPU kernels, as Python sees it: argument structs, prototypes, handles.
 
-Nothing here knows tensors beyond `data_ptr()`; shapes and dtypes are checked by the callers in `ops` and
-`linear`. A `Handle` owns a thread pool; libraries are loaded once per instruction set and stay loaded.
+Nothing here knows tensors beyond `data_ptr()`; shapes and dtypes are checked by the callers in `ops` and the linears.
+The structs come from csrc/common/arguments.def, from which the C++ structs are made too. A `Handle` owns a thread pool;
+libraries are loaded once per instruction set and stay loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from penstock.engine.backends.cpu.build import BuildError, build
+from penstock.engine.backends.cpu.build import SOURCES, BuildError, build
 from penstock.engine.backends.host_memory import Slabs
 
-_ABI = 1
-_SPIN_US = 50
+_SPIN_US: Final = 50
 """How long an idle worker spins before it sleeps: longer than the gap between two kernels of one step."""
+
+_TYPES: Final[dict[str, Any]] = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float}
+_DECLARATION: Final = re.compile(r"^PK_(STRUCT|FIELD|ARRAY)\(([^)]*)\)", re.MULTILINE)
+
+
+def _described_structs() -> dict[str, list[tuple[str, Any]]]:
+    """Names and types of the fields of every struct in arguments.def."""
+    structs: dict[str, list[tuple[str, Any]]] = {}
+    fields: list[tuple[str, Any]] = []
+    for kind, inside in _DECLARATION.findall((SOURCES / "common" / "arguments.def").read_text()):
+        words = [word.strip() for word in inside.split(",")]
+        if kind == "STRUCT":
+            fields = structs.setdefault(words[0], [])
+            continue
+        ctype = c_void_p if words[0].endswith("*") else _TYPES[words[0]]
+        fields.append((words[1], ctype * int(words[2]) if kind == "ARRAY" else ctype))
+    return structs
+
+
+_STRUCTS: Final = _described_structs()
 
 
 class RopeArgs(ctypes.Structure):
-    """Mirror of `RopeArgs` in elementwise.cpp."""
-
-    _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in ("qkv", "cos_sin", "positions", "slots", "k_cache", "v_cache", "k_scales", "v_scales")
-        ),
-        *((name, c_void_p) for name in ("q_norm", "k_norm", "centre", "stretch")),
-        *((name, c_int64) for name in ("tokens", "max_positions", "num_slots")),
-        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_size", "rotary")),
-        *((name, c_int32) for name in ("dtype", "cache_dtype", "norm_dtype")),
-        ("eps", c_float),
-    )
+    _fields_ = _STRUCTS["RopeArgs"]
 
 
 class AttentionArgs(ctypes.Structure):
-    """Mirror of `AttentionArgs` in attention.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scales", "v_scales")),
-        *((name, c_void_p) for name in ("query_starts", "context_lens", "rows", "block_tables")),
-        *((name, c_int64) for name in ("q_stride", "table_stride")),
-        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")),
-        *((name, c_int32) for name in ("sequences", "heads", "kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("block_size", "window", "dtype", "cache_dtype", "fixed")),
-        ("scale", c_float),
-        ("softcap", c_float),
-    )
+    _fields_ = _STRUCTS["AttentionArgs"]
 
 
 class LinearArgs(ctypes.Structure):
-    """Mirror of `LinearArgs` in linear.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, c_int32) for name in ("bits", "dtype", "out_dtype", "digits")),
-        *((name, c_void_p) for name in ("column_form", "column_shrink")),
-        *((name, c_int64) for name in ("column_rows", "block_rows", "matrix_rows", "half_rows")),
-        ("gate", c_int32),
-    )
+    _fields_ = _STRUCTS["LinearArgs"]
 
 
 class DenseArgs(ctypes.Structure):
-    """Mirror of `DenseArgs` in dense.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "columns", "depth")),
-        *((name, c_int32) for name in ("dtype", "out_dtype")),
-    )
-
-
-class DecodeArgs(ctypes.Structure):
-    """Mirror of `DecodeArgs` in tape.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("ids", "positions", "slots", "at", "keys")),
-        *((name, c_void_p) for name in ("query_starts", "context_lens", "rows", "sample_rows", "temperatures")),
-        *((name, c_void_p) for name in ("tables", "last_tokens", "seeds", "row_temperatures", "flags")),
-        *((name, c_int64) for name in ("width", "block_size", "temperature_stride")),
-    )
+    _fields_ = _STRUCTS["DenseArgs"]
 
 
 class Float8Args(ctypes.Structure):
-    """Mirror of `Float8Args` in float8.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "scales", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "columns", "depth", "groups")),
-        *((name, c_int32) for name in ("dtype", "out_dtype")),
-    )
+    _fields_ = _STRUCTS["Float8Args"]
 
 
 class LoraStep(ctypes.Structure):
-    """Mirror of `LoraStep` in lora.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("order", "tile_slots", "tile_starts", "tile_counts")),
-        *((name, c_int32) for name in ("entries", "tiles", "most_rank")),
-    )
+    _fields_ = _STRUCTS["LoraStep"]
 
 
 class LoraArgs(ctypes.Structure):
-    """Mirror of `LoraArgs` in lora.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "y", "step", "slots", "ranks", "sizes")),
-        *((name, c_int64) for name in ("tokens", "inputs", "outputs", "start")),
-        *((name, c_int32) for name in ("parts", "site", "sites", "dtype", "matrix_dtype")),
-    )
+    _fields_ = _STRUCTS["LoraArgs"]
 
 
-PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pk_abi": (c_int, ()),
+class RecordedCall(ctypes.Structure):
+    _fields_ = _STRUCTS["RecordedCall"]
+
+
+class CountPatch(ctypes.Structure):
+    _fields_ = _STRUCTS["CountPatch"]
+
+
+class DecodeArgs(ctypes.Structure):
+    _fields_ = _STRUCTS["DecodeArgs"]
+
+
+STRUCTS: Final = (
+    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, LoraStep, LoraArgs,
+    RecordedCall, CountPatch, DecodeArgs,
+)  # fmt: skip
+
+PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_isa": (c_char_p, ()),
     "pk_create": (c_void_p, (c_int, c_int)),
     "pk_destroy": (None, (c_void_p,)),
@@ -132,15 +102,15 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pk_attention_has_bytes": (c_int, ()),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
-    "pk_linear_draw": (None, (c_void_p, POINTER(LinearArgs), *[c_void_p] * 3)),
+    "pk_linear_sample": (None, (c_void_p, POINTER(LinearArgs), *[c_void_p] * 3)),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_float8": (None, (c_void_p, POINTER(Float8Args))),
     "pk_float8_widen": (None, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3, c_int)),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
-    "pk_linear_column_bytes": (c_int64, (c_int64, c_int64)),
-    "pk_linear_columns": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_int)),
-    "pk_linear_has_half": (c_int, (c_void_p, c_int64, c_int64, c_int)),
+    "pk_linear_per_channel_bytes": (c_int64, (c_int64, c_int64)),
+    "pk_linear_pack_per_channel": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_int)),
+    "pk_linear_fits_float16": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_floats": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_linear_pack_gguf": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_embed": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3)),
@@ -155,20 +125,57 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+class Library:
+    """The functions of one instruction set of a compiled library, under the names in `PROTOTYPES`.
+
+    Those that can be part of a recorded step exist a second time as `<name>_recorded`.
+    """
+
+    def __init__(self, path: Path, isa: str | None = None) -> None:
+        """`isa`: a set that the library contains; None takes the best one that this CPU runs."""
+        self.path = path
+        try:
+            loaded = ctypes.CDLL(str(path))
+            loaded.pk_layouts.restype = loaded.pk_runnable_sets.restype = c_char_p
+            _check_layouts(path, loaded.pk_layouts().decode())
+            self.runnable: list[str] = loaded.pk_runnable_sets().decode().split()
+            """The instruction sets that this CPU runs, best first, whether or not the library contains them."""
+            best = next((name for name in self.runnable if hasattr(loaded, f"pk_create_{name}")), "generic")
+            self.left_out = self.runnable[: self.runnable.index(best)] if isa is None else []
+            """Better sets that this CPU runs, but that the compiler does not know."""
+            self.set = isa = isa or best
+            for name, (result, arguments) in PROTOTYPES.items():
+                function = getattr(loaded, f"{name}_{isa}")
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+                if hasattr(loaded, f"{name}_recorded_{isa}"):
+                    setattr(self, f"{name}_recorded", getattr(loaded, f"{name}_recorded_{isa}"))
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"the compiled library {path} cannot be loaded ({error}); delete it to rebuild") from error
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)  # for type checkers: `__init__` sets the functions
+
+    def check_cpu(self) -> None:
+        """Raises `BuildError` when this CPU does not have the instructions."""
+        if self.set not in self.runnable:
+            raise BuildError(f"this CPU does not run {self.set}; it runs {', '.join(self.runnable)}")
+
+
+def _check_layouts(path: Path, compiled: str) -> None:
+    """Refuse a library whose structs are not those of this module."""
+    for struct, theirs in zip(STRUCTS, compiled.splitlines(), strict=True):
+        fields = " ".join(f"{name}:{getattr(struct, name).offset}" for name, *_ in struct._fields_)
+        ours = f"{struct.__name__} {ctypes.sizeof(struct)} {fields}"
+        if ours != theirs:
+            raise BuildError(f"the compiled library {path} has another layout of structs: {theirs}, expected {ours}")
+
+
 @cache
-def library(isa: str = "native") -> ctypes.CDLL:
+def library(isa: str = "native") -> Library:
     """The loaded library for an instruction set; raises `BuildError` when it cannot be had."""
-    path = build(isa)
-    try:
-        loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in PROTOTYPES.items():
-            function = getattr(loaded, name)
-            function.restype = result
-            function.argtypes = arguments
-    except (OSError, AttributeError) as error:
-        raise BuildError(f"the compiled library {path} cannot be loaded ({error}); delete it to rebuild") from error
-    if loaded.pk_abi() != _ABI:
-        raise BuildError(f"the compiled library {path} is of another version; delete it to rebuild")
+    loaded = Library(build(isa), None if isa == "native" else isa)
+    loaded.check_cpu()
     return loaded
 
 
@@ -181,9 +188,9 @@ class Handle:
         self.has_matrix = bool(self.lib.pk_linear_has_matrix())
         """Whether linears can run on matrix tiles (AMX)."""
         self.has_byte_attention = bool(self.lib.pk_attention_has_bytes())
-        """Whether attention over an int8 cache can, without widening it."""
-        self.library_name = Path(self.lib._name).stem
-        """Of the compiled file: stands for the instruction set, the processor and the sources."""
+        """Whether attention multiplies an int8 cache without widening it."""
+        self.library_name = f"{self.lib.path.stem}-{self.lib.set}"
+        """Stands for the sources and the instruction set."""
         self.threads = threads
         self.memory = Slabs()
         """Where weights lie."""

@@ -143,7 +143,7 @@ def _set_smoothing(args: RopeArgs, smoothing: KeySmoothing, layout: HeadLayout) 
         _need(part, f"the keys' {name}", torch.float32)
         if part.shape != (layout.kv_heads, layout.head_dim):
             raise LayoutError(f"the keys' {name} must be [{layout.kv_heads}, {layout.head_dim}], got {part.shape}")
-    args.centre, args.stretch = smoothing.centre.data_ptr(), smoothing.scale.data_ptr()
+    args.key_centre, args.key_scale = smoothing.centre.data_ptr(), smoothing.scale.data_ptr()
 
 
 def _checked_scales(k_cache: Tensor, layout: HeadLayout, kv_scales: KVScales | None) -> tuple[int | None, int | None]:
@@ -352,7 +352,7 @@ class CpuOps:
         """int64 [rows]: a draw from softmax(logits / temperature) that depends only on the row and its key.
 
         `keys` is int64 (read as unsigned) or uint64 [rows]; `temperatures` float32 [rows], zero meaning greedy.
-        The noise is defined in sampling.cpp.
+        The noise is defined in csrc/elementwise/gumbel.h.
         """
         _need(logits, "logits", torch.float32)
         _need(temperatures, "temperatures", torch.float32)

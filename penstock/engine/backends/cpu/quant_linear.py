@@ -1,8 +1,9 @@
 """Linear layers on quantized weights, for CPUs where bytes or integer arithmetic are cheaper than floats.
 
-Weights are blocks of 32 along the input: int8 with a scale, or 4 bits with a scale and a minimum. Activations are
-rounded when the layer is applied: to one or two int8 digits per row and block, or, for many rows, to float16. That
-rounding is the only approximation beyond the weights' own. The packed layout suits this machine: never store it.
+Weights are per-group: blocks of 32 along the input, int8 with a scale, or 4 bits with a scale and a minimum.
+Activations are rounded when the layer is applied: per row and block to int8, or to int16 split into two int8; for many
+rows to float16. That rounding is the only approximation beyond the weights' own. `first_rows` says from how many rows
+on each form is used. The packed layout depends on the instruction set: never store it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cpu.linear_forms import FirstRows
 from penstock.engine.backends.cpu.native import Handle, LinearArgs
 from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.interface import Activation
@@ -27,7 +29,7 @@ _GGUF: Final = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}
 _GATES: Final[dict[Activation, int]] = {"silu": 1, "gelu_tanh": 2}
 """As `Gate` in gate.h."""
 _MATRIX_ROWS: Final = 256
-"""From this many rows on, widened weights on matrix tiles beat blocks there, about; `Tuner` measures it."""
+"""From about this many rows on, weights widened to bfloat16 beat per-group integers on tiles; `Tuner` measures it."""
 
 
 class QuantLinear:
@@ -38,63 +40,64 @@ class QuantLinear:
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise LayoutError(f"bias must be [{self.out_features}], got {tuple(bias.shape)}")
         self.bits = bits
-        self.digits = 2
-        """int8 digits that an activation is rounded to: 2 keeps about 16 bits, 1 halves the arithmetic."""
+        self.activation_parts = 2
+        """int8 parts of a rounded activation: 2 is int16 split into two int8, 1 is int8 and half the arithmetic."""
         self.packed = packed
-        self.columns: Tensor | None = None
-        """The weights in int8 with one scale per output, where they are kept in that form too (see `keep_columns`)."""
-        self.column_shrink: Tensor | None = None
-        """float32 [in]: what inputs are multiplied by for that form; its weights are as much larger."""
-        self.column_rows = 0
-        """From this many rows on, that form on matrix tiles; 0 means never."""
-        self.watcher: Callable[[Tensor], None] | None = None
-        """Is shown the inputs of every call, when there is one."""
-        self.block_rows = 1 if handle.has_matrix and bits < 16 else 0
-        """From this many rows on, blocks on matrix tiles, where the CPU has them; 0 means never."""
-        self.matrix_rows = 1 if bits == 16 else _MATRIX_ROWS if handle.has_matrix else 0
-        """From this many rows on, bfloat16 weights on matrix tiles, widened where they are few-bit; 0 means never."""
-        self.half_rows = 0
-        """From this many rows on, products in float16 vectors (see `has_half`); 0 means never."""
+        self.per_channel: Tensor | None = None
+        """The weights in per-channel int8, where a second copy is kept (see `keep_per_channel`)."""
+        self.per_channel_inputs: Tensor | None = None
+        """float32 [in]: factor of the inputs for that copy, the inverse of the factor of its weights."""
+        self.observer: Callable[[Tensor], None] | None = None
+        """Is called with the inputs of every call, if set."""
+        self.first_rows = FirstRows()
+        if bits == 16:
+            self.first_rows["bfloat16"] = 1
+        elif handle.has_matrix:
+            self.first_rows["per_group"] = 1
+            self.first_rows["bfloat16"] = _MATRIX_ROWS
         self.out_dtype: torch.dtype | None = None
         """Of the outputs; None: as the inputs."""
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.weight_bytes = packed.numel()
         self._handle = handle
 
-    def keep_columns(self) -> None:
-        """Keep int8 by columns beside the few bits: a byte more per weight, and the fastest form for several rows."""
-        if self.columns is None and self._handle.has_matrix and self.bits < 16:
+    def keep_per_channel(self) -> None:
+        """Keep per-channel int8 beside the few bits: a byte more per weight, and the fastest form for several rows."""
+        if self.per_channel is None and self._handle.has_matrix and self.bits < 16:
             shape = self.out_features, self.in_features
-            self.columns = self._handle.memory.take(self._handle.lib.pk_linear_column_bytes(*shape))
-            self._pack_columns(None)
-            self.column_rows = 1
+            self.per_channel = self._handle.memory.take(self._handle.lib.pk_linear_per_channel_bytes(*shape))
+            self._pack_per_channel(None)
+            self.first_rows["per_channel"] = 1
 
-    def stretch_columns(self, stretch: Tensor) -> None:
-        """Round the weights of that form times `stretch` (positive, [in]): finer where it is larger."""
-        stretch = stretch.float().contiguous()
-        if self.columns is None or stretch.shape != (self.in_features,):
-            raise LayoutError(f"no form by columns to be stretched by {tuple(stretch.shape)}")
-        self._pack_columns(stretch)
-        self.column_shrink = 1 / stretch
+    def scale_per_channel(self, scale: Tensor) -> None:
+        """Activation-aware scaling: round the per-channel weights times `scale` (positive, [in]), finer where it is
+        larger; inputs are divided by it."""
+        scale = scale.float().contiguous()
+        if self.per_channel is None or scale.shape != (self.in_features,):
+            raise LayoutError(f"no per-channel weights that could be scaled by {tuple(scale.shape)}")
+        self._pack_per_channel(scale)
+        self.per_channel_inputs = 1 / scale
 
-    def _pack_columns(self, stretch: Tensor | None) -> None:
-        assert self.columns is not None
-        self._handle.lib.pk_linear_columns(
-            self._handle.pointer, self.packed.data_ptr(), None if stretch is None else stretch.data_ptr(),
-            self.columns.data_ptr(), self.out_features, self.in_features, self.bits,
+    def _pack_per_channel(self, scale: Tensor | None) -> None:
+        assert self.per_channel is not None
+        self._handle.lib.pk_linear_pack_per_channel(
+            self._handle.pointer, self.packed.data_ptr(), None if scale is None else scale.data_ptr(),
+            self.per_channel.data_ptr(), self.out_features, self.in_features, self.bits,
         )  # fmt: skip
 
     @cached_property
-    def has_half(self) -> bool:
+    def fits_float16(self) -> bool:
         """Whether products can be done in float16: the CPU has the vectors, and the weights stay in their range."""
         shape = self.out_features, self.in_features
-        return bool(self._handle.lib.pk_linear_has_half(self.packed.data_ptr(), *shape, self.bits))
+        return bool(self._handle.lib.pk_linear_fits_float16(self.packed.data_ptr(), *shape, self.bits))
 
     def narrowed(self, columns: int) -> QuantLinear:
         """The first `columns` outputs, without their bias, on the same memory."""
         shape = min(columns, self.out_features), self.in_features
         part = QuantLinear(self._handle, self.packed, shape, self.bits, None)
-        part.digits, part.columns, part.column_shrink = self.digits, self.columns, self.column_shrink
+        part.activation_parts, part.per_channel = self.activation_parts, self.per_channel
+        part.per_channel_inputs = self.per_channel_inputs
+        part.first_rows.copy_from(self.first_rows)
         return part
 
     @staticmethod
@@ -142,14 +145,14 @@ class QuantLinear:
         return self._apply(x, out_dtype, self.out_features, gate=0)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """[T, in] to [T, out / 2]: act(first half of the outputs) * second half, which need not be written anywhere."""
+        """[T, in] to [T, out / 2]: act(first half of the outputs) * second half."""
         if self.out_features % 2:
             raise LayoutError(f"{self.out_features} outputs are not two halves")
         return self._apply(x, None, self.out_features // 2, gate=_GATES[activation])
 
-    def draw(self, x: Tensor, temperatures: Tensor, keys: Tensor, logits: Tensor) -> Tensor:
-        """int64 [T]: what `Ops.gumbel_argmax` draws from the outputs. Those need not be written anywhere, or else to
-        `logits`, float32 [T, out]."""
+    def sample(self, x: Tensor, temperatures: Tensor, keys: Tensor, logits: Tensor) -> Tensor:
+        """int64 [T]: tokens as `Ops.gumbel_argmax` samples them from the outputs. Sampling is fused into the product
+        where the form allows it; elsewhere the outputs are written to `logits`, float32 [T, out], first."""
         rows = x.shape[0]
         for what, tensor, dtype, shape in (
             ("temperatures", temperatures, torch.float32, (rows,)),
@@ -159,16 +162,16 @@ class QuantLinear:
             need_contiguous(tensor, what)
             if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
                 raise LayoutError(f"{what} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
-        drawn = torch.empty(rows, dtype=torch.int64)
-        self._handle.lib.pk_linear_draw(
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._handle.lib.pk_linear_sample(
             self._handle.pointer, byref(self._args(x, logits, gate=0)),
-            temperatures.data_ptr(), keys.data_ptr(), drawn.data_ptr(),
+            temperatures.data_ptr(), keys.data_ptr(), tokens.data_ptr(),
         )  # fmt: skip
-        return drawn
+        return tokens
 
     def _apply(self, x: Tensor, out_dtype: torch.dtype | None, width: int, gate: int) -> Tensor:
-        if self.watcher is not None:
-            self.watcher(x)
+        if self.observer is not None:
+            self.observer(x)
         out = torch.empty((x.shape[0], width), dtype=out_dtype or self.out_dtype or x.dtype)
         self._handle.lib.pk_linear(self._handle.pointer, byref(self._args(x, out, gate)))
         return out
@@ -180,10 +183,10 @@ class QuantLinear:
         return LinearArgs(
             x.data_ptr(), self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(), x.shape[0], self.out_features, self.in_features,
-            self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.digits,
-            None if self.columns is None else self.columns.data_ptr(),
-            None if self.column_shrink is None else self.column_shrink.data_ptr(),
-            self.column_rows, self.block_rows, self.matrix_rows, self.half_rows, gate,
+            self.bits, dtype_code(x, "x"), DTYPE_CODES[out.dtype], self.activation_parts,
+            None if self.per_channel is None else self.per_channel.data_ptr(),
+            None if self.per_channel_inputs is None else self.per_channel_inputs.data_ptr(),
+            self.first_rows.array, gate,
         )  # fmt: skip
 
 

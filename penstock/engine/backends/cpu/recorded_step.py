@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cpu.native import DecodeArgs
+from penstock.engine.backends.cpu.native import CountPatch, DecodeArgs, RecordedCall
 from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.cpu.recorder import SAMPLES, TOKENS, NotRecordableError, Recorder
@@ -34,18 +34,6 @@ _FAILURES: Final = {
     ("pk_rope_and_cache", 1): "a position is outside the rotary table",
     ("pk_rope_and_cache", 2): "a slot is outside the cache",
 }
-
-
-class _Call(ctypes.Structure):
-    """Mirror of `Call` in tape.cpp."""
-
-    _fields_ = (("run", ctypes.c_void_p), ("words", ctypes.c_void_p), ("nanoseconds", ctypes.c_int64))
-
-
-class _Patch(ctypes.Structure):
-    """Mirror of `Patch` in tape.cpp."""
-
-    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int32), ("count", ctypes.c_int32))
 
 
 Forward = Callable[[Tensor, AttentionBatch, Any], Tensor]
@@ -113,7 +101,7 @@ class RecordedStep:
             self._to_logits, drawn = len(recorder.names), at
             if self._logits is not None:
                 if isinstance(head, QuantLinear):
-                    drawn = head.draw(chosen, temperatures, keys, self._logits)
+                    drawn = head.sample(chosen, temperatures, keys, self._logits)
                 else:
                     self._to_chosen = self._to_logits
                     drawn = ops.gumbel_argmax(self._logits, temperatures, keys)
@@ -122,13 +110,13 @@ class RecordedStep:
         self.names = recorder.names
         self._words, self._kept, self._arena = recorder.words, recorder.kept, recorder.arena
         lib = ops.handle.lib
-        self._calls = (_Call * len(self.names))(
+        self._calls = (RecordedCall * len(self.names))(
             *(
-                _Call(ctypes.cast(getattr(lib, f"{name}_taped"), ctypes.c_void_p), ctypes.addressof(words), 0)
+                RecordedCall(ctypes.cast(getattr(lib, f"{name}_recorded"), ctypes.c_void_p), ctypes.addressof(words), 0)
                 for name, words in zip(self.names, self._words, strict=True)
             )
         )
-        self._patches = (_Patch * len(recorder.patches))(*(_Patch(*patch) for patch in recorder.patches))
+        self._patches = (CountPatch * len(recorder.patches))(*(CountPatch(*patch) for patch in recorder.patches))
         self._counts = (ctypes.c_int64 * 3)()
         # Arrays over the memory of the recorded inputs: filling one costs a tenth of a tensor operation.
         self._ids, self._positions, self._slots = ids.numpy(), inputs.positions.numpy(), inputs.slots.numpy()
@@ -201,7 +189,7 @@ class RecordedStep:
         return self._drawn[: self._counts[SAMPLES]].copy()
 
     def _run(self, end: int, begin: int = 0) -> None:
-        handle, calls = self._ops.handle, ctypes.byref(self._calls, begin * ctypes.sizeof(_Call))
+        handle, calls = self._ops.handle, ctypes.byref(self._calls, begin * ctypes.sizeof(RecordedCall))
         stopped = handle.lib.pk_run(
             handle.pointer, calls, end - begin, self._patches, len(self._patches), self._counts, self.timed
         )

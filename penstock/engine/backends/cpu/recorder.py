@@ -1,8 +1,8 @@
 """Recording what a decoder does: its native calls, and the memory they work on.
 
 While a `Recorder` replaces the library, nothing is computed. Every native call becomes a list of 64-bit words, as
-tape.cpp reads them; every tensor made meanwhile lives in an arena at a fixed address. Where the number of rows is an
-argument of a call, its position is noted, to be filled in before each run.
+recorded_step.cpp reads them; every tensor made meanwhile lives in an arena at a fixed address. Where the number of rows
+is an argument of a call, its position is noted, to be filled in before each run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEQUENCES: Final = 1
 SAMPLES: Final = 2
 _STRUCT_COUNTS: Final = {
     "pk_linear": ("rows", TOKENS),
-    "pk_linear_draw": ("rows", TOKENS),
+    "pk_linear_sample": ("rows", TOKENS),
     "pk_dense": ("rows", TOKENS),
     "pk_float8": ("rows", TOKENS),
     "pk_rope_and_cache": ("tokens", TOKENS),
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lambda _, *arguments: self.record(name, arguments)
 
     def record(self, name: str, arguments: tuple[Any, ...]) -> int:
-        if not hasattr(self._lib, f"{name}_taped"):
+        if not hasattr(self._lib, f"{name}_recorded"):
             raise NotRecordableError(f"{name} cannot be recorded")
         kinds = PROTOTYPES[name][1][1:]
         words = (ctypes.c_uint64 * max(1, len(kinds)))()

@@ -48,7 +48,7 @@ class GroupedExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         top_k, gelu = self.router.top_k, self.activation == "gelu_tanh"
         weights, chosen = moe.route(self.router.linear(x), top_k, self.router.normalize)
         plan = moe.plan(chosen, self.gate_up.weight.shape[0])

@@ -51,8 +51,15 @@ class Attention:
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
 
-    def __call__(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        return self.output(self._attend(self.qkv(x), batch, cache))
+    def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        # `_attend`, written out: steps that are neither recorded nor fused pay for every call.
+        ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
+        scales = cache.scales or self.kv_scales
+        q = ops.rope_and_cache(
+            self.qkv(x), heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
+            self.key_smoothing,
+        )  # fmt: skip
+        return self.output(ops.attention(q, heads, batch, k, v, scales))
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         """See `FusedMixer`; for linears that are `FusedLinear`."""

@@ -46,14 +46,14 @@ class ExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + sum(expert.weight_bytes for expert in self.experts)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x)
         top_k = self.router.top_k
         # Visits sorted by expert: those of each are a run. One gather before and one behind, none per expert.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         runs = torch.split(x[order // top_k], counts)
-        visits = torch.cat([expert(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
+        visits = torch.cat([expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
         by_token = visits[back].view(-1, top_k, x.shape[1])

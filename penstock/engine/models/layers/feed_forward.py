@@ -30,7 +30,7 @@ class FeedForward(Protocol):
         """Bytes of all its matrices."""
         ...
 
-    def __call__(self, x: Any) -> Tensor: ...
+    def forward(self, x: Any) -> Tensor: ...
 
 
 class FusedFeedForward(FeedForward, Protocol):
@@ -58,7 +58,7 @@ class GatedMlp:
     def weight_bytes(self) -> int:
         return self.gate_up.weight_bytes + self.down.weight_bytes
 
-    def __call__(self, x: Any) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
         if in_place is not None:  # a linear that gates its outputs before it writes them
             return self.down(in_place(x, self.activation))

@@ -38,7 +38,7 @@ class TokenMixer(Protocol):
         """The cache it needs; `dtype` is that of the engine's KV cache."""
         ...
 
-    def __call__(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
+    def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
         """`cache`: this layer's share of what the cache kind allocated; it knows the new tokens afterwards."""
         ...
 

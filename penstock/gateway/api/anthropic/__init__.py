@@ -1,1 +1,1 @@
-"""The Messages API: what it takes, how that becomes a chat request, what it answers."""
+"""The Messages API: its requests, their translation to chat requests, and its objects."""

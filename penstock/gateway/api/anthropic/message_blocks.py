@@ -43,11 +43,11 @@ NAMES = (
     (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"stop$", "stop_sequences"),
 )
-"""What the shared preparation calls differently; see `renamed`."""
+"""Parameters that chat requests call differently; see `renamed`."""
 
 
 def chat_request(request: Conversation) -> ChatRequest:
-    """The same wish as a chat completion; raises what only this API can say is wrong."""
+    """The request as a chat request; raises errors that only this API knows."""
     for name in UNSUPPORTED:
         if given(getattr(request, name, UNSET)):
             raise not_supported(name)
@@ -109,7 +109,7 @@ def _turn(message: Message, at: str, calls: set[str]) -> list[ChatMessage]:
                 )
             turn.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_result(block)))
     if texts or made:
-        # Results come first: they answer the turn before, and the text speaks about them.
+        # Results come first: they answer the turn before, and the text refers to them.
         turn.append(ChatMessage(role=message.role, content="".join(texts), tool_calls=made or None))
     return turn
 
@@ -121,7 +121,7 @@ def _belongs(message: Message, role: str, kind: str, at: str) -> None:
 
 def _result(block: ToolResultBlock) -> str:
     text = _text(block.content or "", "")
-    return f"Error: {text}" if block.is_error else text  # templates have no other place for it
+    return f"Error: {text}" if block.is_error else text  # chat templates have no other place for it
 
 
 def _text(content: str | Sequence[TextBlock], between: str) -> str:

@@ -29,7 +29,7 @@ class MessageRenderer(Renderer):
         self._blocks: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
-        """Of the block that is open: what was said, or the JSON of a call's input."""
+        """Of the open block: text, or the JSON of a call's input."""
         self._last: Piece | None = None
         self._head: dict[str, Any] = {
             "id": f"msg_{generation.id}",
@@ -88,7 +88,7 @@ class MessageRenderer(Renderer):
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """End the block that is open, if one is."""
+        """Close the open block, if there is one."""
         block = self._open
         if block is None:
             return
@@ -108,7 +108,7 @@ class MessageRenderer(Renderer):
         return {"stop_reason": _REASONS.get(reason, reason), "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Here prompt tokens that were found in the cache are no part of `input_tokens`."""
+        """In this API `input_tokens` does not include tokens that were found in the prefix cache."""
         cached = self._generation.cached_tokens
         return {
             "input_tokens": self._generation.prompt_tokens - cached,
@@ -120,7 +120,7 @@ class MessageRenderer(Renderer):
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The input of a call; what is no JSON object (it was cut short) stays readable under a name that says so."""
+    """The input of a call. Text that is no JSON object (a call that was cut off) is kept under `INVALID_JSON`."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

@@ -12,7 +12,7 @@ from penstock.gateway.generation.schemas import INT64, Name
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where a prefix worth keeping ends. Every prefix is kept here, so there is nothing to be done about it."""
+    """Marks the end of a prefix to cache. Every prefix is cached here, so it changes nothing."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -57,7 +57,7 @@ class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class AutoChoice(Choice, tag_field="type", tag="auto"):
-    """Call tools or say something."""
+    """Call tools or answer."""
 
 
 class AnyChoice(Choice, tag_field="type", tag="any"):

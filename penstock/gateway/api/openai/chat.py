@@ -158,7 +158,7 @@ class ChatRenderer(StepsRenderer):
         return data
 
     def tool_event(self, event: dict[str, Any]) -> bytes:
-        # A chunk like any other, so that clients which do not know the field pass it over.
+        # An ordinary chunk, so that clients which do not know the field ignore it.
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
         return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
 

@@ -120,7 +120,7 @@ class CompletionRenderer(Renderer):
         return encode_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     def _choice(self, index: int, parts: list[Piece]) -> dict[str, Any]:
-        """The prompt comes before the first part of a choice, when it is to be echoed."""
+        """With `echo`, the prompt comes before the first part of a choice."""
         text = "".join(part.text for part in parts)
         tokens = [token for part in parts for token in part.tokens]
         rows: list[_Row] = []
@@ -167,7 +167,7 @@ class CompletionRenderer(Renderer):
         return {self._token(id): finite(logprob) for id, logprob in pairs}
 
     def _token(self, id: int) -> str:
-        """A token that is not whole characters is written as its bytes, so that different tokens stay different."""
+        """A token that is not whole characters is written as its bytes, so that tokens remain distinguishable."""
         data = self._model.text.token_bytes(id)
         try:
             return data.decode()
@@ -176,4 +176,4 @@ class CompletionRenderer(Renderer):
 
 
 _Row = tuple[int, int, TokenLogprob | None]
-"""Token id, where its text starts, its probability (None for the first token of a prompt)."""
+"""Token id, the offset of its text, its probability (None for the first token of a prompt)."""

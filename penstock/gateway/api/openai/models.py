@@ -65,7 +65,7 @@ class ModelEndpoints:
             "max_model_len": window,
             "vocab_size": model.text.vocab_size,
             "max_output_tokens": min(caps, default=None),
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "ready": model.backend.ready,
             "state": model.backend.state if model.backend.ready else "starting",
             "capabilities": {
@@ -94,7 +94,7 @@ class ModelEndpoints:
             "context_window": window,
             "max_model_len": window,
             "max_output_tokens": min(caps, default=None),
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "ready": model.ready,
             "state": "awake" if model.ready else "away",
             "capabilities": {
@@ -119,7 +119,7 @@ class ModelEndpoints:
             "owned_by": "penstock",
             "aliases": list(config.aliases),
             "context_window": None if info is None else info.max_model_len,
-            "limits": self._quotas.told(caller),
+            "limits": self._quotas.describe(caller),
             "dimensions": None if info is None or info.scores else info.dimensions,
             "ready": embedder.up,
             "state": "awake" if embedder.up else "started when asked for",

@@ -1,1 +1,1 @@
-"""The Responses API: what it takes, how that becomes a conversation, what it answers, what it remembers."""
+"""The Responses API: its requests, their translation to chat requests, its objects and its store."""

@@ -1,5 +1,5 @@
-"""Input items as chat messages. A call joins the assistant's message before it, as chat completions have it, so that
-the same conversation has the same prompt in both APIs."""
+"""Input items as chat messages. A call joins the assistant's message before it, as in chat completions, so that the
+same conversation has the same prompt in both APIs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS = "message, function_call, function_call_output"
 
 
 def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> ChatRequest:
-    """The same wish as a chat completion. Instructions are for this answer only, and no part of the conversation."""
+    """The request as a chat request. Instructions are for this answer only, and not part of the conversation."""
     messages = conversation
     if request.instructions is not None:
         messages = [ChatMessage(role="system", content=request.instructions), *conversation]
@@ -92,7 +92,7 @@ def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMe
 
 
 def add_call(messages: list[ChatMessage], call: ToolCall) -> None:
-    """Let the assistant, who spoke last or speaks now, make a call."""
+    """Add a call to the last message of the assistant, or as a new one."""
     if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant"))
     last = messages[-1]

@@ -1,7 +1,7 @@
 """`response` objects, whole or as the events that build them.
 
-One state machine serves both: pieces of the generation open, extend and close output items, each step is an event, and
-an answer that is not streamed is what is there when the last piece has passed.
+One state machine serves both: pieces of the generation open, extend and close output items. Each step is an event; an
+answer that is not streamed is the state after the last piece.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.protocol.errors import ApiError
 
 Event = tuple[str, dict[str, Any]]
 _CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
-"""Finish reasons of an incomplete response, as it says them."""
+"""Finish reasons of an incomplete response, in the words of this API."""
 StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
-"""Stores a response: its id, the object, what the assistant said."""
+"""Stores a response: its id, the object, the messages of the assistant."""
 
 
 class ResponseRenderer(Renderer):
@@ -44,11 +44,11 @@ class ResponseRenderer(Renderer):
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
-        """Text of the item that is open: what was said, or a call's arguments."""
+        """Text of the open item: of a message, or of a call's arguments."""
         self._logprobs: list[dict[str, Any]] = []
-        """Of the message that is open."""
+        """Of the open message."""
         self._annotations: list[dict[str, Any]] = []
-        """Likewise."""
+        """Of the open message."""
         self._top = request.top_logprobs or 0
         self._last: Piece | None = None
         self._body = b""
@@ -86,7 +86,7 @@ class ResponseRenderer(Renderer):
     async def before_end(self) -> None:
         await self._recorder.store()
         if self._store is not None:
-            await self._store(self._head["id"], self._body, self._said())
+            await self._store(self._head["id"], self._body, self._messages())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
         self._recorder.add(piece)
@@ -141,7 +141,7 @@ class ResponseRenderer(Renderer):
         return "response.output_item.added", {"output_index": len(self._output) - 1, "item": item}
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[Event]:
-        """End the item that is open, if one is."""
+        """Close the open item, if there is one."""
         item, text = self._open, "".join(self._parts)
         if item is None:
             return
@@ -163,7 +163,7 @@ class ResponseRenderer(Renderer):
         return {"item_id": self._open["id"], "output_index": len(self._output) - 1}
 
     def _encode(self, events: Iterator[Event] | list[Event]) -> bytes:
-        # Joined as they come: an event shows its item as it is at that moment.
+        # Each event is encoded at once: it shows its item as it is at that moment.
         return b"".join(map(self._event, events))
 
     def _event(self, event: Event) -> bytes:
@@ -195,7 +195,7 @@ class ResponseRenderer(Renderer):
     def _object(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": self._output}
 
-    def _said(self) -> list[ChatMessage]:
+    def _messages(self) -> list[ChatMessage]:
         """The output as the next turn's conversation has it."""
         said: list[ChatMessage] = []
         for item in self._output:
@@ -212,7 +212,7 @@ def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str,
 
 
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
-    """What does not change while the response is made."""
+    """The fields that do not change while the response is generated."""
     wanted = None if request.text is None else request.text.format
     tier = request.service_tier or "auto"
     return {

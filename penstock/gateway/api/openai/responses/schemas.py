@@ -30,7 +30,7 @@ from penstock.gateway.generation.schemas import (
 )
 
 Nothing = Annotated[list[Any], Meta(max_length=0)]
-"""A list that must be empty: what would be in it says nothing to the models served here."""
+"""A list that must be empty: the models served here have no use for its items."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -42,7 +42,7 @@ class OutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="outp
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    """As they were answered; what was said does not depend on them."""
+    """As the answer had them; the conversation does not depend on them."""
 
 
 class Refusal(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -50,7 +50,7 @@ class Refusal(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal
 
 
 class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Somebody said something. The only item whose `type` may be left out."""
+    """A message. The only item whose `type` may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputText | OutputText | Refusal], Meta(min_length=1)]

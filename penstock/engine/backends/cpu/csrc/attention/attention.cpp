@@ -11,7 +11,7 @@
 #include "attention/amx/prefill.h"
 #include "common/recorded_call.h"
 
-using namespace pk;
+using namespace pk::PK_SET;
 
 namespace {
 
@@ -58,15 +58,15 @@ int part_of(const AttentionArgs& a, int threads) {
 }  // namespace
 
 // Whether this CPU multiplies keys and values of an int8 cache as they lie there.
-PK_API int pk_attention_has_bytes() {
+PK_FUNCTION(int, pk_attention_has_bytes)() {
 #if defined(PK_BYTE_TILES)
-    return amx_granted();
+    return 1;
 #else
     return 0;
 #endif
 }
 
-PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
+PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
     Guard hold(ctx->busy);
     const AttentionArgs& a = *args;
     const int group = a.heads / a.kv_heads, width = padded(a.head_dim);
@@ -181,4 +181,4 @@ PK_API void pk_attention(Context* ctx, const AttentionArgs* args) {
     });
 }
 
-PK_TAPED(pk_attention)
+PK_RECORDABLE(pk_attention)

@@ -5,23 +5,7 @@
 #include "common/context.h"
 #include "common/kv_formats.h"
 
-struct AttentionArgs {
-    const void* q;
-    void* out;
-    const void *k_cache, *v_cache, *k_scales, *v_scales;
-    const int32_t *query_starts, *context_lens, *rows, *block_tables;
-    int64_t q_stride;  // elements between packed tokens of q
-    int64_t table_stride;
-    int64_t k_block_stride, k_head_stride, v_block_stride, v_head_stride;
-    int32_t sequences, heads, kv_heads, head_dim, block_size;
-    int32_t window;  // 0: none
-    int32_t dtype, cache_dtype;
-    int32_t fixed;  // a sequence is cut into the same parts whatever else there is
-    float scale;
-    float softcap;  // 0: none
-};
-
-namespace pk {
+namespace pk::PK_SET {
 
 struct Task {
     int32_t sequence, kv_head;
@@ -100,4 +84,4 @@ PK_INLINE float exp_row(float* x, int n, float max) {
     return hsum(sum[0] + sum[1]);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

@@ -7,7 +7,7 @@
 
 #include "attention/attention.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kPanel = 64;     // keys of a panel
 constexpr int kTileRows = 96;  // (query, head) rows of a tile, about
@@ -170,4 +170,4 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
                       1.0f / total[r]);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

@@ -7,11 +7,11 @@
 #include <memory>
 #include <new>
 
+#include "common/arguments.h"
+#include "common/export.h"
 #include "common/pool.h"
 
-#define PK_API extern "C" __attribute__((visibility("default")))
-
-namespace pk {
+namespace pk::PK_SET {
 
 class Buffer {
   public:
@@ -43,4 +43,4 @@ struct Context {
 
 using Guard = std::lock_guard<std::mutex>;
 
-}  // namespace pk
+}  // namespace pk::PK_SET

@@ -3,9 +3,9 @@
 #include "common/context.h"
 #include "common/simd.h"
 
-using namespace pk;
+using namespace pk::PK_SET;
 
-PK_API Context* pk_create(int threads, int spin_us) {
+PK_FUNCTION(Context*, pk_create)(int threads, int spin_us) {
     try {
         return new Context(threads, spin_us);
     } catch (...) {  // no memory or no threads: the caller sees a null handle and reports it
@@ -13,11 +13,9 @@ PK_API Context* pk_create(int threads, int spin_us) {
     }
 }
 
-PK_API void pk_destroy(Context* ctx) { delete ctx; }
+PK_FUNCTION(void, pk_destroy)(Context* ctx) { delete ctx; }
 
-PK_API int pk_abi() { return 1; }
-
-PK_API const char* pk_isa() {
+PK_FUNCTION(const char*, pk_isa)() {
 #if defined(PK_NEON)
 #if defined(__ARM_FEATURE_DOTPROD)
     return "neon+dotprod";
@@ -25,7 +23,11 @@ PK_API const char* pk_isa() {
     return "neon";
 #endif
 #elif defined(PK_AVX512)
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_TILE__)
+    return "avx512+vnni+bf16+amx";
+#elif defined(__AVX512BF16__)
+    return "avx512+vnni+bf16";
+#elif defined(__AVX512VNNI__)
     return "avx512+vnni";
 #else
     return "avx512";

@@ -7,7 +7,7 @@
 
 #include "common/simd.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 struct s8 {
     int8_t bits;
@@ -168,4 +168,4 @@ PK_INLINE void dispatch_cache(int dtype, F&& f) {
         dispatch(dtype, f);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

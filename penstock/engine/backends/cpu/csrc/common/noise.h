@@ -6,7 +6,7 @@
 
 #include "common/simd.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kPosition = 0xD1342543DE82EF95ull;
@@ -21,4 +21,4 @@ PK_INLINE uint64_t mix(uint64_t z) {
 // The noise key of the token at `position` of a sequence.
 PK_INLINE uint64_t row_key(uint64_t seed, int64_t position) { return mix(seed + uint64_t(position) * kPosition); }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

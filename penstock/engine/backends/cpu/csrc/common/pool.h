@@ -21,7 +21,7 @@
 #include <immintrin.h>
 #endif
 
-namespace pk {
+namespace pk::PK_SET {
 
 inline void cpu_relax() {
 #if defined(__x86_64__)
@@ -202,4 +202,4 @@ class Pool {
     bool stop_ = false;
 };
 
-}  // namespace pk
+}  // namespace pk::PK_SET

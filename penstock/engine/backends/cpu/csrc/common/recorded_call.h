@@ -1,6 +1,6 @@
 // What makes a library function recordable: a second entry that takes its arguments as 64-bit words.
 //
-// `PK_TAPED(name)` stands after the definition, so the words are read back with the very types of the function.
+// `PK_RECORDABLE(name)` stands after the definition, so the words are read back with the very types of the function.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include "common/context.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 // An argument as it lies in the low bytes of a word.
 template <class T>
@@ -37,7 +37,9 @@ int call_with(R (*f)(Context*, A...), Context* ctx, const uint64_t* words) {
     return call_with(f, ctx, words, std::index_sequence_for<A...>());
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
-#define PK_TAPED(name) \
-    PK_API int name##_taped(Context* ctx, const uint64_t* words) { return call_with(name, ctx, words); }
+#define PK_RECORDABLE(name)                                                   \
+    PK_FUNCTION(int, name##_recorded)(void* ctx, const uint64_t* words) {     \
+        return call_with(PK_OF_SET(name), static_cast<Context*>(ctx), words); \
+    }

@@ -6,22 +6,10 @@
 #include "common/noise.h"
 #include "common/recorded_call.h"
 
-using namespace pk;
-
-struct Call {
-    int (*run)(Context*, const uint64_t*);
-    const uint64_t* words;
-    int64_t nanoseconds;  // spent here since the tape was made, where times are asked for
-};
-
-struct Patch {
-    void* at;
-    int32_t bytes;  // 4 or 8
-    int32_t count;  // which of the step's counts belongs there
-};
+using namespace pk::PK_SET;
 
 // 0: done. Otherwise 256 * (index of the call) + the code with which it stopped.
-PK_API int64_t pk_run(Context* ctx, Call* calls, int64_t length, const Patch* patches, int64_t patched,
+PK_FUNCTION(int64_t, pk_run)(Context* ctx, RecordedCall* calls, int64_t length, const CountPatch* patches, int64_t patched,
                       const int64_t* counts, int timed) {
     for (int64_t i = 0; i < patched; ++i) {
         const int64_t count = counts[patches[i].count];
@@ -40,19 +28,6 @@ PK_API int64_t pk_run(Context* ctx, Call* calls, int64_t length, const Patch* pa
     return 0;
 }
 
-// Where the inputs of a recorded step lie, and the rows that those of a decode are made from.
-struct DecodeArgs {
-    int64_t *ids, *positions, *slots, *at, *keys;
-    int32_t *query_starts, *context_lens, *rows, *sample_rows;
-    float* temperatures;
-    const int32_t* tables;       // [rows, width]
-    const int64_t* last_tokens;  // of every row, as those below
-    const uint64_t* seeds;
-    const float* row_temperatures;
-    const uint8_t* flags;
-    int64_t width, block_size, temperature_stride;
-};
-
 struct Decode {
     int64_t token;  // negative: the one its row sampled last
     int64_t position, row;
@@ -60,7 +35,7 @@ struct Decode {
 
 // The inputs of a step in which each of `count` sequences computes one token and samples behind it.
 // The union of their rows' flags; negative when a position lies outside its block table.
-PK_API int pk_load_decodes(const DecodeArgs* args, const Decode* decodes, int64_t count) {
+PK_FUNCTION(int, pk_load_decodes)(const DecodeArgs* args, const Decode* decodes, int64_t count) {
     const DecodeArgs& a = *args;
     int flags = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -83,14 +58,14 @@ PK_API int pk_load_decodes(const DecodeArgs* args, const Decode* decodes, int64_
 }
 
 // Each row remembers the token sampled for it; of several the last.
-PK_API void pk_keep(Context* ctx, const int64_t* tokens, const int32_t* rows, int64_t* last_tokens, int64_t count) {
+PK_FUNCTION(void, pk_keep)(Context* ctx, const int64_t* tokens, const int32_t* rows, int64_t* last_tokens, int64_t count) {
     Guard hold(ctx->busy);
     for (int64_t i = 0; i < count; ++i) last_tokens[rows[i]] = tokens[i];
 }
-PK_TAPED(pk_keep)
+PK_RECORDABLE(pk_keep)
 
 // Rows of a table by index. 1: an index outside it; nothing is written then.
-PK_API int pk_embed(Context* ctx, const int64_t* ids, const void* table, void* out, int64_t rows, int64_t size,
+PK_FUNCTION(int, pk_embed)(Context* ctx, const int64_t* ids, const void* table, void* out, int64_t rows, int64_t size,
                     int64_t row_bytes) {
     Guard hold(ctx->busy);
     for (int64_t r = 0; r < rows; ++r)
@@ -100,4 +75,4 @@ PK_API int pk_embed(Context* ctx, const int64_t* ids, const void* table, void* o
                     size_t(row_bytes));
     return 0;
 }
-PK_TAPED(pk_embed)
+PK_RECORDABLE(pk_embed)

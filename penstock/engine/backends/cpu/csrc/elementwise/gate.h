@@ -5,7 +5,7 @@
 #include "common/context.h"
 #include "common/simd.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 enum Gate : int32_t { kNoGate, kSilu, kGelu };
 
@@ -69,4 +69,4 @@ inline void gate_all(Context* ctx, Gate gate, const void* x, void* out, int64_t 
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

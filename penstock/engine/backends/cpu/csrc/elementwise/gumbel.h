@@ -15,7 +15,7 @@
 #include "common/noise.h"
 #include "common/simd.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 PK_INLINE float uniform(uint64_t key, int64_t i) {
     return float(uint32_t(mix(key + uint64_t(i) * kGolden) >> 40) | 1) * 5.9604644775390625e-8f;
@@ -77,7 +77,7 @@ struct Draw {
 };
 
 // All rows of logits [rows, n].
-inline void draw_rows(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys, int64_t* out,
+inline void sample_rows(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys, int64_t* out,
                       int64_t rows, int64_t n) {
     ctx->pool.rows(rows, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t r = begin; r < end; ++r) {
@@ -88,4 +88,4 @@ inline void draw_rows(Context* ctx, const float* logits, const float* temperatur
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

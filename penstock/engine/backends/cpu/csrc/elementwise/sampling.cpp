@@ -5,7 +5,7 @@
 #include "elementwise/gumbel.h"
 #include "common/recorded_call.h"
 
-using namespace pk;
+using namespace pk::PK_SET;
 
 namespace {
 
@@ -42,7 +42,7 @@ void mask_row(float* logits, const uint32_t* bits, int64_t n) {
 
 }  // namespace
 
-PK_API void pk_mask_logits(Context* ctx, float* logits, const int64_t* at, const uint32_t* bits, int64_t count,
+PK_FUNCTION(void, pk_mask_logits)(Context* ctx, float* logits, const int64_t* at, const uint32_t* bits, int64_t count,
                            int64_t n) {
     Guard hold(ctx->busy);
     const int64_t words = (n + 31) / 32;
@@ -51,23 +51,23 @@ PK_API void pk_mask_logits(Context* ctx, float* logits, const int64_t* at, const
     });
 }
 
-PK_API void pk_argmax(Context* ctx, const float* logits, int64_t* out, int64_t rows, int64_t n) {
+PK_FUNCTION(void, pk_argmax)(Context* ctx, const float* logits, int64_t* out, int64_t rows, int64_t n) {
     Guard hold(ctx->busy);
     ctx->pool.rows(rows, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t r = begin; r < end; ++r) out[r] = argmax_row(logits + r * n, n);
     });
 }
 
-PK_API void pk_logsumexp(Context* ctx, const float* logits, float* out, int64_t rows, int64_t n) {
+PK_FUNCTION(void, pk_logsumexp)(Context* ctx, const float* logits, float* out, int64_t rows, int64_t n) {
     Guard hold(ctx->busy);
     ctx->pool.rows(rows, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t r = begin; r < end; ++r) out[r] = logsumexp_row(logits + r * n, n);
     });
 }
 
-PK_API void pk_gumbel_argmax(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys,
+PK_FUNCTION(void, pk_gumbel_argmax)(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys,
                              int64_t* out, int64_t rows, int64_t n) {
     Guard hold(ctx->busy);
-    draw_rows(ctx, logits, temperatures, keys, out, rows, n);
+    sample_rows(ctx, logits, temperatures, keys, out, rows, n);
 }
-PK_TAPED(pk_gumbel_argmax)
+PK_RECORDABLE(pk_gumbel_argmax)

@@ -8,16 +8,7 @@
 #include "common/recorded_call.h"
 #include "linear/output_tile.h"
 
-using namespace pk;
-
-struct DenseArgs {
-    const void* x;
-    const float* weights;  // [columns / 16, depth, 16], padded with zeros
-    const float* bias;     // may be null
-    void* out;
-    int64_t rows, columns, depth;
-    int32_t dtype, out_dtype;
-};
+using namespace pk::PK_SET;
 
 namespace {
 
@@ -60,7 +51,7 @@ void dense_tiles(const DenseArgs& a, int64_t begin, int64_t end) {
 
 }  // namespace
 
-PK_API void pk_dense(Context* ctx, const DenseArgs* args) {
+PK_FUNCTION(void, pk_dense)(Context* ctx, const DenseArgs* args) {
     Guard hold(ctx->busy);
     const DenseArgs& a = *args;
     dispatch(a.dtype, [&](auto* t) {
@@ -72,4 +63,4 @@ PK_API void pk_dense(Context* ctx, const DenseArgs* args) {
     });
 }
 
-PK_TAPED(pk_dense)
+PK_RECORDABLE(pk_dense)

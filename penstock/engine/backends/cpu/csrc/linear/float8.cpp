@@ -9,17 +9,7 @@
 #include "common/recorded_call.h"
 #include "linear/output_tile.h"
 
-using namespace pk;
-
-struct Float8Args {
-    const void* x;
-    const uint8_t* weights;  // [columns / 16, depth, 16], padded with zeros
-    const float* scales;     // [columns / 16, groups, 16]
-    const float* bias;       // may be null
-    void* out;
-    int64_t rows, columns, depth, groups;
-    int32_t dtype, out_dtype;
-};
+using namespace pk::PK_SET;
 
 namespace {
 
@@ -130,7 +120,7 @@ void widen_tile(const uint8_t* w, const float* scales, int64_t t, int64_t column
 
 }  // namespace
 
-PK_API void pk_float8(Context* ctx, const Float8Args* args) {
+PK_FUNCTION(void, pk_float8)(Context* ctx, const Float8Args* args) {
     Guard hold(ctx->busy);
     const Float8Args& a = *args;
     if (a.rows == 0) return;
@@ -150,7 +140,7 @@ PK_API void pk_float8(Context* ctx, const Float8Args* args) {
 }
 
 // The weights as [columns, depth], for a library that multiplies many rows faster than this one.
-PK_API void pk_float8_widen(Context* ctx, const uint8_t* weights, const float* scales, void* out, int64_t columns,
+PK_FUNCTION(void, pk_float8_widen)(Context* ctx, const uint8_t* weights, const float* scales, void* out, int64_t columns,
                             int64_t depth, int64_t groups, int dtype) {
     Guard hold(ctx->busy);
     dispatch(dtype, [&](auto* o) {
@@ -161,4 +151,4 @@ PK_API void pk_float8_widen(Context* ctx, const uint8_t* weights, const float* s
     });
 }
 
-PK_TAPED(pk_float8)
+PK_RECORDABLE(pk_float8)

@@ -10,7 +10,7 @@
 
 #include "linear/linear.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 // 16 integers as bytes.
 PK_INLINE void store_bytes(int8_t* to, const vi* q) {
@@ -158,7 +158,7 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
     float y[kRows * kColumns];
     float *scale = static_cast<float*>(scratch), *minimum = scale + blocks * kColumns;
     uint8_t* wide = reinterpret_cast<uint8_t*>(minimum + blocks * kColumns);
-    const int64_t group = kRows / a.digits;  // rows of one group of records
+    const int64_t group = kRows / a.activation_parts;  // rows of one group of records
     const bool direct = a.rows <= group;
     for (int64_t t = begin; t < end; ++t) {
         const Tile tile = tile_at(a.weights, blocks, a.bits, t);
@@ -174,7 +174,7 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
         for (int64_t row = 0; row < a.rows; row += group) {
             const Record* r = records + row / group * blocks;
             if (ahead) prefetch(tile.q + bytes + row / group * share, share);
-            const int taken = int(std::min<int64_t>(group, a.rows - row)), rows = taken * a.digits;
+            const int taken = int(std::min<int64_t>(group, a.rows - row)), rows = taken * a.activation_parts;
             if (direct && a.bits == 4)
                 tile_product<Q4, true>(tile.q, tile.scale, tile.minimum, r, blocks, rows, y);
             else if (direct)
@@ -184,22 +184,22 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
             else
                 tile_product<Q8, false>(tile.q, scale, scale, r, blocks, rows, y);
             write_columns<O>(a, row, taken, t * kColumns, kColumns, [&](int m, int i) {
-                const float* from = y + m * a.digits * kColumns + i;
-                return a.digits == 2 ? load(from) + load(from + kColumns) : load(from);
+                const float* from = y + m * a.activation_parts * kColumns + i;
+                return a.activation_parts == 2 ? load(from) + load(from + kColumns) : load(from);
             });
         }
     }
 }
 
-inline void linear_by_digits(Context* ctx, const LinearArgs& a) {
-    const int64_t group = kRows / a.digits, blocks = a.depth / kDepth, groups = round_up(a.rows, group) / group;
+inline void linear_integer(Context* ctx, const LinearArgs& a) {
+    const int64_t group = kRows / a.activation_parts, blocks = a.depth / kDepth, groups = round_up(a.rows, group) / group;
     Record* records = static_cast<Record*>(ctx->shared.reserve(size_t(groups * blocks) * sizeof(Record)));
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(groups, std::max<int64_t>(1, 32768 / (a.depth * kRows)), [&](int64_t begin, int64_t end, int) {
             for (int64_t g = begin; g < end; ++g)
                 quantize_rows(static_cast<const T*>(a.x) + g * group * a.depth, records + g * blocks,
-                              std::min<int64_t>(group, a.rows - g * group), blocks, a.digits);
+                              std::min<int64_t>(group, a.rows - g * group), blocks, a.activation_parts);
         });
     });
     const size_t scratch = size_t(blocks) * (2 * kColumns * sizeof(float) + Q8::kBytes);
@@ -214,4 +214,4 @@ inline void linear_by_digits(Context* ctx, const LinearArgs& a) {
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

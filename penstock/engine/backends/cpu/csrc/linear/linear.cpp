@@ -6,6 +6,7 @@
 // weights always go there; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
 // measured at load.
 
+#include "common/recorded_call.h"
 #include "elementwise/gumbel.h"
 #include "linear/amx/per_group.h"
 #include "linear/amx/per_channel.h"
@@ -13,26 +14,25 @@
 #include "linear/neon/float16.h"
 #include "linear/amx/bfloat16.h"
 #include "linear/pack.h"
-#include "common/recorded_call.h"
 
-using namespace pk;
+using namespace pk::PK_SET;
 
 // Bytes of the packed form.
-PK_API int64_t pk_linear_bytes(int64_t columns, int64_t depth, int bits) {
+PK_FUNCTION(int64_t, pk_linear_bytes)(int64_t columns, int64_t depth, int bits) {
     return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
 }
 
 // Whether this CPU has matrix tiles.
-PK_API int pk_linear_has_matrix() {
+PK_FUNCTION(int, pk_linear_has_matrix)() {
 #if defined(PK_AMX)
-    return amx_granted();
+    return 1;
 #else
     return 0;
 #endif
 }
 
 // Whether products of these packed weights can be done in float16: the CPU has the vectors, the weights the range.
-PK_API int pk_linear_has_half(const uint8_t* weights, int64_t columns, int64_t depth, int bits) {
+PK_FUNCTION(int, pk_linear_fits_float16)(const uint8_t* weights, int64_t columns, int64_t depth, int bits) {
 #if defined(PK_HALF)
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
     if (bits != 4 && bits != 8) return 0;
@@ -52,11 +52,11 @@ PK_API int pk_linear_has_half(const uint8_t* weights, int64_t columns, int64_t d
 }
 
 // Quantizes float32 rows (bits 16: rounds them to bfloat16). 0: done; 1: a weight is not finite or too large for a float16 scale.
-PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
+PK_FUNCTION(int, pk_linear_pack_floats)(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
                                  int bits) {
     Guard hold(ctx->busy);
     const Packer p{out, depth / kDepth, bits};
-    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::memset(out, 0, size_t(PK_OF_SET(pk_linear_bytes)(columns, depth, bits)));
     std::atomic<int> bad{0};
     ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
         for (int64_t n = begin; n < end; ++n)
@@ -72,12 +72,12 @@ PK_API int pk_linear_pack_floats(Context* ctx, const float* w, uint8_t* out, int
 
 // Repacks GGUF blocks without changing a value: 2 = Q4_0, 3 = Q4_1, 8 = Q8_0 (GGUF's own numbers).
 // 0: done; 1: a scale is not finite.
-PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, int64_t columns, int64_t depth,
+PK_FUNCTION(int, pk_linear_pack_gguf)(Context* ctx, const uint8_t* raw, uint8_t* out, int64_t columns, int64_t depth,
                                int kind) {
     Guard hold(ctx->busy);
     const int bits = kind == 8 ? 8 : 4, stride = kind == 8 ? 34 : kind == 3 ? 20 : 18;
     const Packer p{out, depth / kDepth, bits};
-    std::memset(out, 0, size_t(pk_linear_bytes(columns, depth, bits)));
+    std::memset(out, 0, size_t(PK_OF_SET(pk_linear_bytes)(columns, depth, bits)));
     std::atomic<int> bad{0};
     ctx->pool.rows(columns, 64, [&](int64_t begin, int64_t end, int) {
         for (int64_t n = begin; n < end; ++n)
@@ -98,7 +98,7 @@ PK_API int pk_linear_pack_gguf(Context* ctx, const uint8_t* raw, uint8_t* out, i
 }
 
 // Bytes of the form by columns.
-PK_API int64_t pk_linear_column_bytes(int64_t columns, int64_t depth) {
+PK_FUNCTION(int64_t, pk_linear_per_channel_bytes)(int64_t columns, int64_t depth) {
 #if defined(PK_AMX)
     return round_up(columns, kColumns) / kColumns * column_tile_bytes(depth);
 #else
@@ -108,7 +108,7 @@ PK_API int64_t pk_linear_column_bytes(int64_t columns, int64_t depth) {
 }
 
 // The form by columns of packed few-bit weights, stretched depth by depth unless `stretch` is null.
-PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float* stretch, uint8_t* out, int64_t columns,
+PK_FUNCTION(void, pk_linear_pack_per_channel)(Context* ctx, const uint8_t* weights, const float* stretch, uint8_t* out, int64_t columns,
                               int64_t depth, int bits) {
 #if defined(PK_AMX)
     Guard hold(ctx->busy);
@@ -126,59 +126,77 @@ PK_API void pk_linear_columns(Context* ctx, const uint8_t* weights, const float*
 
 namespace {
 
-// Whether the product applies the gate on its way.
-bool gates_itself(const LinearArgs& a) {
-#if defined(PK_AMX)
-    return by_columns(a) && a.columns % kPair == 0;
-#else
-    (void)a;
-    return false;
+enum Form : int {
+#define PK_LINEAR_FORM(name, weights, activations) kForm_##name,
+#include "linear/forms.def"
+#undef PK_LINEAR_FORM
+    kForms
+};
+static_assert(sizeof(LinearArgs::first_rows) == kForms * sizeof(int64_t), "first_rows has an entry per form");
+
+using Linear = void (*)(Context*, const LinearArgs&);
+#if !defined(PK_AMX)
+constexpr Linear linear_per_channel = nullptr, linear_bfloat16 = nullptr, linear_per_group = nullptr;
 #endif
+#if !defined(PK_HALF)
+constexpr Linear linear_float16 = nullptr;
+#endif
+
+enum Weights { packed, per_channel };
+enum Activations { any = -1, bfloat16 = 2 };
+
+const struct {
+    Linear run;  // null: this instruction set does not have the form
+    Weights weights;
+    Activations activations;
+} kFormTable[] = {
+#define PK_LINEAR_FORM(name, weights, activations) {linear_##name, weights, activations},
+#include "linear/forms.def"
+#undef PK_LINEAR_FORM
+};
+
+Form form_of(const LinearArgs& a) {
+    for (int f = 0; f < kForm_integer; ++f) {
+        const auto& form = kFormTable[f];
+        if (form.run && a.first_rows[f] > 0 && a.rows >= a.first_rows[f] &&
+            (form.weights != per_channel || a.per_channel) && (form.activations == any || form.activations == a.dtype))
+            return Form(f);
+    }
+    return kForm_integer;
 }
 
-void linear(Context* ctx, const LinearArgs& a);
-
-// By way of both halves, where the gate is not part of the product.
-void linear_then_gate(Context* ctx, const LinearArgs& a) {
-    LinearArgs both = a;
-    both.gate = kNoGate;
-    both.out = ctx->ungated.reserve(size_t(a.rows * a.columns) * (a.out_dtype == 0 ? 4 : 2));
-    linear(ctx, both);
-    gate_all(ctx, a.gate, both.out, a.out, a.rows, a.columns / 2, a.out_dtype);
-}
+// Whether the product applies the gate itself.
+bool fuses_gate(Form form, const LinearArgs& a) { return form == kForm_per_channel && a.columns % (2 * kColumns) == 0; }
 
 void linear(Context* ctx, const LinearArgs& a) {
-    if (a.gate && !gates_itself(a)) return linear_then_gate(ctx, a);
-#if defined(PK_AMX)
-    if (by_columns(a)) return linear_by_columns(ctx, a);
-    if (by_matrix(a)) return linear_by_matrix(ctx, a);
-    if (by_blocks(a)) return linear_by_blocks(ctx, a);
-#endif
-#if defined(PK_HALF)
-    if (a.half_rows > 0 && a.rows >= a.half_rows) return linear_by_half(ctx, a);
-#endif
-    linear_by_digits(ctx, a);
+    const Form form = form_of(a);
+    if (!a.gate || fuses_gate(form, a)) return kFormTable[form].run(ctx, a);
+    LinearArgs both = a;  // both halves first, then the gate
+    both.gate = kNoGate;
+    both.out = ctx->ungated.reserve(size_t(a.rows * a.columns) * (a.out_dtype == 0 ? 4 : 2));
+    kFormTable[form].run(ctx, both);
+    gate_all(ctx, Gate(a.gate), both.out, a.out, a.rows, a.columns / 2, a.out_dtype);
 }
 
 }  // namespace
 
-PK_API void pk_linear(Context* ctx, const LinearArgs* args) {
+PK_FUNCTION(void, pk_linear)(Context* ctx, const LinearArgs* args) {
     Guard hold(ctx->busy);
     if (args->rows > 0) linear(ctx, *args);
 }
 
-// Draws from the outputs of every row as `pk_gumbel_argmax` does. Where the product cannot draw on its way, the outputs
-// are written to `args->out`, float32, first.
-PK_API void pk_linear_draw(Context* ctx, const LinearArgs* args, const float* temperatures, const uint64_t* keys,
-                           int64_t* out) {
+// A token sampled from the outputs of every row, as `pk_gumbel_argmax` does. Where sampling is not fused into the product,
+// the outputs are written to `args->out`, float32, first.
+PK_FUNCTION(void, pk_linear_sample)(Context* ctx, const LinearArgs* args, const float* temperatures,
+                                    const uint64_t* keys, int64_t* out) {
     Guard hold(ctx->busy);
     if (args->rows <= 0) return;
 #if defined(PK_AMX)
-    if (by_columns(*args)) return draw_by_columns(ctx, *args, temperatures, keys, out);
+    if (form_of(*args) == kForm_per_channel) return sample_per_channel(ctx, *args, temperatures, keys, out);
 #endif
     linear(ctx, *args);
-    draw_rows(ctx, static_cast<const float*>(args->out), temperatures, keys, out, args->rows, args->columns);
+    sample_rows(ctx, static_cast<const float*>(args->out), temperatures, keys, out, args->rows, args->columns);
 }
 
-PK_TAPED(pk_linear)
-PK_TAPED(pk_linear_draw)
+PK_RECORDABLE(pk_linear)
+PK_RECORDABLE(pk_linear_sample)

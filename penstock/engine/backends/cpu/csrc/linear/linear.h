@@ -9,22 +9,7 @@
 #include "elementwise/gate.h"
 #include "linear/dot.h"
 
-struct LinearArgs {
-    const void* x;
-    const uint8_t* weights;
-    const float* bias;  // may be null
-    void* out;
-    int64_t rows, columns, depth;
-    int32_t bits, dtype, out_dtype;
-    int32_t digits;  // int8 digits per activation: 1 or 2
-    const uint8_t* column_form;  // the weights in int8 with a scale per column, or null
-    const float* column_shrink;  // what a row is multiplied by for that form, depth by depth, or null
-    // From how many rows on (0: never): those forms on matrix tiles, blocks there, widened weights there, float16 vectors.
-    int64_t column_rows, block_rows, matrix_rows, half_rows;
-    pk::Gate gate;  // with one, half of the columns come out: act(first half) * second half
-};
-
-namespace pk {
+namespace pk::PK_SET {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -79,4 +64,4 @@ PK_INLINE void write_columns(const LinearArgs& a, int64_t row, int rows, int64_t
     }
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

@@ -10,24 +10,7 @@
 #include "common/simd.h"
 #include "common/recorded_call.h"
 
-using namespace pk;
-
-// What differs between steps; it stays where it is, so that recorded calls find it.
-struct LoraStep {
-    const int32_t *order, *tile_slots, *tile_starts, *tile_counts;
-    int32_t entries, tiles, most_rank;
-};
-
-struct LoraArgs {
-    const void* x;
-    void* y;
-    const LoraStep* step;
-    const void* const* slots;  // each slot's buffer
-    const int32_t* ranks;      // [slots, sites]; 0: this site is not touched
-    const int64_t* sizes;      // outputs of each part
-    int64_t tokens, inputs, outputs, start;
-    int32_t parts, site, sites, dtype, matrix_dtype;
-};
+using namespace pk::PK_SET;
 
 namespace {
 
@@ -187,7 +170,7 @@ void apply(Context* ctx, const LoraArgs& a) {
 // Matrices have the type of the activations; beside float32 also float16 (half the bytes, which is what a step with many
 // adapters waits for).
 // 1: a token of the tiles is not one of the step; nothing is written then.
-PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
+PK_FUNCTION(int, pk_lora)(Context* ctx, const LoraArgs* args) {
     Guard hold(ctx->busy);
     const LoraStep& step = *args->step;
     for (int32_t i = 0; i < step.entries; ++i)
@@ -200,4 +183,4 @@ PK_API int pk_lora(Context* ctx, const LoraArgs* args) {
     }
     return 0;
 }
-PK_TAPED(pk_lora)
+PK_RECORDABLE(pk_lora)

@@ -4,7 +4,7 @@
 
 #include "common/simd.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kTile = 16;
 
@@ -21,4 +21,4 @@ PK_INLINE void write_tile(const float* y, int rows, O* out, int64_t columns, int
         }
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

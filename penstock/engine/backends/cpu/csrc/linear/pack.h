@@ -4,7 +4,7 @@
 
 #include "linear/linear.h"
 
-namespace pk {
+namespace pk::PK_SET {
 
 // To nearest even; what is not finite stays so.
 inline bf16 round_bf16(float x) {
@@ -87,4 +87,4 @@ inline bool pack_floats4(const Packer& p, int64_t n, int64_t b, const float* w) 
 
 inline uint16_t half_at(const uint8_t* p) { return uint16_t(p[0] | p[1] << 8); }
 
-}  // namespace pk
+}  // namespace pk::PK_SET

@@ -9,7 +9,7 @@
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kTogether = 4;  // tasks, at most
 constexpr int kTogetherKeys = 1024;  // and keys, about: what tasks note on the way stays in the cores' own caches
@@ -17,8 +17,7 @@ constexpr int kGroups = kPart / kTileGroup;
 constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
 
 inline bool by_groups(const AttentionArgs& a) {
-    return a.dtype == 2 && a.head_dim % 64 == 0 && a.heads / a.kv_heads <= kSharing && a.block_size % kTileGroup == 0 &&
-           amx_granted();
+    return a.dtype == 2 && a.head_dim % 64 == 0 && a.heads / a.kv_heads <= kSharing && a.block_size % kTileGroup == 0;
 }
 
 // A query head takes a lane: of 4 or 8.
@@ -222,6 +221,6 @@ inline void shape_groups(GroupShape sums, GroupShape four, GroupShape five, Grou
     _tile_loadconfig(&shape);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

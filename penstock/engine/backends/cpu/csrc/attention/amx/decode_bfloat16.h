@@ -9,7 +9,7 @@
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 inline bool by_half_groups(const AttentionArgs& a) { return a.cache_dtype == 2 && by_groups(a); }
 
@@ -179,6 +179,6 @@ class DecodeHalves : private DecodeTask<LANES> {
     uint8_t *weights, *queries;
 };
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -12,7 +12,7 @@
 #if defined(PK_AMX) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define PK_BYTE_TILES 1
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kByteDepth = 64;  // numbers of a tile's row
 
@@ -269,6 +269,6 @@ class DecodeBytes : private DecodeTask<LANES> {
     float step[kSharing], value_unit;  // of queries' integers, and of the sums of values
 };
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

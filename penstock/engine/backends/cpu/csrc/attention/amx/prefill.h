@@ -13,7 +13,7 @@
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kTileGroup = 16;  // keys of a tile
 constexpr int kTilePanel = 64;  // keys of a panel: four tiles
@@ -22,7 +22,7 @@ constexpr float kLog2 = 1.44269504f;  // of e
 
 inline bool by_tiles(const AttentionArgs& a) {
     return a.dtype == 2 && (a.cache_dtype == 2 || a.cache_dtype == 3) && a.head_dim % 32 == 0 &&
-           a.heads / a.kv_heads <= 16 && amx_granted();
+           a.heads / a.kv_heads <= 16;
 }
 
 // 32 numbers of a cache as bfloat16; int8 without its scale.
@@ -387,6 +387,6 @@ class PrefillTile {
     int64_t query_at[kTileRows], out_at[kTileRows];  // of every row, from the task's first
 };
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -2,19 +2,15 @@
 
 #pragma once
 
-#include "common/amx/tiles.h"
+#include "linear/amx/weight_tiles.h"
 #include "linear/linear.h"
 #include "linear/amx/bfloat16_stored.h"
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int64_t kMostChunk = 12;  // blocks whose weights for 32 columns stay in the first-level cache: 24 KB
-
-inline bool by_matrix(const LinearArgs& a) {
-    return amx_granted() && a.dtype == 2 && a.matrix_rows > 0 && a.rows >= a.matrix_rows;
-}
 
 // One product: the rows in groups of 32, the weights in pairs of column tiles, the depth in chunks. Sums wait in `sums`
 // between chunks where there are several groups; a single one keeps them in registers.
@@ -111,8 +107,8 @@ class MatrixProduct {
     int64_t chunk_, groups_;
 };
 
-inline void linear_by_matrix(Context* ctx, const LinearArgs& a) {
-    if (a.bits == 16 && a.rows > 32) return linear_by_wide(ctx, a);
+inline void linear_bfloat16(Context* ctx, const LinearArgs& a) {
+    if (a.bits == 16 && a.rows > 32) return linear_bfloat16_stored(ctx, a);
     const MatrixProduct product(a, static_cast<uint8_t*>(ctx->shared.reserve(MatrixProduct::packed_bytes(a))));
     if (MatrixProduct::packs(a))
         ctx->pool.rows(round_up(a.rows, 32) / 16, 4, [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
@@ -125,6 +121,6 @@ inline void linear_by_matrix(Context* ctx, const LinearArgs& a) {
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

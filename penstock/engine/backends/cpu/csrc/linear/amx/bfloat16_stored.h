@@ -3,12 +3,12 @@
 
 #pragma once
 
-#include "common/amx/tiles.h"
+#include "linear/amx/weight_tiles.h"
 #include "linear/linear.h"
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 class WideProduct {
   public:
@@ -102,7 +102,7 @@ class WideProduct {
     uint8_t* const packed_;
 };
 
-inline void linear_by_wide(Context* ctx, const LinearArgs& a) {
+inline void linear_bfloat16_stored(Context* ctx, const LinearArgs& a) {
     const WideProduct product(a, ctx->shared.reserve(WideProduct::packed_bytes(a)));
     ctx->pool.rows(round_up(a.rows, 32), std::max<int64_t>(1, 16384 / a.depth),
                    [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
@@ -112,6 +112,6 @@ inline void linear_by_wide(Context* ctx, const LinearArgs& a) {
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

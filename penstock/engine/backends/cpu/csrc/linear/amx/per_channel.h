@@ -10,20 +10,16 @@
 
 #include <utility>
 
-#include "common/amx/tiles.h"
+#include "linear/amx/weight_tiles.h"
 #include "elementwise/gumbel.h"
 #include "linear/linear.h"
 #include "linear/avx512/hadamard.h"
 
 #if defined(PK_AMX)
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int64_t kStep = 64;  // depths of a tile of bytes
-
-inline bool by_columns(const LinearArgs& a) {
-    return a.dtype == 2 && a.column_form && a.column_rows > 0 && a.rows >= a.column_rows && amx_granted();
-}
 
 inline int64_t column_steps(int64_t depth) { return (depth + kStep - 1) / kStep; }
 
@@ -178,11 +174,11 @@ class ColumnProduct {
     // A pair is two neighbours, the last perhaps the same one twice; or, with a gate, a tile of either half.
     const uint8_t* tile_of(int64_t pair, int side) const {
         const int64_t tile = a.gate ? pair + side * (tiles() / 2) : std::min(2 * pair + side, tiles() - 1);
-        return a.column_form + tile * column_tile_bytes(a.depth);
+        return a.per_channel + tile * column_tile_bytes(a.depth);
     }
     const uint8_t* end_of(int side) const {
         if (last_) return last_;
-        return a.column_form + (a.gate && side == 0 ? tiles() / 2 : tiles()) * column_tile_bytes(a.depth);
+        return a.per_channel + (a.gate && side == 0 ? tiles() / 2 : tiles()) * column_tile_bytes(a.depth);
     }
 
     // Rows [from, to) of finished sums as outputs.
@@ -221,12 +217,12 @@ class ColumnProduct {
                 up += load(a.bias + ffn + column);
             }
             as_stored<O>(gate, up);
-            store(out, gated<O>(a.gate, gate, up));
+            store(out, gated<O>(Gate(a.gate), gate, up));
         }
     }
 
     PK_INLINE vf shrunk(const bf16* x, int64_t k) const {
-        return a.column_shrink ? load(x + k) * load(a.column_shrink + k) : load(x + k);
+        return a.per_channel_inputs ? load(x + k) * load(a.per_channel_inputs + k) : load(x + k);
     }
 
     // A row turned; its largest magnitude then, infinity or NaN if there is one.
@@ -288,7 +284,7 @@ inline void pack_rows(Context* ctx, const LinearArgs& a, const ColumnProduct& pr
     });
 }
 
-inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
+inline void linear_per_channel(Context* ctx, const LinearArgs& a) {
     const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
     const int64_t pairs = product.pairs();
     pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pairs, thread); });
@@ -299,7 +295,7 @@ inline void linear_by_columns(Context* ctx, const LinearArgs& a) {
 }
 
 // A draw from the float32 outputs of every row, which are written nowhere but to a core's cache, a few columns at a time.
-inline void draw_by_columns(Context* ctx, const LinearArgs& a, const float* temperatures, const uint64_t* keys,
+inline void sample_per_channel(Context* ctx, const LinearArgs& a, const float* temperatures, const uint64_t* keys,
                             int64_t* out) {
     constexpr int64_t kPairs = 8;  // 64 rows of so many are 64 KiB
     uint8_t* const packed = static_cast<uint8_t*>(ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
@@ -308,7 +304,7 @@ inline void draw_by_columns(Context* ctx, const LinearArgs& a, const float* temp
     pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pieces, thread) * kPairs; });
     Draw* const draws = static_cast<Draw*>(ctx->tasks.reserve(size_t(threads * a.rows) * sizeof(Draw)));
     std::fill_n(draws, threads * a.rows, Draw());
-    const uint8_t* const last = a.column_form + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
+    const uint8_t* const last = a.per_channel + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
     ctx->pool.spread(pieces, [&](auto& next, int thread) {
         LinearArgs part = a;
         part.out = ctx->scratch[thread].floats(size_t(a.rows * kPairs * kPair));
@@ -317,7 +313,7 @@ inline void draw_by_columns(Context* ctx, const LinearArgs& a, const float* temp
             for (int64_t piece = begin; piece < end; ++piece) {
                 const int64_t first = piece * kPairs * kPair;
                 part.columns = std::min(kPairs * kPair, a.columns - first);
-                part.column_form = a.column_form + first / kColumns * column_tile_bytes(a.depth);
+                part.per_channel = a.per_channel + first / kColumns * column_tile_bytes(a.depth);
                 part.bias = a.bias ? a.bias + first : nullptr;
                 const ColumnProduct some(part, packed, last);
                 bool given = false;
@@ -337,6 +333,6 @@ inline void draw_by_columns(Context* ctx, const LinearArgs& a, const float* temp
     }
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -7,16 +7,12 @@
 
 #pragma once
 
-#include "common/amx/tiles.h"
+#include "linear/amx/weight_tiles.h"
 #include "linear/linear.h"
 
 #if defined(PK_AMX)
 
-namespace pk {
-
-inline bool by_blocks(const LinearArgs& a) {
-    return amx_granted() && a.dtype == 2 && a.bits < 16 && a.block_rows > 0 && a.rows >= a.block_rows;
-}
+namespace pk::PK_SET {
 
 // A block as a tile. Which depths a tile row pairs is free as long as the activations are paired alike: `order`.
 struct Blocks4 {
@@ -227,7 +223,7 @@ class BlockProduct {
     float* const totals_;
 };
 
-inline void linear_by_blocks(Context* ctx, const LinearArgs& a) {
+inline void linear_per_group(Context* ctx, const LinearArgs& a) {
     const BlockProduct product(a, ctx->shared.reserve(BlockProduct::packed_bytes(a)));
     ctx->pool.rows(product.groups(), std::max<int64_t>(1, 65536 / (16 * a.depth)),
                    [&](int64_t begin, int64_t end, int) { product.pack(begin, end); });
@@ -240,6 +236,6 @@ inline void linear_by_blocks(Context* ctx, const LinearArgs& a) {
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -13,7 +13,7 @@
 
 #if defined(PK_AVX512)
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kTurned = 64;  // depths that are mixed
 
@@ -74,6 +74,6 @@ PK_INLINE int32_t turn_row(int64_t depth, float* out, F&& at) {
     return hmax_bits(top);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -7,7 +7,7 @@
 
 #if defined(PK_HALF)
 
-namespace pk {
+namespace pk::PK_SET {
 
 template <class O>
 void linear_half(const LinearArgs& a, const f16* x, const float* scales, int64_t begin, int64_t end, f16* wide) {
@@ -34,7 +34,7 @@ void linear_half(const LinearArgs& a, const f16* x, const float* scales, int64_t
     }
 }
 
-inline void linear_by_half(Context* ctx, const LinearArgs& a) {
+inline void linear_float16(Context* ctx, const LinearArgs& a) {
     const int64_t rows = round_up(a.rows, kHalfRows), groups = rows / kHalfRows;
     f16* x = static_cast<f16*>(ctx->shared.reserve(size_t(rows) * (a.depth * sizeof(f16) + sizeof(float))));
     float* scales = reinterpret_cast<float*>(x + rows * a.depth);
@@ -55,6 +55,6 @@ inline void linear_by_half(Context* ctx, const LinearArgs& a) {
     });
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -12,7 +12,7 @@
 #if defined(PK_NEON) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 #define PK_HALF 1
 
-namespace pk {
+namespace pk::PK_SET {
 
 constexpr int kHalfRows = 8;    // activation rows of a packed group
 constexpr int kHalfDepth = 64;  // depths of a float16 sum
@@ -201,6 +201,6 @@ void half_rows(const f16* w, const f16* x, int64_t depth, float* y) {
         half_sums<MR>(w + from * kColumns, x + from * kHalfRows, std::min<int64_t>(kHalfDepth, depth - from) / 8, y);
 }
 
-}  // namespace pk
+}  // namespace pk::PK_SET
 
 #endif

@@ -1,0 +1,113 @@
+// Norms, the residual stream they belong to, and the gate of a feed-forward.
+// Invariant: each row is read once and written once.
+
+#include "common/recorded_call.h"
+#include "elementwise/gate.h"
+#include "elementwise/rows.h"
+
+using namespace pk::PK_SET;
+
+namespace {
+
+template <class R, class T>
+PK_INLINE void add_row(R* residual, const T* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) store(residual + i, load(residual + i) + load(x + i));
+    if (int rest = int(n - i))
+        store_part(residual + i, load_part(residual + i, rest) + load_part(x + i, rest), rest);
+}
+
+// residual += x * factor * weight.
+template <class R, class T>
+PK_INLINE void add_scaled_row(R* residual, const T* x, const float* weight, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        store(residual + i, load(residual + i) + load(x + i) * splat(factor) * load(weight + i));
+    if (int rest = int(n - i)) {
+        vf scaled = load_part(x + i, rest) * splat(factor) * load_part(weight + i, rest);
+        store_part(residual + i, load_part(residual + i, rest) + scaled, rest);
+    }
+}
+
+// The types of activations and of the residual stream they are added to: the same, or float32 for the stream.
+template <class F>
+PK_INLINE void dispatch_stream(int dtype, int wide, F&& f) {
+    dispatch(dtype, [&](auto* t) {
+        if (wide)
+            f(t, (float*)nullptr);
+        else
+            f(t, t);
+    });
+}
+
+}  // namespace
+
+// Rows in float32, whatever they are stored in: how a residual stream begins.
+PK_FUNCTION(void, pk_widen)(Context* ctx, const void* x, float* out, int64_t rows, int64_t n, int dtype) {
+    Guard hold(ctx->busy);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) convert(static_cast<const T*>(x) + r * n, out + r * n, int(n));
+        });
+    });
+}
+
+// `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`.
+PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
+                        float eps, int dtype, int wide, int weight_dtype) {
+    Guard hold(ctx->busy);
+    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
+        using T = elem<decltype(t)>;
+        using S = elem<decltype(s)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                const S* row = static_cast<const S*>(x) + r * n;
+                float factor = rms_factor(square_sum(row, n), n, eps);
+                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+            }
+        });
+    });
+}
+
+// `residual` is of `dtype`, as x and the result are, or of float32 when `wide`. With `x_weight` (of the same type as
+// `weight`), x is normalized before it is added.
+PK_FUNCTION(void, pk_add_rms_norm)(Context* ctx, const void* x, void* residual, const void* weight, const void* x_weight,
+                            void* out, int64_t rows, int64_t n, float eps, int dtype, int wide, int weight_dtype) {
+    Guard hold(ctx->busy);
+    const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
+    const float* x_scale = as_floats(ctx->tasks, x_weight, n, weight_dtype);
+    dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
+        using T = elem<decltype(t)>;
+        using S = elem<decltype(s)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                S* row = static_cast<S*>(residual) + r * n;
+                const T* added = static_cast<const T*>(x) + r * n;
+                if (x_scale)
+                    add_scaled_row(row, added, x_scale, n, rms_factor(square_sum(added, n), n, eps));
+                else
+                    add_row(row, added, n);
+                float factor = rms_factor(square_sum(row, n), n, eps);
+                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+            }
+        });
+    });
+}
+
+PK_FUNCTION(void, pk_silu_mul)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    Guard hold(ctx->busy);
+    gate_all(ctx, kSilu, x, out, rows, ffn, dtype);
+}
+
+PK_FUNCTION(void, pk_gelu_mul)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    Guard hold(ctx->busy);
+    gate_all(ctx, kGelu, x, out, rows, ffn, dtype);
+}
+
+PK_RECORDABLE(pk_widen)
+PK_RECORDABLE(pk_rms_norm)
+PK_RECORDABLE(pk_add_rms_norm)
+PK_RECORDABLE(pk_silu_mul)
+PK_RECORDABLE(pk_gelu_mul)
