@@ -19,7 +19,7 @@ from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.decoder import DecoderLayer
-from penstock.engine.models.families import family_of, is_linear
+from penstock.engine.models.families import family_of, is_linear, read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import ObservedLinear, calibrate
@@ -141,7 +141,7 @@ def _calibrated(
     threads: int,
 ) -> dict[str, Tensor]:
     """Quantize layer after layer; the tensors besides the matrices that changed."""
-    model = ModelConfig.from_hf(source.config)
+    model = read_config(source.config)
     changed: dict[str, Tensor] = {}
     by_awq = recipe.method == "awq-int4"
 
