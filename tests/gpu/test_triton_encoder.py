@@ -75,7 +75,7 @@ def test_the_device_gives_the_states_of_the_cpu() -> None:
     here = build_encoder(Noise(), SHAPE, torch.device("cpu"), torch.float32)
     there = build_encoder(Noise(), SHAPE, DEVICE, torch.float32)
     by_length = encode(there, some).cpu()
-    there.warm_up()
+    there.warm_up(attends_varlen=True)
     assert there._attend == there._attend_at_once, "attention is not one call here"
     at_once = encode(there, some).cpu()
     expected = encode(here, some)
@@ -88,7 +88,7 @@ def bench_encoder() -> Iterator[Row]:
     tokens = sum(map(len, some))
     for dtype in (torch.float32, torch.bfloat16):
         encoder = build_encoder(Noise(), SHAPE, DEVICE, dtype)
-        encoder.warm_up()
+        encoder.warm_up(attends_varlen=True)
         for _ in range(3):
             encode(encoder, some)
         torch.cuda.synchronize()

@@ -28,6 +28,7 @@ from penstock.bench import shapes  # noqa: E402
 from penstock.engine.backends import copy_streams  # noqa: E402
 from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
 from penstock.engine.backends.host_memory import Slabs  # noqa: E402
+from penstock.engine.backends.reference.backend import ReferenceBackend  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
@@ -118,15 +119,14 @@ def test_two_shards_on_one_gpu_answer_like_one() -> None:
     if not ON_DEVICE:
         return
     expected = generate(load(), *requests())
-    backend = groups._backend
 
-    def gloo(store: object, rank: int, size: int, device: torch.device, deadline: timedelta) -> object:
-        return backend(store, rank, size, torch.device("cpu"), deadline)
+    def gloo(backend: TorchCudaBackend, store: object, rank: int, size: int, timeout: timedelta) -> object:
+        return ReferenceBackend().process_group(store, rank, size, timeout)
 
     with (
         patch.object(launch, "_spawn", _spawn),
         patch.object(Member, "device", lambda self, first: first),
-        patch.object(groups, "_backend", gloo),
+        patch.object(TorchCudaBackend, "process_group", gloo),
     ):
         engine = load(tensor_parallel=2)
         try:

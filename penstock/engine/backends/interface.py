@@ -1,8 +1,8 @@
-"""What a backend supplies: `Ops`, the operations of a decoder, and `Backend`, everything else that depends on a device.
+"""The leaf of the backend boundary: `Ops`, the operations of a decoder, and what host and device exchange.
 
 There are three backends: `reference` (plain PyTorch, the definition the others are tested against), `cpu` (a native
 library) and `cuda` (Triton kernels, CUDA graphs). `select` picks one. The rest of the engine never imports a backend
-and never asks which one it runs on; it uses this interface, `select`, and the few things that all devices share.
+and never asks which one it runs on; it uses this module, the interface `Backend` (`backend`), and `select`.
 
 Layout, the same everywhere:
 
@@ -15,36 +15,16 @@ Layout, the same everywhere:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.engine.adapters.apply import LoraKernel
-    from penstock.engine.adapters.layout import AdapterLayout
-    from penstock.engine.adapters.runtime import AdapterRuntime
-    from penstock.engine.config import EngineConfig
-    from penstock.engine.kv.cache import KVCache
-    from penstock.engine.kv.mover import BlockMover
-    from penstock.engine.models.decoder import Decoder
-    from penstock.engine.models.layers.experts import ExpertMlp
-    from penstock.engine.models.layers.feed_forward import FeedForward
-    from penstock.engine.models.layers.linear import Linear
-    from penstock.engine.models.model_config import ModelConfig
-    from penstock.engine.models.weights import Quantizer, Weights
-    from penstock.engine.runner.resources import RunnerResources
-    from penstock.engine.runner.step import PendingStep
-    from penstock.engine.scheduler import Batch
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -288,6 +268,26 @@ class CopyEvent(Protocol):
         ...
 
 
+class DeviceAccess(Protocol):
+    """The part of a backend that moves data between host and device."""
+
+    device: torch.device
+    in_host_memory: bool
+    """Whether the device computes in host memory: arrays and tensors may be the same memory."""
+    bounds_are_compiled: bool
+    """Whether kernels are compiled for a bound of the context length, so that all steps must use the same one."""
+
+    @abstractmethod
+    def staging(self) -> Staging:
+        """Upload buffers for one place that uploads a few times per step."""
+        ...
+
+    @abstractmethod
+    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], CopyEvent | None]:
+        """Queue copies to the host behind what was launched, and the event that ends them; None: they are there."""
+        ...
+
+
 class DeviceMemory(Protocol):
     """The memory of one device."""
 
@@ -320,21 +320,6 @@ class DeviceMemory(Protocol):
         ...
 
 
-class InputObserver(Protocol):
-    """Sees the inputs of one linear during calibration."""
-
-    @property
-    def linear(self) -> Linear: ...
-
-    def see(self, x: Tensor) -> None:
-        """Note the inputs [T, in] of a call."""
-        ...
-
-    def finish(self) -> None:
-        """Adapt the linear to what was seen, and stop observing."""
-        ...
-
-
 class TimedStep(Protocol):
     """A recorded step that can time its kernels."""
 
@@ -356,15 +341,6 @@ class NativeLibrary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlan:
-    """How the decoder's linears are made and fed."""
-
-    quantize: Quantizer | None = None
-    inner: ActivationOps | None = None
-    fused_up_to: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class StepDefaults:
     """Sizes of an engine whose configuration does not say."""
 
@@ -381,141 +357,3 @@ class StepLimits:
     budget: int
     max_context: int
     block_size: int
-
-
-class Executor(ABC):
-    """Runs the steps of one model. `run` returns without waiting where the device works by itself."""
-
-    phase = ""
-    """What `prepare` is called in reports of starting; empty where it is not worth reporting."""
-    prefers_single_tokens = False
-    """Whether a few tokens of one sequence run faster as that many decodes than as one chunk."""
-
-    @abstractmethod
-    def run(self, batch: Batch) -> PendingStep:
-        """Launch one step."""
-
-    def prepare(self, token_budget: int) -> None:  # noqa: B027 - most have nothing to prepare
-        """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
-
-    def release(self) -> Callable[[], None]:
-        """Drop what remembers addresses, because memory is about to move; the result makes it again."""
-        return lambda: None
-
-    @property
-    def recorded(self) -> TimedStep | None:
-        """The recording that plain steps run from, if there is one."""
-        return None
-
-
-class Backend(ABC):
-    """One device as one engine uses it."""
-
-    device: torch.device
-    ops: Ops
-    memory: DeviceMemory
-    defaults: StepDefaults
-    in_host_memory: bool
-    """Whether the device computes in host memory: arrays and tensors may be the same memory."""
-    overlaps: bool
-    """Whether the next step is scheduled while one runs."""
-    bounds_are_compiled: bool
-    """Whether kernels are compiled for a bound of the context length, so that all steps must use the same one."""
-    calibrates: bool
-    """Whether a prompt is run through a decoder after loading to adapt what is kept in int8."""
-    compiles: bool
-    """Whether kernels are compiled at start (`compile`)."""
-    offloads: bool
-    """Whether a sleeping engine's weights move to host memory; otherwise they are loaded again."""
-    exchange_step_bytes: int
-    """KV blocks from other engines taken in between two steps, at most, in bytes."""
-    adapters_by_output: bool
-    """See `AdapterLayout`."""
-    attends_varlen: bool
-    """Whether PyTorch has attention over packed texts of different lengths on the device."""
-    native: NativeLibrary | None = None
-
-    # Numbers and weights
-
-    def kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        """Type of the KV cache."""
-        if config.kv_dtype == "auto":
-            return self._auto_kv_dtype(config, model, dtype)
-        return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
-
-    def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    @abstractmethod
-    def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
-        """Choose the form of the weights; one that is not available here is refused. Few-bit checkpoints stay as they
-        are. In deterministic mode all linears are batch-invariant."""
-
-    @abstractmethod
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A dense linear in the form that is fastest here."""
-
-    def as_head(self, linear: Linear) -> Linear:
-        """`linear` as a head: logits are compared, so they keep all their bits where the kernel can give them."""
-        return linear
-
-    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
-        """A layer's experts, of weights as the plan made them (`stored`) or as dense ones (`widened`)."""
-        return stored()
-
-    def observable(self) -> Backend:
-        """A backend of the same device under which every linear is called by itself, so that its inputs can be
-        observed: this one, or a plainer one."""
-        return self
-
-    def input_observers(self, linears: Iterable[Linear]) -> list[InputObserver]:
-        """Observers of those linears that calibration can improve."""
-        return []
-
-    def int8_linear(self, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """A linear with weights and activations in int8; None where its shape does not allow that.
-
-        Raises `ConfigError` where there are no such kernels."""
-        raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
-
-    # Adapters
-
-    @abstractmethod
-    def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
-        """Holds up to `slots` adapters of up to `rank`, in `dtype`."""
-
-    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
-        """What adapters are kept in, beside activations of `dtype`."""
-        return dtype
-
-    # Running
-
-    @abstractmethod
-    def executor(self, resources: RunnerResources) -> Executor:
-        """The fastest executor of a model on this device alone."""
-
-    @abstractmethod
-    def staging(self) -> Staging:
-        """Upload buffers for one place that uploads a few times per step."""
-
-    @abstractmethod
-    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], CopyEvent | None]:
-        """Queue copies to the host behind what was launched, and the event that ends them; None: they are there."""
-
-    def compile(  # noqa: B027 - most have nothing to compile
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
-    ) -> None:
-        """Compile every kernel that steps may launch."""
-
-    def synchronize(self) -> None:  # noqa: B027 - on most devices nothing runs by itself
-        """Block until the device has done everything launched so far."""
-
-    # Memory and other devices
-
-    @abstractmethod
-    def block_mover(self, kv: KVCache, num_slots: int) -> BlockMover:
-        """Copies KV blocks to and from `num_slots` slots of host memory."""
-
-    @abstractmethod
-    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """A `torch.distributed` group for collectives between ranks on such devices."""

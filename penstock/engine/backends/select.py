@@ -7,8 +7,9 @@ import importlib.util
 import torch
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.cpu.backend import CpuBackend, has_bfloat16
-from penstock.engine.backends.interface import Backend, torch_dtype
+from penstock.engine.backends.interface import torch_dtype
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.errors import ConfigError
 

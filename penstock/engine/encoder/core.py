@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.backends.interface import Backend, torch_dtype
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import torch_dtype
 from penstock.engine.backends.select import pick_backend, pick_device, plain_backend
 from penstock.engine.encoder.config import EncoderEngineConfig, read_shape
 from penstock.engine.encoder.model import Encoder, MakeProduct, Packed, Product, build_encoder, dense

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_hash import block_names
 from penstock.engine.kv.cache import KVCache

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.engine.backends.interface import ActivationOps, Backend
+from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import SoftCapped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
@@ -25,7 +26,7 @@ _HEADS = ("lm_head", "language_model.lm_head")
 def build_decoder(
     weights: Weights,
     config: ModelConfig,
-    backend: Backend,
+    backend: LayerFactory,
     *,
     dtype: torch.dtype,
     max_positions: int,

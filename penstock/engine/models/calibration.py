@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch, Backend, InputObserver
+from penstock.engine.backends.backend import Backend, InputObserver
+from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import Backend, KVScales
+from penstock.engine.backends.interface import KVScales
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
 from penstock.errors import CheckpointError
 
@@ -38,7 +39,7 @@ class WeightReader:
     def __init__(
         self,
         weights: Weights,
-        backend: Backend,
+        backend: LayerFactory,
         dtype: torch.dtype,
         quantize: Quantizer | None = None,
         norm_offset: float = 0.0,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.layout import Place
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.member import Member

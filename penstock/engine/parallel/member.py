@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention

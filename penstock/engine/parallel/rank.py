@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.channel import Forward, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup

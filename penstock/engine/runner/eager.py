@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import Executor
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import Packed, chunk_targets
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import Flag

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.engine.adapters.runtime import AdapterRuntime
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.interface import DeviceAccess
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.inputs import InputBuilder
@@ -16,7 +16,7 @@ from penstock.engine.runner.rows import Rows
 class RunnerResources:
     """See `Executor`."""
 
-    backend: Backend
+    backend: DeviceAccess
     decoder: Decoder
     kv: KVCache
     rows: Rows

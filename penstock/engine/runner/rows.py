@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import Backend
+from penstock.engine.backends.interface import DeviceAccess
 from penstock.engine.request import SamplingParams
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
@@ -60,12 +60,12 @@ class Rows:
         max_rows: int,
         max_context: int,
         vocab_size: int,
-        backend: Backend,
+        backend: DeviceAccess,
         block_size: int = 16,
         followed: int = ~0,
         one_by_one: bool = False,
     ) -> None:
-        """`followed`: flags of the sampling parameters that count here; a draft model may leave some out."""
+        """`followed`: flags of the sampling parameters that are applied; a draft model leaves some out."""
         self.backend = backend
         self.device = device = backend.device
         self.followed = followed
@@ -91,7 +91,7 @@ class Rows:
         self._known_blocks = [0] * max_rows
         self._staging = backend.staging()
         self.mask_staging = backend.staging()
-        """For grammar masks, which cross later in a step than the rest."""
+        """For grammar masks, which are uploaded later in a step than the rest."""
 
     def update(self, batch: Batch) -> None:
         """Bring the rows of a batch up to date with its sequences."""

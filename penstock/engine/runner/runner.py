@@ -2,17 +2,18 @@
 
 `run` returns without waiting. Where the device works by itself, results are copied to pinned memory behind the step and
 `PendingStep.wait` blocks on their event; the next step takes the sampled tokens from the device rows, so it can be
-launched before anybody waited.
+launched before the host has seen them.
 """
 
 from __future__ import annotations
 
 from penstock.engine.adapters.runtime import AdapterRuntime
-from penstock.engine.backends.interface import Backend, Executor
+from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import InputBuilder
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import Rows

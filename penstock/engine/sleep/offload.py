@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.copy_streams import to_device, to_host
 from penstock.engine.backends.host_memory import Slabs
-from penstock.engine.backends.interface import Backend, Executor
 from penstock.engine.core import Engine
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.runner.executor import Executor
 
 _PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.engine.backends.interface import AttentionBatch, Backend
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
 from penstock.engine.kv.cache import CacheShape, KVCache

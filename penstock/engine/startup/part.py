@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from penstock.engine.adapters.runtime import AdapterRuntime, make_adapters
-from penstock.engine.backends.interface import FP8, INT8, Backend, StepLimits
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
+from penstock.engine.startup.adapters import make_adapters
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 
@@ -94,7 +97,7 @@ def load_part(
     dtype = pick_dtype(config.dtype, device)
     with phases("open"):
         weights = open_weights(config, checkpoint)
-        model = local = ModelConfig.from_hf(weights.config)
+        model = local = read_config(weights.config)
         head_rows = None
         if member is not None:
             weights, local, head_rows = member.cut(weights, model)

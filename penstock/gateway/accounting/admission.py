@@ -8,6 +8,7 @@ from typing import Protocol
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
@@ -86,7 +87,7 @@ class Admissions:
     def priority(self, exchange: Exchange, service_tier: str | None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
         for."""
-        if exchange.line is not None:
+        if batch_line(exchange) is not None:
             return LINE_PRIORITY
         caller = exchange.caller
         rank = self._tier(caller).priority

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.app.exchange import Exchange, new_id
 
 
@@ -16,7 +17,7 @@ class AnswerIds:
     __slots__ = ("_count", "_line")
 
     def __init__(self, exchange: Exchange) -> None:
-        self._line = exchange.line
+        self._line = batch_line(exchange)
         self._count = 0
 
     def next(self) -> str:

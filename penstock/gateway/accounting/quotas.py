@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.schema import LimitConfig, TierConfig
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
@@ -68,7 +69,7 @@ class Quotas:
         price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
         price = price.recalled() if generation.from_cache else price
         prompt, most = generation.prompt_tokens, generation.most_completion_tokens
-        percent = self._prices.percent(price, exchange.caller.tier, batch=exchange.line is not None)
+        percent = self._prices.percent(price, exchange.caller.tier, batch=batch_line(exchange) is not None)
         count = int(counted)
         amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most), percent=percent))
         id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways

@@ -102,10 +102,10 @@ class App:
         return self._inner.keys()
 
     async def answer_inner(self, exchange: Exchange) -> None:
-        """Answer a request that did not come from a socket."""
-        await self._answer(exchange, self._inner[exchange.path])
+        """Answer a request that did not come from a socket; its caller is known."""
+        await self._answer(exchange, self._inner[exchange.path], authenticated=True)
 
-    async def _answer(self, exchange: Exchange, bound: BoundEndpoint) -> None:
+    async def _answer(self, exchange: Exchange, bound: BoundEndpoint, *, authenticated: bool = False) -> None:
         endpoint = bound.endpoint
         exchange.route = exchange.record.route = endpoint.path
         exchange.dialect = endpoint.dialect
@@ -116,20 +116,20 @@ class App:
             if endpoint.serves_tokens:
                 self._drain.enter()
                 try:
-                    await self._guarded(exchange, self._handle(exchange, bound))
+                    await self._guarded(exchange, self._handle(exchange, bound, authenticated))
                 finally:
                     self._drain.leave()
             else:
-                await self._guarded(exchange, self._handle(exchange, bound))
+                await self._guarded(exchange, self._handle(exchange, bound, authenticated))
         except ApiError as error:  # draining
             await self._guarded(exchange, _fail(error))
         finally:
             in_flight.dec()
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
-    async def _handle(self, exchange: Exchange, bound: BoundEndpoint) -> None:
+    async def _handle(self, exchange: Exchange, bound: BoundEndpoint, authenticated: bool) -> None:
         scope = bound.endpoint.scope
-        if exchange.line is not None:
+        if authenticated:
             exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
         elif scope is not None:
             caller = exchange.caller = await self._authentication.caller(exchange, scope)

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -43,13 +43,6 @@ def new_id() -> str:
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
 
 
-class BatchLine(NamedTuple):
-    """Marks a request of a batch: it has the lowest priority, the batch price, and is billed when it is answered."""
-
-    batch: str
-    number: int
-
-
 class ClientGone(PenstockError):
     """The client disconnected or stopped reading, so there is nobody to answer."""
 
@@ -66,7 +59,6 @@ class Exchange:
         "caller",
         "dialect",
         "extra_headers",
-        "line",
         "method",
         "path",
         "receive_s",
@@ -97,8 +89,6 @@ class Exchange:
         self.body_read = False
         self.body_size = 0
         self.caller: Caller = OPEN_CALLER
-        self.line: BatchLine | None = None
-        """The line of a batch that this request belongs to; `caller` is set beforehand then."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s

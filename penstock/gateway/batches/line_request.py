@@ -1,6 +1,6 @@
 """The request of a batch's line: an ASGI exchange in memory instead of on a socket.
 
-It is answered like every other request, with validation, limits, guardrails and the request log; `Exchange.line` marks
+It is answered like every other request, with validation, limits, guardrails and the request log; `BatchLine` marks
 it as part of a batch.
 """
 
@@ -10,7 +10,8 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field
 
-from penstock.gateway.app.exchange import BatchLine, Exchange
+from penstock.gateway.accounting.batch_line import BATCH_LINE, BatchLine
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.http.request import ON_DISCONNECT, Callback, Message
 from penstock.identity import Caller
 
@@ -42,9 +43,9 @@ class LineRequest:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
             ON_DISCONNECT: self._on_disconnect,
+            BATCH_LINE: line,
         }
         self.exchange = Exchange(scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0)
-        self.exchange.line = line
         self.exchange.caller = caller
         self._reply = Reply(request_id)
 

@@ -16,7 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from penstock.gateway.app.exchange import BatchLine, Exchange, encode_json
+from penstock.gateway.accounting.batch_line import BatchLine
+from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.line_request import LineRequest, Reply
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered

@@ -17,9 +17,10 @@ from penstock.routing.registry import AnsweringModel
 class Attempt:
     """See above. `model`: the name of the model that is asked. `reason`: why it is asked, when it is not simply the
     one that the client named. `is_fallback`: another model failed before. `has_fallback`: if this model cannot answer
-    now another one is asked, so there is no need to wait for it."""
+    now another one is asked, so there is no need to wait for it. `route`: why the model that answers was taken, once
+    that is known."""
 
-    __slots__ = ("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason")
+    __slots__ = ("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason", "route")
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Attempt:
         self.model = model
         self.ids = ids
         self.reason = reason
+        self.route = ""
         self.is_fallback = is_fallback
         self.has_fallback = has_fallback
         self._headers = len(exchange.extra_headers)
@@ -59,9 +61,9 @@ class Attempt:
 
     def note_model(self, asked: str, model: AnsweringModel, why: str) -> None:
         """Record which model answers; `why` where the attempt itself has no reason."""
-        note_model(
-            self.exchange, asked, model.name, self.reason or why, base_name=model.base_name, adapter=model.adapter
-        )
+        why = self.reason or why
+        self.route = self.route or why
+        note_model(self.exchange, asked, model.name, why, base_name=model.base_name, adapter=model.adapter)
 
     def note_replica(self, name: str) -> None:
         """Tell the client which replica runs the request."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.chat_messages import Message, template_messages
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
@@ -41,8 +40,6 @@ REMOTE_WINDOW = 8192
 """The assumed window of a remote model, where the configuration names none."""
 TEMPLATE_TOKENS = 16
 """What a chat template and the borders between texts may add."""
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

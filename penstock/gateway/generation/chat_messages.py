@@ -11,8 +11,11 @@ from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage
 from penstock.protocol.errors import InvalidRequest
 
+Message = dict[str, Any]
+"""A message as chat templates take it: `role`, `content` as text, and what belongs to calls."""
 
-def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[dict[str, Any]]:
+
+def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[Message]:
     """`earlier_calls`: ids of calls made before these messages, which results may answer too."""
     flat = []
     calls = set(earlier_calls)

@@ -99,6 +99,6 @@ class GenerationPipeline:
                     await send_stream(exchange, generation, renderer, account, self.settings, self.metrics)
                 else:
                     await send_whole(exchange, generation, renderer, account)
-        self.grader.submit(exchange, generation)
+        self.grader.submit(attempt, generation)
         if lookup is not None:
             self._background.start(lookup.store(renderer.response_id))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.tool_choice import for_template
 from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Tool
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

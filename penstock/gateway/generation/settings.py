@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 
@@ -32,7 +33,7 @@ class GenerationSettings:
 
     def time_limit(self, exchange: Exchange) -> float | None:
         """Seconds that a request may generate."""
-        return self.time_limit_s if exchange.line is None else self.batch_time_limit_s
+        return self.time_limit_s if batch_line(exchange) is None else self.batch_time_limit_s
 
     def cache_salt(self, caller: Caller) -> str:
         """Keeps tenants out of each other's cached prefixes; callers without a key share one salt."""

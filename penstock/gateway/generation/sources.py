@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
 from penstock.knowledge.citations import Citation, Citer
-
-Message = dict[str, Any]
 
 
 class Sources(Protocol):

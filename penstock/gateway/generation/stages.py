@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.generation.spec import CacheQuestion
-
-Message = dict[str, Any]
 
 
 class ContentFilter(Protocol):
@@ -60,5 +60,5 @@ class AnswerGrader(Protocol):
     def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
 
-    def submit(self, exchange: Exchange, generation: Generation) -> None:
+    def submit(self, attempt: Attempt, generation: Generation) -> None:
         """Take an answer, if it was marked and is complete. Never waits."""

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.sources import Sources
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

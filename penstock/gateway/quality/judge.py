@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
 from penstock.gateway.generation.response_format import GrammarCache
@@ -66,7 +66,7 @@ class NoJudge:
     def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         return
 
-    def submit(self, exchange: Exchange, generation: Generation) -> None:
+    def submit(self, attempt: Attempt, generation: Generation) -> None:
         return
 
 
@@ -112,21 +112,20 @@ class Judge:
             generation.question = asked
             generation.keep_text()
 
-    def submit(self, exchange: Exchange, generation: Generation) -> None:
+    def submit(self, attempt: Attempt, generation: Generation) -> None:
         """Take an answer, if it was marked and is complete. Never waits."""
         if generation.question is None or not generation.done:
             return
         texts = generation.texts(MOST_CHARACTERS)
         if not texts or not texts[0][1].strip():
             return
-        route = next((value.decode() for name, value in exchange.extra_headers if name == b"x-penstock-route"), "")
         sample = SampledAnswer(
             generation.question[:MOST_CHARACTERS],
             texts[0][1],
             _sources(generation, texts[0][1]),
             generation.model.name,
-            route,
-            self._settings.cache_salt(exchange.caller),
+            attempt.route,
+            self._settings.cache_salt(attempt.exchange.caller),
         )
         try:
             self._queue.put_nowait(sample)

@@ -85,7 +85,7 @@ class ServerTools:
             else:
                 await loop.whole()
         if loop.generation is not None:
-            self.pipeline.grader.submit(exchange, loop.generation)
+            self.pipeline.grader.submit(attempt, loop.generation)
 
     async def _offers(self, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
         """The functions that the request asks for; a 400 when one does not exist."""

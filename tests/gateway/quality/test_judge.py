@@ -77,9 +77,9 @@ async def test_groundedness_is_graded_against_the_sources(serving: Serving, text
         submit = judge.submit
         texts = {1: "Rome is in Italy.", 2: "Paris is in France."}
 
-        def with_sources(exchange: Any, generation: Any) -> None:
+        def with_sources(attempt: Any, generation: Any) -> None:
             generation.sources = SimpleNamespace(texts=lambda: texts)
-            submit(exchange, generation)
+            submit(attempt, generation)
 
         judge.submit = with_sources  # type: ignore[method-assign, assignment]
         await running.chat()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.backends.backend import InputObserver, WeightPlan
 from penstock.engine.backends.cpu.block_quantizer import BlockQuantizer
 from penstock.engine.backends.cpu.calibration import ActivationObserver
 from penstock.engine.backends.cpu.dense_linear import DenseLinear
@@ -19,7 +20,7 @@ from penstock.engine.backends.cpu.fp8_quantizer import Float8Quantizer
 from penstock.engine.backends.cpu.lora import CpuLora
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
-from penstock.engine.backends.interface import INT8, Executor, InputObserver, NativeLibrary, WeightPlan
+from penstock.engine.backends.interface import INT8, NativeLibrary
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.loading.fp8 import Fp8Checkpoint
@@ -27,6 +28,7 @@ from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
@@ -22,13 +23,14 @@ from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.warmup import compile_kernels
-from penstock.engine.backends.interface import Backend, Executor, Ops, StepLimits, WeightPlan
+from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.experts import ExpertMlp
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 

@@ -11,18 +11,10 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.cuda.block_mover import CudaBlockMover
 from penstock.engine.backends.cuda.memory import CudaMemory
-from penstock.engine.backends.interface import (
-    Backend,
-    CopyEvent,
-    DeviceMemory,
-    Executor,
-    Ops,
-    Staging,
-    StepDefaults,
-    WeightPlan,
-)
+from penstock.engine.backends.interface import CopyEvent, DeviceMemory, Ops, Staging, StepDefaults
 from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.backends.reference.lora import ReferenceLora
 from penstock.engine.backends.reference.ops import ReferenceOps
@@ -33,6 +25,7 @@ from penstock.engine.kv.mover import BlockMover
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 

@@ -10,6 +10,7 @@ import msgspec
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
 from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
@@ -45,7 +46,7 @@ class EmbeddingEndpoints:
         ids = [_fitted(text, request, embedder, info) for text in await self._ids(exchange, embedder, info, inputs)]
         tokens = sum(map(len, ids))
         # Requests of batches have a lower priority.
-        work = embedder.run(ids, "sentence", priority=0 if exchange.line is None else 1)
+        work = embedder.run(ids, "sentence", priority=0 if batch_line(exchange) is None else 1)
         numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
         size = info.dimensions * FLOAT_BYTES
         vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]

@@ -1,0 +1,158 @@
+"""The interface `Backend`: everything that depends on a device, for the modules that put an engine together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.apply import LoraKernel
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.interface import (
+    FP8,
+    INT8,
+    ActivationOps,
+    DeviceAccess,
+    DeviceMemory,
+    NativeLibrary,
+    Ops,
+    StepDefaults,
+    StepLimits,
+)
+from penstock.engine.config import EngineConfig
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.mover import BlockMover
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.experts import ExpertMlp
+from penstock.engine.models.layers.factory import LayerFactory
+from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Quantizer, Weights
+from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.resources import RunnerResources
+from penstock.errors import ConfigError
+
+
+class InputObserver(Protocol):
+    """Sees the inputs of one linear during calibration."""
+
+    @property
+    def linear(self) -> Linear: ...
+
+    def see(self, x: Tensor) -> None:
+        """Note the inputs [T, in] of a call."""
+        ...
+
+    def finish(self) -> None:
+        """Adapt the linear to what was seen, and stop observing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """How the decoder's linears are made and fed."""
+
+    quantize: Quantizer | None = None
+    inner: ActivationOps | None = None
+    fused_up_to: int = 0
+
+
+class Backend(DeviceAccess, LayerFactory, ABC):
+    """One device as one engine uses it."""
+
+    ops: Ops
+    memory: DeviceMemory
+    defaults: StepDefaults
+    overlaps: bool
+    """Whether the next step is scheduled while one runs."""
+    calibrates: bool
+    """Whether a prompt is run through a decoder after loading to adapt what is kept in int8."""
+    compiles: bool
+    """Whether kernels are compiled at start (`compile`)."""
+    offloads: bool
+    """Whether a sleeping engine's weights move to host memory; otherwise they are loaded again."""
+    exchange_step_bytes: int
+    """KV blocks from other engines taken in between two steps, at most, in bytes."""
+    adapters_by_output: bool
+    """See `AdapterLayout`."""
+    attends_varlen: bool
+    """Whether PyTorch has attention over packed texts of different lengths on the device."""
+    native: NativeLibrary | None = None
+
+    # Numbers and weights
+
+    def kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+        """Type of the KV cache."""
+        if config.kv_dtype == "auto":
+            return self._auto_kv_dtype(config, model, dtype)
+        return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
+
+    def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    @abstractmethod
+    def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
+        """Choose the form of the weights; one that is not available here is refused. Few-bit checkpoints stay as they
+        are. In deterministic mode all linears are batch-invariant."""
+
+    def as_head(self, linear: Linear) -> Linear:
+        return linear
+
+    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
+        return stored()
+
+    def observable(self) -> Backend:
+        """A backend of the same device under which every linear is called by itself, so that its inputs can be
+        observed: this one, or a plainer one."""
+        return self
+
+    def input_observers(self, linears: Iterable[Linear]) -> list[InputObserver]:
+        """Observers of those linears that calibration can improve."""
+        return []
+
+    def int8_linear(self, weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """A linear with weights and activations in int8; None where its shape does not allow that.
+
+        Raises `ConfigError` where there are no such kernels."""
+        raise ConfigError("an encoder with `weights: int8` needs the native CPU kernels, and float32 beside them")
+
+    # Adapters
+
+    @abstractmethod
+    def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
+        """Holds up to `slots` adapters of up to `rank`, in `dtype`."""
+
+    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
+        """What adapters are kept in, beside activations of `dtype`."""
+        return dtype
+
+    # Running
+
+    @abstractmethod
+    def executor(self, resources: RunnerResources) -> Executor:
+        """The fastest executor of a model on this device alone."""
+
+    def compile(
+        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
+    ) -> None:
+        """Compile every kernel that steps may launch."""
+
+    def synchronize(self) -> None:
+        """Block until the device has done everything launched so far."""
+
+    # Memory and other devices
+
+    @abstractmethod
+    def block_mover(self, kv: KVCache, num_slots: int) -> BlockMover:
+        """Copies KV blocks to and from `num_slots` slots of host memory."""
+
+    @abstractmethod
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A `torch.distributed` group for collectives between ranks on such devices."""

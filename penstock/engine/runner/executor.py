@@ -1,0 +1,35 @@
+"""How the steps of a model are run: what a runner asks of the executor that its backend supplies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from penstock.engine.backends.interface import TimedStep
+from penstock.engine.runner.step import PendingStep
+from penstock.engine.scheduler import Batch
+
+
+class Executor(ABC):
+    """Runs the steps of one model. `run` returns without waiting where the device works by itself."""
+
+    phase = ""
+    """What `prepare` is called in reports of starting; empty where it is not worth reporting."""
+    prefers_single_tokens = False
+    """Whether a few tokens of one sequence run faster as that many decodes than as one chunk."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> PendingStep:
+        """Launch one step."""
+
+    def prepare(self, token_budget: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
+
+    def release(self) -> Callable[[], None]:
+        """Drop what remembers addresses, because memory is about to move; the result makes it again."""
+        return lambda: None
+
+    @property
+    def recorded(self) -> TimedStep | None:
+        """The recording that plain steps run from, if there is one."""
+        return None
