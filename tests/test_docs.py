@@ -1,5 +1,5 @@
 """The documentation is true: links, anchors, paths, commands, options, endpoints and settings that pages name exist;
-the tables of layers, of "Where is ...?" and of requirements match the tree; examples parse."""
+the tables of layers, of "Where is what?" and of requirements match the tree; examples parse."""
 
 from __future__ import annotations
 
@@ -184,6 +184,23 @@ def test_glossary_names_classes_that_exist() -> None:
         assert found.exists(), f"{word}: {path}"
         for name in re.findall(r"`(\w+)`", word):
             assert name in defined_names(found), f"{word}: {path}"
+
+
+def test_size_of_the_core_that_the_readme_gives() -> None:
+    engine = PACKAGE / "engine"
+    core = [
+        "core.py",
+        "scheduler.py",
+        "sequence.py",
+        "request.py",
+        "kv/*.py",
+        "runner/**/*.py",
+        "models/decoder.py",
+        "models/llama.py",
+    ]
+    lines = sum(path.read_text().count("\n") for pattern in core for path in engine.glob(pattern))
+    (said,) = re.findall(r"is ([\d,]+) lines of\s+Python", (ROOT / "README.md").read_text())
+    assert abs(lines - int(said.replace(",", ""))) <= 150, lines
 
 
 # Commands

@@ -1,1 +1,1 @@
-"""What a router can talk to: engines behind ZeroMQ, an engine in this process, later any OpenAI server."""
+"""Clients of what runs requests: engines over ZeroMQ, encoder engines, and remote OpenAI-compatible servers."""

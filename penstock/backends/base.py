@@ -1,4 +1,4 @@
-"""What every backend offers, and the bookkeeping that engine clients share.
+"""The backend interface, and the bookkeeping shared by engine clients.
 
 A backend turns `Request`s into deltas in a `Mailbox`. Invariant: every accepted request ends in its mailbox
 with exactly one final delta or one error, also when the engine dies; after `abort` the final delta still comes, with
@@ -37,18 +37,18 @@ Clock = Callable[[], float]
 
 
 class Backend(Protocol):
-    """A place that can run requests for one model."""
+    """Runs requests for one model."""
 
     name: str
-    """Tells the replicas of a model apart."""
+    """Distinguishes the replicas of a model."""
 
     @property
     def replicas(self) -> Sequence[Backend]:
-        """The engines behind it: itself, where it is one."""
+        """Its engines; for a single engine, itself."""
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine said of itself; None until it has been ready once."""
+        """What the engine reports about itself; None until it was ready once."""
 
     @property
     def ready(self) -> bool: ...
@@ -75,37 +75,37 @@ class Backend(Protocol):
         """The engine's info once it is ready; `EngineUnavailable` after `within` seconds."""
 
     def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
-        """Run `request`; its deltas go to `mailbox` as choice `index`. Which replica has it (`x-penstock-replica`).
-        Raises `ApiError` when it cannot."""
+        """Runs `request`; its deltas go to `mailbox` as choice `index`. Returns the replica (`x-penstock-replica`).
+        Raises `ApiError` when it cannot run it."""
 
     def abort(self, request_id: str) -> None:
-        """Stop a request. Unknown ids are ignored."""
+        """Aborts a request. Unknown ids are ignored."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether the last word about a request has not come yet."""
+        """Whether the final delta of a request is still outstanding."""
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
-        """What the engine knows of the requests of these charges, of any gateway. `ApiError`: it cannot be asked."""
+        """What the engine produced for these charges, of any gateway. `ApiError` when it cannot be asked."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """The deltas of one request. Closing the iterator early aborts it."""
+        """The deltas of one request. Closing the iterator early aborts the request."""
 
     @property
     def state(self) -> EngineState:
-        """Whether the engine can run requests; only while it is `ready`."""
+        """Whether the engine is awake; only meaningful while it is `ready`."""
 
     async def sleep(self) -> None:
-        """Finish what runs, then free the engine's memory; returns when that is done. `ApiError` when it cannot be."""
+        """Finishes running requests, then frees the engine's memory; returns when done. `ApiError` when it fails."""
 
     async def wake(self) -> None:
         """Returns when the engine can run requests again."""
 
     @property
     def adapters(self) -> Mapping[str, AdapterStatus] | None:
-        """The engine's adapters by name; None until it has told of any."""
+        """The engine's adapters by name; None until it has reported them."""
 
     async def load_adapter(self, spec: AdapterSpec) -> AdapterStatus:
-        """Read an adapter; returns when it can be used. Raises `ApiError` when it cannot."""
+        """Loads an adapter; returns when it is usable. Raises `ApiError` when it cannot be loaded."""
 
     async def unload_adapter(self, name: str) -> None: ...
 
@@ -113,7 +113,7 @@ class Backend(Protocol):
 
 
 class EngineClient(ABC):
-    """Routes step outputs to mailboxes and watches the engine's progress; subclasses move the messages."""
+    """Routes step outputs to mailboxes and tracks the engine's progress; subclasses transport the messages."""
 
     def __init__(self, name: str, *, max_in_flight: int, max_waiters: int, clock: Clock) -> None:
         self.name = name
@@ -124,7 +124,7 @@ class EngineClient(ABC):
         self._aborted: set[str] = set()
         self._info: EngineInfo | None = None
         self._up = False
-        """Whether the engine knows us; `_ready`: and takes requests."""
+        """Whether the engine has registered us; `_ready`: it also accepts requests."""
         self._ready = asyncio.Event()
         self._waiters = 0
         self._load = Load()
@@ -175,7 +175,7 @@ class EngineClient(ABC):
         if not self._ready.is_set():
             if self._waiters >= self._max_waiters:
                 raise EngineUnavailable(
-                    f"The engine for this model is not up and {self._waiters} requests already wait for it.",
+                    f"The engine for this model is down and {self._waiters} requests already wait for it.",
                     reason="queue_full",
                     retry_after=within,
                 )
@@ -187,7 +187,7 @@ class EngineClient(ABC):
                 self._waiters -= 1
         if not self._ready.is_set() or self._info is None:
             raise EngineUnavailable(
-                f"The engine for this model is not up (waited {within:g} s). It may be starting; try again.",
+                f"The engine for this model is down (waited {within:g} s). It may be starting; try again.",
                 reason="queue_timeout",
                 retry_after=5.0,
             )
@@ -197,7 +197,7 @@ class EngineClient(ABC):
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
         if request.request_id in self._routes:
-            raise EngineUnavailable("The engine has not ended an earlier attempt at this request yet; try again.")
+            raise EngineUnavailable("The engine is still running an earlier attempt at this request; try again.")
         if self.in_flight >= self._max_in_flight:
             raise Overloaded(
                 f"{self.in_flight} requests are already running or waiting; try again shortly.",
@@ -222,7 +222,7 @@ class EngineClient(ABC):
         return request_id in self._routes
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
-        return []  # an engine that lives and dies with its only gateway remembers nothing the gateway does not know
+        return []  # an in-process engine knows nothing that its only gateway does not know
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)
@@ -238,7 +238,7 @@ class EngineClient(ABC):
         await self._reach("awake", Wake())
 
     async def _reach(self, state: EngineState, message: Sleep | Wake) -> None:
-        """Tell the engine and wait until it says that it is in `state`."""
+        """Sends the message and waits until the engine reports `state`."""
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
         heard: asyncio.Queue[State | ApiError] = asyncio.Queue()
@@ -250,11 +250,11 @@ class EngineClient(ABC):
                 if isinstance(now, ApiError):
                     raise now
                 if now.problem:
-                    raise EngineUnavailable(f"The engine says: {now.problem}.")
+                    raise EngineUnavailable(f"The engine reports: {now.problem}.")
                 if now.state == state:
                     return
                 if state == "sleeping" and now.state == "awake":
-                    raise EngineUnavailable("The model was woken again before it slept.")
+                    raise EngineUnavailable("The model was woken before it was asleep.")
         finally:
             self._state_waiters.discard(heard)
 
@@ -280,7 +280,7 @@ class EngineClient(ABC):
         return self._known(await self._operate(PinAdapter(self._next_operation(), name, pinned)))
 
     def _known(self, result: AdapterResult) -> AdapterStatus:
-        """Use what an operation has changed at once; the engine's own list follows it."""
+        """Applies the result of an operation at once; the engine's own list follows later."""
         status = result.status
         assert status is not None
         self._adapters = {**(self._adapters or {}), status.name: status}
@@ -290,7 +290,7 @@ class EngineClient(ABC):
         return f"{self.name}-{next(self._serial)}"
 
     async def _operate(self, operation: AdapterOperation) -> AdapterResult:
-        """Send an operation and wait for its result; what went wrong is raised."""
+        """Sends an operation and waits for its result; raises its error."""
         if not self._ready.is_set():
             raise EngineUnavailable("The engine for this model is restarting; try again.")
         future: asyncio.Future[AdapterResult] = asyncio.get_running_loop().create_future()
@@ -326,7 +326,7 @@ class EngineClient(ABC):
 
     def _came_up(self, info: EngineInfo, state: EngineState = "awake") -> None:
         if self._info is not None and info.instance != self._info.instance:
-            self._load = Load()  # its counters start again; those of one that was only out of reach go on
+            self._load = Load()  # a restarted engine counts from zero; one that was only unreachable does not
         self._info = info
         self._state = state
         self._progress_at = self._clock()
@@ -334,11 +334,11 @@ class EngineClient(ABC):
         self._ready.set()
 
     def _leaves(self) -> None:
-        """The engine drains: what it runs goes on, nothing new is sent."""
+        """The engine drains: running requests continue, no new ones are sent."""
         self._ready.clear()
 
     def _went_down(self, error: ApiError) -> None:
-        """The engine is gone, and with it every request it held."""
+        """The engine is gone, and all its requests with it."""
         self._up = False
         self._ready.clear()
         self._load = dataclasses.replace(self._load, running=0, waiting=0, used_blocks=0)
@@ -355,7 +355,7 @@ class EngineClient(ABC):
     def _deliver(self, output: StepOutput) -> None:
         state = output.load.adapters
         reading = state is not None and state.loading > 0 and not output.load.running
-        # Nor is it stuck whose prompts another engine computes.
+        # An engine that waits for blocks from a prefill engine is not stuck either.
         fetching = output.load.handover is not None and output.load.handover.waiting > 0 and not output.load.running
         if output.load.steps != self._load.steps or reading or fetching:
             self._progress_at = self._clock()
@@ -365,7 +365,7 @@ class EngineClient(ABC):
         for delta in output.deltas:
             route = self._routes.get(delta.request_id)
             if route is None:
-                continue  # it has ended already
+                continue  # it has already ended
             if delta.finish_reason is not None:
                 del self._routes[delta.request_id]
                 self._aborted.discard(delta.request_id)
@@ -376,7 +376,7 @@ class EngineClient(ABC):
 
 
 async def deltas_of(backend: Backend, request: Request) -> AsyncIterator[Delta]:
-    """The deltas of one request, which ends when nobody wants more of them."""
+    """The deltas of one request; it is aborted when the iterator is closed."""
     mailbox = Mailbox()
     backend.submit(request, mailbox)
     try:

@@ -1,8 +1,8 @@
-"""Texts to vectors and scores, for everything in the gateway that needs them.
+"""Embeds and scores texts, for all features of the gateway that need it.
 
-An `Embedder` is a tokenizer here and an engine elsewhere. Neither exists before it is first asked for: then the
-supervisor is asked for the engine, which may have to fetch its model, and callers wait up to `wait_s`. Invariant: no
-call blocks the event loop (long tokenizing happens in a thread), and lists of any length go out in bounded requests.
+An `Embedder` is a tokenizer in this process and an engine in another. Neither exists before its first use: then the
+supervisor starts the engine, which may have to download its model, and callers wait up to `wait_s`. Invariant: no call
+blocks the event loop (long texts are tokenized in a thread), and lists of any length are sent in bounded requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 2048
-"""Texts up to this size together are tokenized on the event loop."""
+"""Texts up to this total size are tokenized on the event loop."""
 TEXTS_PER_REQUEST = 256
 FLOAT_BYTES = 4
 _serial = itertools.count()
@@ -38,7 +38,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """A unit vector per text (a row each), and how many tokens each text had."""
+    """A unit vector per text (one row each), and the number of tokens of each text."""
 
     vectors: Matrix
     tokens: list[int]
@@ -46,7 +46,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class TokenVectors:
-    """Per text a unit vector per token, without the marks of beginning and end."""
+    """For each text a unit vector per token, without the special tokens at both ends."""
 
     vectors: list[Matrix]
     tokens: list[int]
@@ -54,7 +54,7 @@ class TokenVectors:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How well each document answers the query; larger is better, comparable within one call only."""
+    """Relevance of each document to the query; larger is better, comparable only within one call."""
 
     values: list[float]
     tokens: int
@@ -74,8 +74,8 @@ class Embedder:
         time_limit_s: float = 60.0,
         input_price: float = 0.0,
     ) -> None:
-        """`ask` is called with the name to have the engine started. Callers wait `wait_s` for it, and `time_limit_s`
-        for each request to it."""
+        """`ask` is called with the name to start the engine. Callers wait up to `wait_s` for it, and `time_limit_s` for
+        each request."""
         self.name = name
         self.source = source
         self.backend = backend
@@ -88,8 +88,8 @@ class Embedder:
         self._started = False
 
     async def embed(self, texts: Sequence[str], *, priority: int = 0) -> Embeddings:
-        """Vectors of texts; the cosine of two is their dot product. Longer texts are cut at the model's window. Give
-        bulk work a `priority` above 0: it then waits for everybody else's."""
+        """Vectors of texts; their dot product is the cosine. Longer texts are truncated to the model's window. Give
+        bulk work a `priority` above 0, so that it yields to other requests."""
         info, ids = await self._prepared(texts)
         numbers = await self.run(ids, "sentence", priority=priority)
         return Embeddings(_matrix(numbers, info.dimensions), [len(text) for text in ids])
@@ -103,7 +103,7 @@ class Embedder:
         return TokenVectors(found, [len(text) for text in ids])
 
     async def embed_tokens(self, texts: Sequence[str], *, priority: int = 0) -> tuple[Embeddings, TokenVectors]:
-        """Both at once, for the price of one."""
+        """Sentence and token vectors from a single forward pass."""
         info, ids = await self._prepared(texts)
         rows = _matrix(await self.run(ids, "both", priority=priority), info.dimensions)
         tokens = [len(text) for text in ids]
@@ -112,8 +112,8 @@ class Embedder:
         return Embeddings(rows[[start - 1 for start in starts]], tokens), TokenVectors(by_token, tokens)
 
     async def rerank(self, query: str, documents: Sequence[str], *, priority: int = 0) -> Scores:
-        """Scores of documents for a query: by a cross-encoder if this is one, else by late interaction (each token
-        of the query takes its best match in the document; their mean). The vectors never leave the engine."""
+        """Scores of documents for a query: by a cross-encoder if this is one, else by late interaction (the mean over
+        query tokens of their best match in the document). The vectors never leave the engine."""
         info = await self.open()
         tokens = 0
         values: list[float] = []
@@ -133,7 +133,7 @@ class Embedder:
         return Scores(values, tokens)
 
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids with the marks of beginning and end; of any length."""
+        """Token ids with special tokens, not truncated."""
         await self.open()
         assert self._text is not None
         return await _worked(partial(self._text.encode, texts), sum(map(len, texts)))
@@ -146,7 +146,7 @@ class Embedder:
         seconds: Sequence[int] | None = None,
         priority: int = 0,
     ) -> bytes:
-        """What the engine makes of token ids, as float32 numbers."""
+        """The engine's result for token ids, as float32 bytes."""
         await self.open()
         size = len(ids) if wanted == "late" else TEXTS_PER_REQUEST
         parts = []
@@ -167,7 +167,7 @@ class Embedder:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def open(self) -> EngineInfo:
-        """The engine's facts, once it is up and its tokenizer is here; has it started when nobody did yet."""
+        """Starts the engine and loads the tokenizer if needed; returns the engine's info when both are ready."""
         if self._text is None or not self.backend.ready:
             async with self._opening:
                 if not self._started:
@@ -191,12 +191,12 @@ class Embedder:
 
     @property
     def waiting(self) -> int:
-        """Texts that wait in its engine."""
+        """Number of texts waiting in the engine."""
         return self.backend.load.waiting
 
     @property
     def text(self) -> EncoderText:
-        """The tokenizer; there once `open` has returned."""
+        """The tokenizer; available after `open`."""
         assert self._text is not None
         return self._text
 
@@ -207,8 +207,8 @@ class Embedder:
             await self.backend.wait_ready(self.wait_s)
         except EngineUnavailable:
             raise EngineUnavailable(
-                f"The encoder `{self.name}` is not up yet: it is started, and its model fetched, when it is first "
-                "asked for. Try again; the server's log says how it goes.",
+                f"The encoder `{self.name}` is not ready yet: it is started, and its model downloaded, on first "
+                "use. Try again; the server's log shows the progress.",
                 retry_after=5.0,
             ) from None
 
@@ -225,7 +225,7 @@ def _portions(items: Sequence[str], size: int) -> list[Sequence[str]]:
 
 
 def _load_text(source: str) -> EncoderText:
-    """The model is here by now: its engine runs. The thread also pays for importing numpy."""
+    """Loads the tokenizer; the model is local by now, since its engine runs. Imports numpy off the event loop too."""
     import numpy  # noqa: F401
 
     return load_encoder_text(resolve(source))

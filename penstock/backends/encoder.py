@@ -1,7 +1,7 @@
-"""An encoder engine in another process: requests of whole lists of texts, answered once each.
+"""The client of an encoder engine: each request is a list of texts with one reply.
 
-Connection, readiness and loss are those of every engine; only what is asked and answered differs. Invariant: every
-request ends with its encoding or with one error, also when the engine dies; what is cancelled here is aborted there.
+Connection, readiness and loss are handled as for every engine; only requests and replies differ. Invariant: every
+request ends with its encoding or one error, even when the engine dies; cancelling a request aborts it in the engine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class EncoderBackend(NativeBackend):
         if not self.ready:
             raise EngineUnavailable("The engine for this encoder is restarting; try again.")
         if len(self._answers) >= self._max_in_flight:
-            raise Overloaded(f"{len(self._answers)} requests to this encoder already wait; try again shortly.")
+            raise Overloaded(f"{len(self._answers)} requests to this encoder are already waiting; try again shortly.")
         answer: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
         self._answers[request.request_id] = answer
         try:
             if not self._try_send(Encode(request)):
-                raise Overloaded("The encoder does not take new requests at the moment; try again shortly.")
+                raise Overloaded("The encoder accepts no new requests at the moment; try again shortly.")
             return await answer
         except asyncio.CancelledError:
             self._send_abort(request.request_id)

@@ -1,4 +1,4 @@
-"""What an engine's refusals and failures mean to a client."""
+"""Translates refusals and failures of engines into API errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.protocol.messages import ASLEEP, DRAINING, NOT_REGISTERED
 
 
 def error_of(delta: Delta) -> ApiError:
-    """What a client should hear about a request the engine refused or failed."""
+    """The API error for a request that the engine refused or failed."""
     message = delta.error or "The engine failed this request."
     if message.startswith(DRAINING):
         return Draining()
@@ -36,7 +36,7 @@ def error_of(delta: Delta) -> ApiError:
 
 
 def adapter_error(message: str) -> ApiError:
-    """What went wrong with an adapter, as an error of the one who asked for it."""
+    """The API error for a failed adapter operation."""
     if message.startswith(ADAPTER_UNKNOWN):
         return NotFound(f"{_sentence(message)}.", param="model", code="model_not_found")
     return InvalidRequest(f"{_sentence(message)}.", param="model", code="adapter_failed")

@@ -1,8 +1,8 @@
-"""Where an engine's deltas wait for the one coroutine that answers a client.
+"""Holds an engine's deltas for the coroutine that answers the client.
 
-One mailbox serves one HTTP request, however many choices it has. Invariant: memory is bounded by what the
-request may produce, because deltas of the same choice are merged while nobody reads; so a slow reader costs a
-few integers, and never makes the engine's reader wait.
+One mailbox serves one HTTP request with all its choices. Invariant: memory is bounded by what the request may
+produce, because unread deltas of the same choice are merged; a slow reader costs a few integers, and never blocks
+the engine's reader.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Arrival:
 
 
 class DeltaSink(Protocol):
-    """Where the deltas of a request go."""
+    """Receives the deltas of a request."""
 
     def put(self, index: int, delta: Delta) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """There will be no more of them, because of `error`."""
+        """Ends the deltas with an error."""
 
 
 class Mailbox:
@@ -46,9 +46,9 @@ class Mailbox:
         self._timer: asyncio.TimerHandle | None = None
         self._until = 0.0
         self.produced: dict[int, int] = {}
-        """Tokens that have arrived for each choice, whether anybody reads them or not."""
+        """Tokens that have arrived for each choice, read or unread."""
         self.cached: dict[int, int] = {}
-        """Tokens of each choice's prompt that came from the cache."""
+        """Cached prompt tokens of each choice."""
 
     def put(self, index: int, delta: Delta) -> None:
         now = time.monotonic()
@@ -56,7 +56,7 @@ class Mailbox:
         if delta.cached_tokens is not None:
             self.cached.setdefault(index, delta.cached_tokens)
         if self._error is not None:
-            self._wake()  # nobody reads any more; what is still said only counts
+            self._wake()  # after an error, further deltas are only counted
             return
         arrival = self._arrivals.get(index)
         if arrival is None:
@@ -67,13 +67,13 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the conversation; the reader gets what has arrived first, then `error`. The first error wins."""
+        """Ends the stream; the reader first gets what has arrived, then `error`. The first error wins."""
         if self._error is None:
             self._error = error
             self._wake()
 
     async def take(self, within: float | None = None) -> list[Arrival]:
-        """Everything that has arrived; waits for something. Empty when `within` seconds pass first."""
+        """Returns everything that has arrived, waiting for the first arrival; empty after `within` seconds."""
         if not self._arrivals and self._error is None:
             self._waiter = self._loop.create_future()
             if within is not None:
@@ -90,7 +90,7 @@ class Mailbox:
         return []
 
     async def stirred(self, within: float) -> None:
-        """Returns when something more has arrived, or after `within` seconds; it stays in the mailbox."""
+        """Returns when something has arrived, or after `within` seconds, without taking it."""
         self._waiter = self._loop.create_future()
         self._wake_by(self._loop.time() + max(within, 0.0))
         try:
@@ -99,14 +99,14 @@ class Mailbox:
             self._waiter = None
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancels the timer; there is no reader any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _wake_by(self, until: float) -> None:
-        """One timer outlives many waits: most end long before their time, and setting one for each would cost more than
-        the tokens do."""
+        """Reuses one timer for many waits: most waits end long before their timeout, and a timer for each would cost
+        more than the tokens."""
         self._until = until
         if self._timer is not None and self._timer.when() <= until:
             return

@@ -1,9 +1,9 @@
-"""The engine in another process, over ZeroMQ (the conversation is in `penstock.protocol.messages`).
+"""The client of an engine in another process, over ZeroMQ (protocol: `penstock.protocol.messages`).
 
-Owns one DEALER socket, read by callbacks of the event loop, and one greeter task. A dead engine is noticed at
-once by its closed connection, a frozen one by its silence, a restarted one by a second `Ready`; each time the
-requests in flight fail with a retryable `EngineLost` and new ones wait for the next `Ready`. Nothing is sent
-while the engine is away (`IMMEDIATE`), so a restarted engine never runs requests nobody waits for.
+Owns one DEALER socket, read by event loop callbacks, and one heartbeat task. A dead engine is detected at once by its
+closed connection, a frozen one by its silence, a restarted one by a second `Ready`; each time the requests in flight
+fail with a retryable `EngineLost` and new ones wait for the next `Ready`. Nothing is sent while the engine is down
+(`IMMEDIATE`), so a restarted engine never runs requests that have no reader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from penstock.protocol.transport import CurveClient
 log = logging.getLogger("penstock.backends.native")
 
 _ARRIVED = int(zmq.POLLIN)
-"""A plain number: the flags of an enumeration are slow to combine."""
+"""A plain int, because enum flags are slow to combine."""
 
 
 class NativeBackend(EngineClient):
@@ -67,8 +67,8 @@ class NativeBackend(EngineClient):
         max_waiters: int = 1024,
         clock: Clock = monotonic,
     ) -> None:
-        """`silence_s`: an engine that says nothing for this long has lost its requests. It is longer than the
-        engine's own watchdog, because an engine in a long step cannot speak."""
+        """`silence_s`: silence after which the engine counts as lost. It is longer than the engine's own watchdog,
+        because an engine in a long step cannot send."""
         super().__init__(name, max_in_flight=max_in_flight, max_waiters=max_waiters, clock=clock)
         self.endpoint = endpoint
         self._silence_s = silence_s
@@ -78,13 +78,13 @@ class NativeBackend(EngineClient):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: Any = None
-        self._greeter: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
         self._heard_at = clock()
         self._questions: dict[str, asyncio.Future[list[Produced]]] = {}
 
     @property
     def public_key(self) -> str:
-        """Of the engine, when its endpoint is encrypted."""
+        """The engine's public key, if its endpoint is encrypted."""
         return "" if self._curve is None else self._curve.server_public_key
 
     async def start(self) -> None:
@@ -105,15 +105,15 @@ class NativeBackend(EngineClient):
         self._loop.add_reader(socket.fileno(), self._on_socket)
         socket.connect(self.endpoint)
         self._on_monitor()
-        self._greeter = asyncio.create_task(self._greet(), name=f"engine {self.name} greeter")
+        self._heartbeat = asyncio.create_task(self._send_hellos(), name=f"engine {self.name} heartbeat")
 
     async def close(self) -> None:
         if self._socket is None or self._context is None or self._loop is None:
             return
         self._try_send(Goodbye())
-        if self._greeter is not None:
-            self._greeter.cancel()
-            await asyncio.gather(self._greeter, return_exceptions=True)
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.gather(self._heartbeat, return_exceptions=True)
         self._went_down(EngineLost("The gateway is closing its connection to the engine."))
         socket, monitor = self._socket, self._monitor
         self._loop.remove_reader(socket.fileno())
@@ -132,7 +132,7 @@ class NativeBackend(EngineClient):
         self._questions[question.question] = answer
         try:
             if not self._try_send(question):
-                raise Overloaded("The engine takes no messages at the moment; try again shortly.")
+                raise Overloaded("The engine accepts no messages at the moment; try again shortly.")
             return await answer
         finally:
             del self._questions[question.question]
@@ -145,35 +145,37 @@ class NativeBackend(EngineClient):
 
     def _send_submit(self, request: Request) -> None:
         if not self._try_send(Submit(request)):
-            raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
+            raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
 
     def _send_abort(self, request_id: str) -> None:
         if not self._try_send(Abort(request_id)):
-            log.warning("abort not sent", extra={"engine": self.name, "engine_request_id": request_id})
+            log.warning(
+                "abort could not be sent to the engine", extra={"engine": self.name, "engine_request_id": request_id}
+            )
 
     def _send_state(self, message: Sleep | Wake) -> None:
         if not self._try_send(message):
-            raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
+            raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
 
     def _send_operation(self, operation: AdapterOperation) -> None:
         if not self._try_send(operation):
-            raise Overloaded("The engine does not take new requests at the moment; try again shortly.")
+            raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
 
     def _try_send(self, message: ToEngine) -> bool:
-        """False when there is no connection, or its buffer is full. Never blocks."""
+        """Sends a message; False when there is no connection or its buffer is full. Never blocks."""
         assert self._socket is not None and self._loop is not None
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again:
             return False
         finally:
-            # A send may swallow the signal that a message has arrived: the descriptor is edge-triggered.
+            # A send may consume the signal of an arrived message, because the descriptor is edge-triggered.
             if int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
                 self._loop.call_soon(self._on_socket)
         return True
 
     def _on_socket(self) -> None:
-        # Asked first: the exception of a receive that finds nothing costs more than a message.
+        # Checked first: the exception of an empty receive costs more than a message.
         while self._socket is not None and int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
             frame = self._socket.recv(zmq.DONTWAIT)
             self._heard_at = self._clock()
@@ -188,17 +190,17 @@ class NativeBackend(EngineClient):
                 if self._up:
                     self._deliver(output)
                 else:
-                    # It was given up for silence and still holds our registration: start over.
+                    # It was given up after a silence but still has our registration: register again.
                     self._try_send(Goodbye())
                     self._try_send(Hello(self._identity))
             case Ready(info, version, state):
                 if version != PROTOCOL_VERSION:
                     log.error(
-                        "engine speaks another protocol version; restart both from the same install",
+                        "engine has another protocol version; restart gateway and engine from the same installation",
                         extra={"engine": self.name, "theirs": version, "ours": PROTOCOL_VERSION},
                     )
                     return
-                self._lost("it has restarted")
+                self._lost("it was restarted")
                 self._came_up(info, state)
                 log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
             case State():
@@ -208,7 +210,7 @@ class NativeBackend(EngineClient):
             case AdapterResult():
                 self._finish_operation(message)
             case Leaving():
-                log.info("engine leaves", extra={"engine": self.name, "requests_in_flight": self.in_flight})
+                log.info("engine is draining", extra={"engine": self.name, "requests_in_flight": self.in_flight})
                 self._leaves()
             case Counted(question, entries):
                 asked = self._questions.get(question)
@@ -221,23 +223,23 @@ class NativeBackend(EngineClient):
         while self._socket is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
             if event == zmq.EVENT_DISCONNECTED:
-                self._lost("its connection closed")
+                self._lost("its connection was closed")
             else:
                 self._try_send(Hello(self._identity))
 
-    async def _greet(self) -> None:
+    async def _send_hellos(self) -> None:
         while True:
             self._try_send(Hello(self._identity))
             await asyncio.sleep(HELLO_S)
-            # An engine that wakes reads its weights and cannot speak meanwhile.
+            # An engine that is waking loads its weights and cannot send meanwhile.
             silent = self.state != "waking" and self._clock() - self._heard_at > self._silence_s
             if self._up and silent:
-                self._lost(f"it has been silent for {self._silence_s:g} s")
+                self._lost(f"it was silent for {self._silence_s:g} s")
 
     def _lost(self, why: str) -> None:
         if self._up:
             log.warning(
-                "engine lost",
+                "engine lost; its requests move to other replicas or wait for its restart",
                 extra={"engine": self.name, "why": why, "requests_in_flight": self.in_flight},
             )
             self._went_down(EngineLost())

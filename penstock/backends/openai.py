@@ -1,8 +1,8 @@
-"""Another server that speaks the OpenAI chat API, as something that answers: text in, text out.
+"""The client of a remote server with an OpenAI-compatible chat API: text in, text out.
 
-The second kind of backend. An engine is given tokens and can be continued anywhere; here messages go out as they are
-and text comes back, in the order the server sends it. Invariant: a stream ends with the server's own end or with one
-`ApiError`; whoever stops reading closes the connection, which is how such servers are told to stop.
+The second kind of backend. An engine gets tokens and a request can continue on another one; here messages are sent as
+they are and text comes back. Invariant: a stream ends with the server's own end or with one `ApiError`; a reader that
+stops early closes the connection, which tells the server to stop.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """One event of a stream, as far as it matters here."""
+    """One event of a stream; only the fields used here."""
 
     choices: list[ChunkChoice] = msgspec.field(default_factory=list)
     usage: ChunkUsage | None = None
@@ -83,23 +83,23 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Where a server is, and how to be let in."""
+    """Address and credentials of a server."""
 
     url: str
-    """Up to and with `/v1`."""
+    """Including `/v1`."""
     model: str
-    """What the server calls the model."""
+    """Name of the model on the server."""
     key_env: str = ""
-    """The environment variable that holds its key; none when empty."""
+    """Environment variable with its key; empty: no key."""
     timeout_s: float = 60.0
-    """How long it may say nothing."""
+    """Maximum silence."""
 
     def headers(self) -> dict[str, str]:
         return _JSON | authorization(self.key_env, self.url)
 
 
 def authorization(key_env: str, url: str) -> dict[str, str]:
-    """The header that lets us in at `url`; empty where no key is needed."""
+    """The authorization header for `url`; empty if no key is needed."""
     if not key_env:
         return {}
     key = os.environ.get(key_env)
@@ -120,7 +120,7 @@ class OpenAIServer:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since it last said something."""
+        """Seconds since it last sent something."""
         return time.monotonic() - self._heard_at
 
     async def start(self) -> None:
@@ -136,14 +136,14 @@ class OpenAIServer:
             await self._client.aclose()
 
     async def check(self) -> None:
-        """Whether it answers at all; raises `EngineUnavailable` when it does not."""
+        """Checks its health; raises `EngineUnavailable` when it does not answer."""
         assert self._client is not None
         try:
             reply = await self._client.get("/models", timeout=CHECK_S)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if reply.status_code >= 500:
-            raise EngineUnavailable(f"The server behind this model answers {reply.status_code}.")
+            raise EngineUnavailable(f"The remote server of this model returned {reply.status_code}.")
 
     async def stream(self, body: dict[str, Any], request_id: str) -> AsyncGenerator[Chunk, None]:
         """The events of one answer."""
@@ -163,14 +163,14 @@ class OpenAIServer:
                     begun = True
                     yield _read(data)
         except httpx.HTTPError as error:
-            lost = EngineLost("The server behind this model broke off.")
+            lost = EngineLost("The remote server of this model closed the connection.")
             raise (lost if begun else self._unreachable(error)) from error
         finally:
             self.in_flight -= 1
 
     def _unreachable(self, error: Exception) -> EngineUnavailable:
         why = "did not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
-        return EngineUnavailable(f"The server behind this model {why}; try again.")
+        return EngineUnavailable(f"The remote server of this model {why}; try again.")
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
@@ -179,7 +179,7 @@ async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
     async for part in reply.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
         if len(rest) > LONGEST_LINE:
-            raise EngineLost("The server behind this model sent a line without end.")
+            raise EngineLost("The remote server of this model sent an endless line.")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
@@ -191,21 +191,21 @@ def _read(data: bytes) -> Chunk:
     try:
         chunk = _chunk.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise EngineLost("The server behind this model sent something that is no chat chunk.") from error
+        raise EngineLost("The remote server of this model sent an invalid chunk.") from error
     if chunk.error is not None:
-        raise EngineLost("The server behind this model failed on this request; try again.")
+        raise EngineLost("The remote server of this model failed on this request; try again.")
     return chunk
 
 
 def _refusal(status: int, body: bytes, retry_after: str | None) -> ApiError:
-    """What a client should hear. What is wrong with the request is the server's word; what is wrong between it and us,
-    a key or a model's name, is not for clients."""
+    """The error for the client. Mistakes in the request keep the server's message; problems between us and the
+    server, such as a wrong key or model name, are not shown to clients."""
     if status in (400, 413, 422):
-        return InvalidRequest(_message(body) or f"The server behind this model refused the request ({status}).")
+        return InvalidRequest(_message(body) or f"The remote server of this model refused the request ({status}).")
     if status == 429:
         wait = float(retry_after) if retry_after is not None and retry_after.isdigit() else 2.0
-        return Overloaded("The server behind this model has too much to do; try again shortly.", retry_after=wait)
-    return EngineUnavailable(f"The server behind this model answers {status}; try again.")
+        return Overloaded("The remote server of this model is overloaded; try again shortly.", retry_after=wait)
+    return EngineUnavailable(f"The remote server of this model returned {status}; try again.")
 
 
 def _message(body: bytes) -> str | None:

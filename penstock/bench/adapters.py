@@ -63,7 +63,7 @@ def insert_random(
     """Put `count` adapters of noise into the engine's host memory, on `modules` or on all linears; their names."""
     adapters = engine.runner.adapters
     assert adapters is not None, "the engine was loaded with slots"
-    dtype, pin = adapters.dtype, adapters.decoder.embedding.is_cuda
+    dtype, pin = adapters.dtype, not engine.runner.backend.in_host_memory
     noise = random_adapter(label, adapters.layout, rank=rank, dtype=dtype, pin=False, seed=count, modules=modules)
     names = [f"{label} {index}" for index in range(count)]
     for name in names:

@@ -23,6 +23,7 @@ from rich.console import Console
 from penstock.bench import offline, report
 from penstock.bench.engine import BenchError, run
 from penstock.bench.workloads import Workload
+from penstock.engine.backends.select import plain_backend
 from penstock.errors import PenstockError
 
 TIE = 1.25
@@ -62,6 +63,7 @@ class Peer:
         settings = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype")}
         peer_config = transformers.AutoConfig.for_model(config["model_type"], **settings)
         self.device = device
+        self._backend = plain_backend(device)
         self.model = transformers.AutoModelForCausalLM.from_config(peer_config, dtype=torch.float32).eval()
         self._tensors = tensors
         self._tied = bool(config.get("tie_word_embeddings"))
@@ -91,8 +93,7 @@ class Peer:
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=output_len, do_sample=False
             )
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._backend.synchronize()
         seconds = time.perf_counter() - begin
         if out.shape[1] != ids.shape[1] + output_len:
             raise BenchError(f"transformers gave {out.shape[1] - ids.shape[1]} of {output_len} tokens")

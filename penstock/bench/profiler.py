@@ -25,6 +25,7 @@ from penstock.bench import report
 from penstock.bench.workloads import Workload
 
 if TYPE_CHECKING:
+    from penstock.engine.backends.backend import Backend
     from penstock.engine.core import Engine
 
 STEPS = 20
@@ -77,11 +78,10 @@ def record(engine: Engine, workload: Workload) -> list[Profile]:
             engine.step()
         return STEPS
 
-    device = torch.device(engine.info.device)
-    profiles = [_recorded(engine, device, "prompts", together, prompts)]
+    profiles = [_recorded(engine, "prompts", together, prompts)]
     if workload.output_len[0] > 3 * STEPS:  # shorter ones end before there is anything to record
         rows, python = len(engine.scheduler.running), _python_seconds(engine)
-        profiles.append(dataclasses.replace(_recorded(engine, device, "decoding", rows, decoding), python_s=python))
+        profiles.append(dataclasses.replace(_recorded(engine, "decoding", rows, decoding), python_s=python))
     for seq in list(engine.scheduler.running):
         engine.abort(seq.id)
     while engine.has_work:
@@ -89,9 +89,10 @@ def record(engine: Engine, workload: Workload) -> list[Profile]:
     return profiles
 
 
-def _recorded(engine: Engine, device: torch.device, kind: str, rows: int, run: Callable[[], int]) -> Profile:
+def _recorded(engine: Engine, kind: str, rows: int, run: Callable[[], int]) -> Profile:
     """What `run` does, which returns its number of steps."""
-    return _on_cuda(device, kind, rows, run) if device.type == "cuda" else _on_cpu(engine, kind, rows, run)
+    backend = engine.runner.backend
+    return _on_cpu(engine, kind, rows, run) if backend.in_host_memory else _on_cuda(backend, kind, rows, run)
 
 
 def _decoding(engine: Engine) -> bool:
@@ -99,12 +100,12 @@ def _decoding(engine: Engine) -> bool:
     return engine.scheduler.waiting == 0 and all(seq.length > seq.prompt_len for seq in running)
 
 
-def _on_cuda(device: torch.device, kind: str, rows: int, run: Callable[[], int]) -> Profile:
-    torch.cuda.synchronize(device)
+def _on_cuda(backend: Backend, kind: str, rows: int, run: Callable[[], int]) -> Profile:
+    backend.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
         begin = time.perf_counter()
         steps = run()
-        torch.cuda.synchronize(device)
+        backend.synchronize()
         wall = time.perf_counter() - begin
     spans: list[tuple[float, float]] = []
     totals: dict[str, list[float]] = {}

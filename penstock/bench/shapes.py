@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.models.families import HFConfig, family_of
+from penstock.engine.models.families import HFConfig, family_of, read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
@@ -82,7 +82,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def parameters(config: HFConfig) -> tuple[int, int]:
     """Parameters of a decoder's layer matrices, all experts included, and of its head; no biases, no norms."""
-    model = ModelConfig.from_hf(config)
+    model = read_config(config)
     experts = 0 if model.moe is None else model.moe.experts * _expert_parameters(model)
     return _dense_parameters(model) + experts, model.vocab_size * model.hidden_size
 
@@ -149,7 +149,7 @@ class Cost:
 
 def cost(config: HFConfig, *, weight_bytes: float, kv_bytes: float) -> Cost:
     """Count from a Hugging Face configuration."""
-    model = ModelConfig.from_hf(config)
+    model = read_config(config)
     return Cost(
         linear_params=_dense_parameters(model),
         head_params=model.vocab_size * model.hidden_size,

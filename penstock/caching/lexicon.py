@@ -1,6 +1,6 @@
-"""The words the verifier knows: what to overlook, what means the same, what means the opposite, what is one of a kind.
+"""The verifier's lexicon: stop words, synonyms, antonyms, and words that name one of several alternatives.
 
-English. A question in another language is compared word by word, with nothing overlooked: fewer hits, not wrong ones.
+English only. Questions in other languages are compared word by word, without stop words: fewer hits, not wrong ones.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OVERLOOKED = frozenset(
     own item items step steps follow process your my our his her their"""
     )
 )
-"""Words that carry the question rather than what it is about."""
+"""Stop words: they form the question but carry no topic."""
 
 DIRECTIONS = frozenset(_words("from into than over under before after by against onto above below"))
-"""Around these the order of names matters."""
+"""With these words, the order of names matters."""
 
 _SAME = """
 buy bought purchase | fix repair | delete remove erase | begin start commence | big large huge | biggest largest
@@ -59,7 +59,7 @@ draw drew drawn | send sent | spend spent | teach taught | catch caught | win wo
 sleep slept | swim swam swum | fly flew flown
 """
 SAME: dict[str, str] = {word: group[0] for group in reversed(_groups(_SAME)) for word in group}
-"""The word that stands for each; the first group that a word is in counts."""
+"""The representative of each word's synonyms; the first group that contains a word counts."""
 
 _OPPOSITE = """
 enable disable | on off | in out | up down | open close | opened closed | open closed | buy sell | increase
@@ -113,7 +113,7 @@ motorcycle boat ship | spring summer autumn winter | breakfast lunch dinner | fo
 baseball cricket hockey rugby golf chess checkers poker
 """
 KINDS: tuple[frozenset[str], ...] = tuple(map(frozenset, _groups(_KINDS)))
-"""Words that name one of several alternatives: two of them never stand for each other."""
+"""Words that name one of several alternatives: two of them are never synonyms."""
 ONE_OF_A_KIND = frozenset(word for kind in KINDS for word in kind)
 
 NUMBER_WORDS = {
@@ -168,4 +168,4 @@ FRAMES: tuple[tuple[str, str], ...] = (
     (r"\bget in touch with\b", " contact "),
     (r"\bquantity (?=.*\bcost)", " what "),
 )  # fmt: skip
-"""Turns of phrase, and the plain word for each; tried in this order on lower-case text."""
+"""Phrases and their plain words; applied in this order to lower-case text."""

@@ -1,4 +1,4 @@
-"""A question taken apart for comparison: its numbers, negations, kind, and what it is about, in order. Text only."""
+"""Parses a question for comparison: numbers, negations, kind, and topic words in order. Text only."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _OWNERS = {"my": "mine", "our": "mine", "mine": "mine", "your": "yours", "his": 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a question is about, piece by piece."""
+    """One topic word of a question."""
 
     concept: str
-    """The same for words that mean the same."""
+    """Equal for synonyms."""
     stem: str
     name: bool
-    """Written like a name, or naming one of several alternatives: nothing stands for it but itself."""
+    """A name, or a word for one of several alternatives: it has no synonyms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class ParsedQuestion:
     """Quoted text, addresses, paths."""
     words: tuple[Word, ...]
     directed: bool
-    """Whether the order of its words may matter."""
+    """Whether the order of its words matters."""
 
 
 def parse_question(text: str) -> ParsedQuestion:
-    """Take a question apart."""
+    """Parses a question."""
     text = text.replace("’", "'").replace("‘", "'")
     literals = tuple(match.group() for match in _QUOTED.finditer(text))
     text = _QUOTED.sub(" ", text)
@@ -95,7 +95,7 @@ def parse_question(text: str) -> ParsedQuestion:
 
 
 def stem(word: str) -> str:
-    """Without its inflection; spellings of the two shores of the Atlantic are one."""
+    """The word without its inflection; British and American spellings are unified."""
     word = word.removesuffix("'s").removesuffix("'")
     if len(word) > 4 and word.endswith("ies"):
         word = word[:-3] + "y"
@@ -159,7 +159,7 @@ def _kind(tokens: list[str]) -> str:
 
 
 def _names(text: str) -> frozenset[str]:
-    """Words with a capital that no sentence begins with, or with capitals or digits inside, in lower case."""
+    """Words, in lower case, that are capitalised inside a sentence or contain capitals or digits."""
     found = set()
     begins = True
     for match in re.finditer(r"[^\W_][\w+#-]*|[.!?:;]", text):

@@ -1,7 +1,7 @@
-"""Answers in Redis or Valkey, shared by every gateway that names the same address.
+"""Cached answers in Redis or Valkey, shared by all gateways with the same URL.
 
-Redis bounds the memory (`maxmemory` with an eviction policy); everything written here expires by itself. A Redis that
-is away, or slow, is a miss: nothing that can be computed waits for a cache.
+Redis bounds the memory (`maxmemory` with an eviction policy); everything written here expires. An unavailable or slow
+Redis counts as a miss: no request waits for the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 0.25
 AWAY_S = 1.0
-"""After a failure nobody tries again for this long."""
+"""After a failure, Redis is not tried for this long."""
 _PREFIX = "penstock:cache"
 
 # KEYS: the list, its epoch. ARGV: question, most, ttl in ms, a new epoch. When the list is full, a quarter of it goes.
@@ -73,7 +73,7 @@ class RedisStore(AnswerStore):
         await self._try(lambda: self._redis.delete(_name("a", key)))
 
     async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
-        """Raises when Redis is away: whoever evicts must know that it happened."""
+        """Raises when Redis is unavailable: an eviction must not fail silently."""
         gone = 0
         pattern = f"{_PREFIX}:*:{_part(tenant)}:{_part(model)}:*"
         try:
@@ -123,7 +123,7 @@ class RedisStore(AnswerStore):
             return await work()
         except self._failures as error:
             if self._away_until == float("-inf") or self._clock() - self._away_until > 60:
-                log.warning("the cache's Redis cannot be reached; answers are computed: %s", error)
+                log.warning("response cache is bypassed: its Redis cannot be reached", extra={"why": str(error)})
             self._away_until = self._clock() + AWAY_S
             return None
 

@@ -1,7 +1,7 @@
-"""Finding a question that was asked before in other words: near vectors propose, the verifier decides.
+"""Finds earlier questions that ask the same in other words: similar vectors are candidates, the verifier decides.
 
-An index is a local copy of one partition's questions, with their vectors in one matrix; it asks the store only for
-what is new. Partitions are hard walls: a vector is never compared across them.
+An index is a local copy of one partition's questions, with their vectors in one matrix; it reads only new questions
+from the store. Vectors are never compared across partitions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_INDEXES = 256
 MOST_CANDIDATES = 4
-"""Nearest questions that the verifier is asked about."""
+"""Maximum of similar questions checked by the verifier."""
 MOST_WORDS = 8192
 
 
@@ -31,11 +31,11 @@ class Embeds(Protocol):
 
 
 class StoredQuestion(msgspec.Struct, frozen=True):
-    """As it is stored."""
+    """A question as stored."""
 
     text: str
     digest: str
-    """Of the answer's key."""
+    """Digest of the answer's key."""
     vector: bytes
 
 
@@ -55,7 +55,7 @@ class Match:
 
 @dataclass(slots=True)
 class SearchResult:
-    """What a lookup found out, to be used again when the answer is stored."""
+    """The result of a lookup; reused when the answer is stored."""
 
     vector: bytes = b""
     matches: list[Match] = field(default_factory=list)
@@ -67,7 +67,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class SemanticIndex:
-    """All partitions that were looked at lately."""
+    """The indexes of recently used partitions."""
 
     def __init__(self, store: AnswerStore, embedder: Embeds, threshold: float) -> None:
         self._store = store
@@ -77,7 +77,7 @@ class SemanticIndex:
         self._words: OrderedDict[str, Any] = OrderedDict()
 
     async def search(self, partition: CacheKey, text: str) -> SearchResult:
-        """Answers to the same question, best first."""
+        """Finds answers to the same question, best first."""
         vector = (await self._embedder.embed([text])).vectors[0]
         found = SearchResult(vector.tobytes())
         index = await self._synced(partition)
@@ -119,7 +119,7 @@ class SemanticIndex:
         return found
 
     async def _synced(self, partition: CacheKey) -> _Index:
-        """The local copy, with what the store has since got."""
+        """The local index, updated from the store."""
         index = self._indexes.setdefault(partition, _Index())
         self._indexes.move_to_end(partition)
         while len(self._indexes) > MOST_INDEXES:
@@ -128,7 +128,7 @@ class SemanticIndex:
             held = index.epoch, len(index.questions)
             epoch, fresh = await self._store.questions(partition, *held)
             if held == (index.epoch, len(index.questions)):
-                break  # nobody else has brought it up to date meanwhile
+                break  # no concurrent lookup has updated it meanwhile
         if epoch != index.epoch:
             index.epoch, index.questions, index.readings, index.matrix = epoch, [], {}, None
         if fresh:

@@ -1,8 +1,8 @@
-"""Where answers are kept: in this process, bounded and least recently used first out, or in Redis for several gateways.
+"""The interface of answer stores, and the LRU store in this process; `redis.py` is shared by several gateways.
 
-Invariants: a key names its tenant, so nothing is ever found under another's; what is older than its time is not found.
-Beside the answers a store keeps, per partition, the questions they answer, in order: who has seen the first n of them
-asks for the rest, until the epoch changes because some were dropped.
+Invariants: a key contains its tenant, so a tenant never finds another's answers; expired answers are not found. For
+each partition a store also keeps the answered questions in order: a reader that has the first n asks for the rest,
+until the epoch changes because some were dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
 NOTES = "\0notes"
-"""The model of keys that hold no answer but something about one; they are not counted."""
+"""The model name of keys that hold metadata instead of an answer; they are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class AnswerStore(ABC):
 
     @abstractmethod
     async def evict(self, tenant: str | None = None, model: str | None = None) -> int:
-        """Forget what is of this tenant and this model (None: of any); how many answers that were."""
+        """Deletes the answers of a tenant and a model (None: of any); returns their number."""
 
     @abstractmethod
     async def note(self, partition: CacheKey, question: bytes) -> None:
-        """Add a question to a partition."""
+        """Adds a question to a partition."""
 
     @abstractmethod
     async def questions(self, partition: CacheKey, epoch: str, seen: int) -> tuple[str, list[bytes]]:
-        """The epoch, and the questions after the first `seen`; all of them when the epoch is not the one given."""
+        """The current epoch, and the questions after the first `seen`, or all of them if the epoch has changed."""
 
     @abstractmethod
     async def size(self, tenant: str | None = None) -> Size: ...
 
     async def close(self) -> None:
-        """Let go of what is held outside this process."""
+        """Closes connections; does nothing by default."""
         return
 
 
@@ -155,7 +155,7 @@ class MemoryStore(AnswerStore):
             self.bytes -= found.bytes
 
     def _shrink(self) -> None:
-        """Answers go first; questions without answers are of no use, so partitions follow when only they are left."""
+        """Evicts answers first; then partitions, because questions without answers are useless."""
         while self.bytes > self._limit and self._answers:
             _, gone = self._answers.popitem(last=False)
             self.bytes -= len(gone.value)

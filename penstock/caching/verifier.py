@@ -1,9 +1,9 @@
-"""Whether two questions that look alike ask the same: the gate between a near vector and an answer.
+"""Verifies that two similar questions ask the same thing, before a cached answer is used.
 
-Vectors put "enable" beside "disable" and 404 beside 403. So a hit needs more: the same numbers, the same negations, the
-same kind of question, and every word of one accounted for in the other, by itself, by a word known to mean the same, or
-by one whose own vector is close and that neither list says is another thing. When in doubt the answer is no: a miss
-costs a computation, a false hit costs trust.
+Vectors of "enable" and "disable", or of 404 and 403, are similar. So a hit needs more: the same numbers, the same
+negations, the same kind of question, and for every word of one question a match in the other: the same word, a
+synonym, or a word with a similar vector that no list marks as different. When in doubt the answer is no: a miss costs
+a computation, a false hit costs trust.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.caching.question import ParsedQuestion, Word, stem
 Refusal = Literal["number", "negation", "question", "person", "literal", "name", "opposite", "wording", "order"]
 
 WORD_LIKENESS = 0.74
-"""Least cosine of two words that may stand for each other."""
+"""Minimum cosine of two words that may replace each other."""
 _SPELLED_ALIKE = 0.72
 _PREFIXES = ("un", "in", "im", "il", "ir", "dis", "non", "non-", "de")
 _OPPOSITE = frozenset(frozenset(map(stem, pair)) for pair in OPPOSITE)
@@ -28,14 +28,14 @@ _OPPOSITE = frozenset(frozenset(map(stem, pair)) for pair in OPPOSITE)
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Words of each question that the other one lacks; their own vectors decide."""
+    """Words of each question without a match in the other; their vectors decide."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
 
 
 def compare(asked: ParsedQuestion, known: ParsedQuestion) -> Refusal | Leftover | None:
-    """Why the two differ; words still to be compared; or None when they ask the same."""
+    """Why the questions differ; the words left to compare by vector; or None when they ask the same."""
     if asked.literals != known.literals:
         return "literal"
     if asked.numbers != known.numbers:
@@ -61,7 +61,8 @@ def compare(asked: ParsedQuestion, known: ParsedQuestion) -> Refusal | Leftover 
 
 
 def match_leftover(leftover: Leftover, likeness: Sequence[Sequence[float]]) -> Refusal | None:
-    """`likeness[i][j]`: the cosine of our word i and their word j. Each needs a partner of its own."""
+    """Pairs the left-over words; `likeness[i][j]` is the cosine of our word i and their word j. Each word needs its own
+    partner."""
     free = set(range(len(leftover.theirs)))
     for row, word in enumerate(leftover.ours):
         close = [
@@ -78,7 +79,7 @@ def match_leftover(leftover: Leftover, likeness: Sequence[Sequence[float]]) -> R
 def _same_kind(asked: str, known: str) -> bool:
     if asked == known or {asked, known} == {"how", "where"}:
         return True
-    # "What" asks for anything, so it goes with any other; yes or no is an answer to nothing else.
+    # "What" is compatible with every kind but yes/no questions.
     return "" in (asked, known) and "yes" not in (asked, known)
 
 
@@ -104,7 +105,7 @@ def _opposed(ours: Sequence[Word], theirs: Sequence[Word]) -> bool:
 
 
 def _same_order(asked: ParsedQuestion, known: ParsedQuestion) -> bool:
-    """Names in the same order; where a direction is spoken of, everything."""
+    """Whether names are in the same order; for directed questions, all words."""
     ours, theirs = [word.concept for word in asked.words], [word.concept for word in known.words]
     shared = set(ours) & set(theirs)
     names = {word.concept for word in (*asked.words, *known.words) if word.name}
@@ -114,5 +115,5 @@ def _same_order(asked: ParsedQuestion, known: ParsedQuestion) -> bool:
 
 
 def _spelled_alike(a: str, b: str) -> bool:
-    """Words that differ by a letter or two are different things (ethanol, methanol), unless one inflects the other."""
+    """Words that differ by a letter or two are different things (ethanol, methanol), unless one is an inflection."""
     return not (a.startswith(b) or b.startswith(a)) and difflib.SequenceMatcher(None, a, b).ratio() > _SPELLED_ALIKE

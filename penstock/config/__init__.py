@@ -1,6 +1,6 @@
 """Configuration: one YAML file, overridden by the environment, overridden by flags.
 
-`Config` is frozen and complete: whoever receives one never looks at files or variables again.
+`Config` is frozen and complete: code that receives one never reads files or variables itself.
 """
 
 from penstock.config.load import dump, load, load_resolved

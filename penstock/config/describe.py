@@ -1,4 +1,4 @@
-"""The schema in words: a reference of every key, and an example file that is also a valid configuration."""
+"""The schema as text: a reference of all keys, and an example file that is also a valid configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.config.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """One setting, ready to be shown."""
+    """One setting, formatted for display."""
 
     section: str
     name: str
@@ -24,7 +24,7 @@ class ConfigKey:
     doc: str
     example: str
     listed: bool
-    """The section is a list; the key is one of each item's."""
+    """Whether the section is a list, of whose items this is a key."""
 
     @property
     def path(self) -> str:
@@ -55,7 +55,7 @@ def keys() -> Iterator[ConfigKey]:
 
 
 def example() -> str:
-    """A commented file in which every key is either set to its default or shown, commented out."""
+    """A commented file in which every key is set to its default or shown as a comment."""
     sections: dict[str, list[ConfigKey]] = {}
     for key in keys():
         sections.setdefault(key.section, []).append(key)
@@ -71,14 +71,14 @@ def example() -> str:
         items = getattr(defaults, section) if is_list else (getattr(defaults, section),)
         for number, item in enumerate(items):
             lines += _item(item, members, is_list, explained=number == 0)
-        if not items:  # an example of what could stand there
+        if not items:  # an example item
             lines[1:] = [f"# {line}" for line in (lines[1], *_item(cls(), members, is_list, explained=True))]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
 def _item(item: Any, members: list[ConfigKey], is_list: bool, explained: bool) -> Iterator[str]:
-    """The keys of one section or of one item of a list; all of them with their meaning when `explained`."""
+    """The lines of one section or list item; with every key and its explanation when `explained`."""
     begun = False
     for key in members:
         field = next(field for field in dataclasses.fields(item) if field.name == key.name)

@@ -15,38 +15,40 @@ DEFAULT_ENCODER = "minilm"
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """An encoder model, for /v1/embeddings and /v1/rerank and all that searches by meaning."""
+    """An encoder model, for /v1/embeddings, /v1/rerank, collections and the semantic cache."""
 
     source: str = setting(
         DEFAULT_ENCODER,
         doc="A BERT sentence encoder or cross-encoder: a known name, pypi:PACKAGE==VERSION, hf:ORG/NAME or a folder.",
     )
-    name: str = setting("", doc="What clients call it; made from the source when empty.")
-    aliases: tuple[str, ...] = setting((), doc="Other names that clients may use for it.", example="[embed]")
+    name: str = setting("", doc="Name for clients; empty: derived from the source.")
+    aliases: tuple[str, ...] = setting((), doc="Other names for clients.", example="[embed]")
     start: Literal["asked", "now"] = setting(
-        "asked", doc="asked: fetched and started when first used; now: started as soon as the models are ready."
+        "asked", doc="asked: downloaded and started on first use; now: started as soon as the models are ready."
     )
-    wait_s: float = setting(30.0, doc="Seconds a request waits for it to start before it gets 503.", least=0)
+    wait_s: float = setting(30.0, doc="Seconds a request waits for the encoder to start before it gets 503.", least=0)
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
-    dtype: DType = setting("auto", doc="Type of weights and activations; auto is float32.")  # noqa: RUF009
+    dtype: DType = setting("auto", doc="Data type of weights and activations; auto: float32.")  # noqa: RUF009
     weights: EncoderWeights = setting(  # noqa: RUF009
         "auto",
-        doc="int8: products in 8 bits on CPU, about twice as fast, with vectors that differ in the fourth digit of "
-        "their cosine. auto is dense.",
+        doc="int8: 8-bit matrix products on CPU, about twice as fast; vectors differ in the fourth digit of "
+        "their cosine. auto: dense.",
     )
     max_model_len: int | None = setting(
-        None, doc="Longest text in tokens; what the model was trained for when not set.", least=3, example="512"
+        None, doc="Maximum text length in tokens; when not set, the model's own.", least=3, example="512"
     )
     token_budget: int | None = setting(
-        None, doc="Most tokens computed in one step; 1024 on CPU, 16384 on CUDA when not set.", least=1, example="1024"
+        None, doc="Maximum tokens per step; when not set, 1024 on CPU and 16384 on CUDA.", least=1, example="1024"
     )
-    max_waiting: int = setting(16384, doc="Texts that may wait in the engine; more are refused.", least=1)
-    max_texts: int = setting(2048, doc="Most texts or documents in one request.", least=1)
-    threads: int | None = setting(None, doc="CPU threads; all cores when not set.", least=1, example="8")
-    watchdog_s: float = setting(60.0, doc="With work and no finished step for this long it is restarted.", least=1)
-    input_price: float = setting(0.0, doc="Price of a million tokens.", least=0)
+    max_waiting: int = setting(16384, doc="Maximum of texts waiting in the engine; further ones are refused.", least=1)
+    max_texts: int = setting(2048, doc="Maximum of texts or documents in one request.", least=1)
+    threads: int | None = setting(None, doc="CPU threads; when not set, all cores.", least=1, example="8")
+    watchdog_s: float = setting(
+        60.0, doc="Seconds with work but without a finished step after which it is restarted.", least=1
+    )
+    input_price: float = setting(0.0, doc="Price per million tokens.", least=0)
 
     def engine_config(self, path: str) -> EncoderEngineConfig:
-        """Settings for the engine of this encoder, whose source was resolved to `path`."""
+        """Settings of the engine; `path` is the resolved source."""
         names = {field.name for field in dataclasses.fields(EncoderEngineConfig)} - {"model"}
         return EncoderEngineConfig(model=path, **{name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""Settings of guardrails: rules of words and patterns, and those that ask a model."""
+"""Settings of guardrails: rules of words and patterns, and rules decided by a moderation model."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ DEFAULT_THRESHOLD = 0.5
 
 @dataclass(frozen=True, slots=True)
 class GuardrailConfig:
-    """A rule for what goes into models or comes out of them."""
+    """A rule for prompts or answers."""
 
-    name: str = setting("", doc="What errors and metrics call it.")
+    name: str = setting("", doc="Name in errors and metrics.")
     kind: Literal["patterns", "model"] = setting(
         "patterns", doc="patterns: words and patterns; model: a moderation model decides (model or url)."
     )
-    tenants: tuple[str, ...] = setting((), doc="For these tenants; for all when tiers is empty too.", example="[acme]")
-    tiers: tuple[str, ...] = setting((), doc="For tenants of these tiers.", example="[free]")
-    stage: Literal["input", "output", "both"] = setting("both", doc="What it looks at: prompts, answers or both.")
+    tenants: tuple[str, ...] = setting((), doc="Tenants it applies to; if tiers is empty too, all.", example="[acme]")
+    tiers: tuple[str, ...] = setting((), doc="Tiers it applies to.", example="[free]")
+    stage: Literal["input", "output", "both"] = setting("both", doc="What it checks: prompts, answers or both.")
     action: Literal["refuse", "redact"] = setting(
-        "refuse", doc="refuse: 400, or the end of the answer; redact: put the replacement in its place (patterns)."
+        "refuse", doc="refuse: reply 400 or end the answer; redact: insert the replacement (patterns only)."
     )
-    words: tuple[str, ...] = setting((), doc="Whole words, in any case.", example="[hunter2]")
+    words: tuple[str, ...] = setting((), doc="Whole words, case-insensitive.", example="[hunter2]")
     patterns: tuple[str, ...] = setting(
-        (), doc="Regular expressions; in answers a match has at most 256 characters.",
+        (), doc="Regular expressions; in answers, a match has at most 256 characters.",
         example="['[0-9]{3}-[0-9]{2}-[0-9]{4}']",
     )  # fmt: skip
-    replacement: str = setting("[redacted]", doc="What stands for redacted text.", example='"[redacted]"')
+    replacement: str = setting("[redacted]", doc="Text that replaces a match.", example='"[redacted]"')
     model: str = setting(
-        "", doc="A chat model served here, or one of remotes, that is asked yes or no; with url: what is sent as model."
+        "", doc="A served or remote chat model that answers yes or no; with url: the value sent as model."
     )
-    policy: str = setting("", doc="What is not allowed, as that chat model is told; a general list when empty.")
+    policy: str = setting("", doc="What is not allowed, as told to the chat model; empty: a general list.")
     url: str = setting(
-        "", doc="A moderation endpoint as OpenAI's, asked instead of a chat model.",
+        "", doc="An OpenAI-compatible moderation endpoint, used instead of a chat model.",
         example="https://api.openai.com/v1/moderations",
     )  # fmt: skip
     key_env: str = setting(
-        "", doc="Environment variable that holds the API key for url; never the key itself.", example="MODERATION_KEY"
+        "", doc="Environment variable with the API key for url; never the key itself.", example="MODERATION_KEY"
     )
     categories: tuple[str, ...] = setting(
-        (), doc="Categories of url that count; all when empty.", example="[violence, harassment]"
+        (), doc="Categories of url that count; empty: all.", example="[violence, harassment]"
     )
     threshold: float | None = setting(
-        None, doc="Probability from which text is refused; 0.5 for a chat model, and what url flags, when not set.",
+        None, doc="Probability from which text is refused; when not set, 0.5 for a chat model, and what url flags.",
         least=0, most=1, example="0.7",
     )  # fmt: skip
     on_error: Literal["refuse", "allow"] = setting(
-        "refuse", doc="What happens to text when the moderation model fails or is too slow."
+        "refuse", doc="What to do with text when the moderation model fails or times out."
     )
-    timeout_s: float = setting(5.0, doc="Seconds a question to it may take, waiting included.", least=0.01, most=60)
-    concurrency: int = setting(16, doc="Questions to it at a time, per gateway process; more wait.", least=1, most=1024)
+    timeout_s: float = setting(5.0, doc="Time limit of a check in seconds, including waiting.", least=0.01, most=60)
+    concurrency: int = setting(16, doc="Parallel checks per gateway process; further ones wait.", least=1, most=1024)
     window: int = setting(
-        400, doc="Characters of an answer that are held back and looked at together.", least=1, most=4000
+        400, doc="Characters of an answer that are held back and checked together.", least=1, most=4000
     )
 
 
@@ -68,13 +68,13 @@ _ONLY_MODEL = ("model", "policy", "url", "key_env", "categories", "threshold")
 
 
 def problems(rules: Sequence[GuardrailConfig], tiers: Collection[str], models: Collection[str]) -> list[str]:
-    """What is wrong with the rules. `models`: all names that a chat model has here."""
+    """Mistakes in the rules. `models`: the names of all chat models."""
     found = []
     names = [rule.name for rule in rules]
     for index, rule in enumerate(rules):
         where = f"guardrails[{index}]"
         if not rule.name or names.index(rule.name) < index:
-            found.append(f"{where}: a name of its own is needed")
+            found.append(f"{where}: a unique name is needed")
         complaints = _model(rule, models) if rule.kind == "model" else _patterns(rule)
         found += [f"{where}: {complaint}" for complaint in complaints]
         found += [f'{where}.tiers: there is no tier "{name}"' for name in rule.tiers if name not in tiers]
@@ -86,26 +86,26 @@ def _patterns(rule: GuardrailConfig) -> list[str]:
     if given:
         return [f"{', '.join(given)}: only used with kind: model"]
     if not (rule.words or rule.patterns) or not all((*rule.words, *rule.patterns)):
-        return ["words or patterns are needed, and none of them empty (or kind: model)"]
+        return ["words or patterns are needed, none of them empty (or kind: model)"]
     return []
 
 
 def _model(rule: GuardrailConfig, models: Collection[str]) -> list[str]:
     found = []
     if rule.words or rule.patterns:
-        found.append("words and patterns are not used with kind: model; make them a rule of their own")
+        found.append("words and patterns are not used with kind: model; put them into a rule of their own")
     if rule.action == "redact":
-        found.append("a model finds no places to redact; with kind: model the action is refuse")
+        found.append("a moderation model cannot redact; with kind: model the action must be refuse")
     if rule.url:
         parts = urlsplit(rule.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            found.append("url is http://HOST/... or https://HOST/...")
+            found.append("url must be http://HOST/... or https://HOST/...")
         if rule.policy:
             found.append("policy is for chat models; a moderation endpoint has its own")
     elif not rule.model:
         found.append("kind: model needs a model or a url")
     else:
         if rule.model not in models:
-            found.append(f'no model or remote is called "{rule.model}"')
+            found.append(f'there is no model or remote "{rule.model}"')
         found += [f"{name} is only used with url" for name in ("key_env", "categories") if getattr(rule, name)]
     return found

@@ -1,4 +1,4 @@
-"""Reading the configuration: file, then environment, then flags; the last one wins.
+"""Loads the configuration from file, environment and flags, each overriding the one before.
 
 Invariant: `load` either returns a complete `Config` or raises one `ConfigError` that lists every mistake.
 """
@@ -33,9 +33,9 @@ def load(
     flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration of `path`, or of $PENSTOCK_CONFIG, or of ./penstock.yaml, or the defaults.
+    """The configuration from `path`, $PENSTOCK_CONFIG or ./penstock.yaml, or the defaults.
 
-    `models` restricts what is served to these names of the file, or to sources it does not mention. `flags` maps
+    `models` restricts the models to these names of the file, or to sources that it does not mention. `flags` maps
     dotted keys (`server.port`, `models.*.device`) to text as typed on the command line.
     """
     environ = os.environ if environ is None else environ
@@ -51,7 +51,7 @@ def load(
 
 
 def load_resolved(path: str | Path) -> Config:
-    """A configuration written by `dump`: environment and flags are already in it."""
+    """A configuration written by `dump`, which already includes environment and flags."""
     return check(parse_yaml(Path(path).read_text(), str(path)))
 
 
@@ -82,7 +82,7 @@ def check(root: Node) -> Config:
 
 
 def model_name(source: str) -> str:
-    """What clients call a model whose configuration gives no name."""
+    """The default name of a model, derived from its source."""
     name = re.split(r"[/:]", source.rstrip("/").removesuffix(".gguf"))[-1]
     return re.split(r"==|@", name)[0] or source
 
@@ -103,7 +103,7 @@ def check_model(described: Mapping[str, Any]) -> ModelConfig:
 
 
 def conflicts(config: Config) -> list[str]:
-    """What does not go together."""
+    """Settings that contradict each other."""
     problems = [] if config.models else ["models: name at least one model to serve"]
     seen: dict[str, str] = {}
     for index, model in enumerate(config.models):
@@ -120,7 +120,7 @@ def conflicts(config: Config) -> list[str]:
         if model.speculation != "draft" and model.draft_model is not None:
             problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
         if model.replicas > 1 and model.time_slice:
-            problems.append(f"models[{index}]: a model that takes turns (time_slice) has one replica")
+            problems.append(f"models[{index}]: a model with time_slice must have one replica")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
@@ -133,31 +133,31 @@ def conflicts(config: Config) -> list[str]:
     problems += _remotes(config, seen)
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
-        problems.append("cache.url: several workers need a Redis in which they find each other's answers")
+        problems.append("cache.url: several workers need a shared cache in Redis")
     if cache.semantic != "off" and cache.encoder not in ("", *(encoder.name for encoder in config.encoders)):
         problems.append(f'cache.encoder: there is no encoder "{cache.encoder}"')
     if cache.semantic != "off" and not config.encoders:
-        problems.append("cache.semantic: it needs an encoder, and `encoders` is empty")
+        problems.append("cache.semantic: an encoder is needed, but `encoders` is empty")
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
-    problems += [f'tiers: "{name}" is there twice' for name in sorted(set(tiers)) if name and tiers.count(name) > 1]
+    problems += [f'tiers: "{name}" is defined twice' for name in sorted(set(tiers)) if name and tiers.count(name) > 1]
     if config.auth.default_tier not in tiers:
         problems.append(
             f'auth.default_tier: there is no tier "{config.auth.default_tier}"; there are {", ".join(tiers)}'
         )
     if config.server.admin_port == config.server.port:
-        problems.append("server.admin_port: it is server.port; choose another, or none")
+        problems.append("server.admin_port: must differ from server.port")
     slices = [model.name for model in config.models if model.time_slice]
     if config.server.workers > 1 and slices:
         problems.append(
-            f"server.workers: models that take turns (time_slice: {', '.join(slices)}) need one gateway that decides "
-            "whose turn it is; serve them with one worker"
+            f"server.workers: models with time_slice ({', '.join(slices)}) need a single gateway, which decides which "
+            "one is awake; use one worker"
         )
     return problems + _guardrails(config) + _tools(config) + _shares(config)
 
 
 def _roles(model: ModelConfig) -> list[str]:
-    """What stands against handing prompts over."""
+    """Mistakes in the roles of replicas."""
     if not model.replica_roles:
         return []
     roles = {model.role(replica) for replica in range(model.replicas)}
@@ -166,9 +166,9 @@ def _roles(model: ModelConfig) -> list[str]:
         problems.append(f"{model.replicas} replicas are all of {sorted(roles)}; prefill and decode need each other")
     if roles != {"both"}:
         if model.tensor_parallel * model.pipeline_parallel > 1:
-            problems.append("blocks are handed over between engines of one device each")
+            problems.append("roles need engines of one device each (no tensor_parallel or pipeline_parallel)")
         if not model.prefix_cache:
-            problems.append("blocks are handed over by name, which prefix_cache: false forbids")
+            problems.append("roles need prefix_cache, which is off")
     return problems
 
 
@@ -178,7 +178,7 @@ def _tools(config: Config) -> list[str]:
     for index, server in enumerate(config.tool_servers):
         where = f"tool_servers[{index}]"
         if not server.name or names.index(server.name) < index:
-            problems.append(f"{where}: a name of its own is needed")
+            problems.append(f"{where}: a unique name is needed")
         if sum(map(bool, (server.openapi, server.mcp_url, server.command))) != 1:
             problems.append(f"{where}: one of openapi, mcp_url and command is needed")
     for network in config.tools.networks:
@@ -190,12 +190,12 @@ def _tools(config: Config) -> list[str]:
 
 
 def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
-    """Mistakes in remotes, and in fallbacks, which may name them. `seen`: names that are taken, and by whom."""
+    """Mistakes in remotes, and in fallbacks, which may name them. `seen`: names already taken, with their owner."""
     problems = []
     for index, remote in enumerate(config.remotes):
         where = f"remotes[{index}]"
         if not remote.model:
-            problems.append(f"{where}: model is needed: what its servers call it")
+            problems.append(f"{where}: model is needed: the name of the model on its servers")
         if not remote.urls or not all(url.startswith(("http://", "https://")) for url in remote.urls):
             problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
         for name in (remote.name, *remote.aliases):
@@ -205,9 +205,9 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
     answering = {*(model.name for model in config.models), *(remote.name for remote in config.remotes)}
     for index, model in enumerate(config.models):
         where = f"models[{index}].fallback"
-        problems += [f'{where}: no model or remote is called "{n}"' for n in model.fallback if n not in answering]
+        problems += [f'{where}: there is no model or remote "{n}"' for n in model.fallback if n not in answering]
         if model.overflow_at is not None and not model.fallback:
-            problems.append(f"models[{index}].overflow_at: needs a fallback to go to")
+            problems.append(f"models[{index}].overflow_at: needs a fallback")
     return problems
 
 
@@ -219,7 +219,7 @@ def _guardrails(config: Config) -> list[str]:
 
 
 def _shares(config: Config) -> list[str]:
-    """Models that are awake at the same time must fit their device together; those that take turns count once."""
+    """Models that are awake at the same time must fit their device together; a time-slice group counts once."""
     asked: dict[str, dict[str, float]] = {}
     for model in config.models:
         if model.memory_share is not None:
@@ -235,7 +235,7 @@ def _shares(config: Config) -> list[str]:
 
 
 def _together(model: ModelConfig) -> int:
-    """Most replicas of a model that are on one device."""
+    """Maximum number of replicas of a model on one device."""
     places = len(set(model.replica_devices)) or 1
     return -(-model.replicas // places)
 
@@ -256,7 +256,7 @@ def _read_file(path: str | Path | None, environ: Mapping[str, str]) -> Node:
 
 
 def _ensure_models(root: Node) -> None:
-    """Give flags for every model something to apply to when no file names one."""
+    """Adds a default model, so that flags for every model apply even when no file names one."""
     if isinstance(root.value, dict):
         root.value.setdefault("models", Node([Node({}, "defaults")], "defaults"))
 

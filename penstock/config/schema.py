@@ -1,4 +1,4 @@
-"""Every setting there is: its type, default, range and explanation, in one place.
+"""All settings: type, default, range and explanation, in one place.
 
 Validation, `penstock config` and the example file are all derived from these dataclasses, so a key cannot exist
 without being documented.
@@ -24,51 +24,45 @@ from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP side."""
+    """The HTTP server."""
 
-    host: str = setting("127.0.0.1", doc="Address to listen on; 0.0.0.0 listens on all of them.")
+    host: str = setting("127.0.0.1", doc="Address to listen on; 0.0.0.0: all addresses.")
     port: int = setting(8000, doc="Port to listen on.", least=1, most=65535)
     workers: int = setting(
-        1, doc="Gateway processes that share the port; more than one where a single core is not enough.",
+        1, doc="Gateway processes that share the port; use more than one if a single core is not enough.",
         least=1, most=256,
     )  # fmt: skip
     body_limit: int = setting(
-        4 * 2**20, doc="Largest request body; a larger one gets 413.", least=1024, size=True, example="4MiB"
+        4 * 2**20, doc="Maximum size of a request body; larger ones get 413.", least=1024, size=True, example="4MiB"
     )
     header_limit: int = setting(
-        64 * 2**10, doc="Largest request line and headers together; larger ones get 431.", least=8192, most=2**20,
+        64 * 2**10, doc="Maximum size of request line and headers; larger ones get 431.", least=8192, most=2**20,
         size=True, example="64KiB",
     )  # fmt: skip
     receive_s: float = setting(
-        30.0, doc="Seconds that headers, then the body, may take to arrive, and that a connection may idle.",
+        30.0, doc="Time limit in seconds for headers, for the body, and for an idle connection.",
         least=0.1, most=3600,
     )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), doc="Origins whose web pages may use this API from a browser; * for all of them.",
+        (), doc="Origins whose web pages may use this API from a browser; *: all.",
         example="['https://app.example.com']",
     )  # fmt: skip
     admin_port: int | None = setting(
-        None, doc="Port of its own for /v1/admin, which is then answered there only.", least=1, most=65535,
+        None, doc="Separate port for /v1/admin, which is then served only there.", least=1, most=65535,
         example="8001",
     )  # fmt: skip
     admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
-    console: bool = setting(True, doc="Serve the web console at /console/ (with admin_port: there).")
-    drain_s: float = setting(
-        30.0, doc="On SIGTERM: seconds that running requests may still take before they are cut.", least=0
-    )
+    console: bool = setting(True, doc="Serve the web console at /console/ (on admin_port, if set).")
+    drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )
-    time_slice_s: float = setting(
-        10.0, doc="Seconds that a model which takes turns (time_slice) stays awake at least.", least=0
-    )
+    time_slice_s: float = setting(10.0, doc="Minimum seconds that a model of a time_slice group stays awake.", least=0)
     loaded_models: str = setting(
-        "", doc="File that keeps the models loaded while the server runs, so that the next start serves them too; they "
-        "are forgotten when empty.", example="/var/lib/penstock/models.json",
+        "", doc="File of the models loaded at run time, so that the next start serves them too; empty: they are "
+        "not saved.", example="/var/lib/penstock/models.json",
     )  # fmt: skip
-    keep_alive_s: float = setting(
-        15.0, doc="A stream with nothing to say sends a comment line this often, in seconds.", least=0.1
-    )
+    keep_alive_s: float = setting(15.0, doc="Seconds between keep-alive comments on an idle stream.", least=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +70,45 @@ class GenerationConfig:
     """Limits and defaults of one request."""
 
     default_max_tokens: int | None = setting(
-        None, doc="Completion tokens when a chat request names no limit; the rest of the context when not set.",
+        None, doc="Completion limit of chat requests without one; when not set, the rest of the context window.",
         least=1, example="1024",
     )  # fmt: skip
     max_tokens: int | None = setting(
-        None, doc="Most completion tokens one request may ask for; the context window when not set.",
+        None, doc="Maximum completion tokens of a request; when not set, the context window.",
         least=1, example="4096",
     )  # fmt: skip
     time_limit_s: float | None = setting(
-        30.0, doc="Seconds one request may generate before it ends with what it has; null for no limit.", least=0.1
+        30.0, doc="Time limit of a request in seconds; it then ends with what it has. null: none.", least=0.1
     )
-    max_choices: int = setting(16, doc="Most choices (n) and prompts one request may ask for.", least=1)
+    max_choices: int = setting(16, doc="Maximum of choices (n) and prompts per request.", least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What the tenants of a tier may do. A limit that is not set does not exist."""
+    """Limits and priority of the tenants of a tier. A limit that is not set does not apply."""
 
-    name: str = setting("", doc="What tenants and prices call it.")
+    name: str = setting("", doc="Name of the tier, used by tenants and prices.")
     priority: int = setting(
-        1, doc="Class: 0 premium, goes first; 1 standard; 2 batch, last and at the price of batches.", least=0, most=2
+        1, doc="Class: 0 premium, goes first; 1 standard; 2 batch, last and at batch prices.", least=0, most=2
     )
     weight: float = setting(
-        1.0, doc="Share of each of its tenants beside others of its class, when they have to wait.", least=0.001
+        1.0, doc="Share of each tenant relative to others of its class, when requests queue.", least=0.001
     )
-    best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when too many wait.")
-    requests_per_minute: int | None = setting(
-        None, doc="Requests a tenant may begin in a minute.", least=1, example="600"
-    )
+    best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when the queue is long.")
+    requests_per_minute: int | None = setting(None, doc="Requests per minute and tenant.", least=1, example="600")
     tokens_per_minute: int | None = setting(
-        None, doc="Prompt and completion tokens of a tenant in a minute.", least=1, example="200000"
+        None, doc="Prompt and completion tokens per minute and tenant.", least=1, example="200000"
     )
-    concurrent_requests: int | None = setting(
-        None, doc="Requests of a tenant running at one time.", least=1, example="20"
-    )
+    concurrent_requests: int | None = setting(None, doc="Concurrent requests per tenant.", least=1, example="20")
     context_tokens: int | None = setting(
-        None, doc="Longest prompt and completion together; the model's window when not set.", least=1, example="32768"
+        None,
+        doc="Maximum of prompt and completion tokens together; when not set, the model's window.",
+        least=1,
+        example="32768",
     )
-    daily_budget: float | None = setting(None, doc="Money a tenant may spend in a day (UTC).", least=0, example="10")
+    daily_budget: float | None = setting(None, doc="Dollars per tenant and day (UTC).", least=0, example="10")
     monthly_budget: float | None = setting(
-        None, doc="Money a tenant may spend in a calendar month (UTC).", least=0, example="200"
+        None, doc="Dollars per tenant and calendar month (UTC).", least=0, example="200"
     )
 
 
@@ -133,174 +126,176 @@ DEFAULT_TIERS = (
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where tenants, keys, accounts and responses are kept."""
+    """The database of tenants, keys, the ledger and stored responses."""
 
-    url: str = setting(
-        "", doc="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; a file of this user when empty."
-    )
+    url: str = setting("", doc="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; empty: a file of this user.")
     durability: Literal["process", "machine"] = setting(
-        "process", doc="What charges survive. process: the end of any process, kill -9 too; a machine that loses power "
-        "may lose the last 5 s. machine: that too, and every answer waits for the disk.",
+        "process", doc="What charges survive. process: a crash of any process, even kill -9; a power failure "
+        "may lose the last 5 s. machine: a power failure too, but every answer waits for the disk.",
     )  # fmt: skip
     wait_s: float = setting(
-        5.0, doc="Seconds a request waits for the ledger to be written before it gets 503; new ones get it at once.",
+        5.0, doc="Seconds a request waits for the ledger before it gets 503; new requests then get it at once.",
         least=0.1,
     )  # fmt: skip
-    keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is forgotten.", least=1)
+    keep_responses_s: float = setting(30 * 86400.0, doc="Seconds after which a stored response is deleted.", least=1)
     responses_per_tenant: int = setting(
-        10_000, doc="Stored responses a tenant has at most; the oldest go first. 0: none are stored.", least=0
+        10_000, doc="Maximum of stored responses per tenant; the oldest are deleted first. 0: none are stored.", least=0
     )
     gateway_timeout_s: float = setting(
-        20.0, doc="Seconds without a sign of life after which another gateway takes over what one left behind.", least=1
+        20.0, doc="Seconds without a heartbeat after which another gateway settles a gateway's open charges.", least=1
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AuthConfig:
-    """API keys. Without any, everybody on this machine is let in, and nobody else."""
+    """API keys. Until the first key is created, the server accepts requests from this machine only, without a key."""
 
-    default_tier: str = setting("standard", doc="Tier of tenants that name none, and of callers without keys.")
-    fresh_s: float = setting(5.0, doc="Seconds until a change to a key or tenant is seen by every gateway.", least=0.1)
-    grace_s: float = setting(3600.0, doc="Seconds that keys seen before keep working while the store is away.", least=0)
+    default_tier: str = setting("standard", doc="Tier of tenants without one, and of callers without a key.")
+    fresh_s: float = setting(5.0, doc="Seconds until every gateway applies a change to a key or tenant.", least=0.1)
+    grace_s: float = setting(
+        3600.0, doc="Seconds that known keys keep working while the store is unavailable.", least=0
+    )
     share_prefixes: bool = setting(
-        False, doc="Let tenants reuse each other's cached prompt prefixes; faster, and visible in response times."
+        False, doc="Let tenants share cached prompt prefixes; faster, but response times then reveal them."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LimitConfig:
-    """A limit besides those of the tiers: per user, per key, per model, or for one tenant."""
+    """A limit in addition to those of the tiers: per user, per key, per model, or for one tenant."""
 
     per: Literal["tenant", "user", "key", "model"] = setting("user", doc="Whose usage is counted together.")
     tier: str = setting("", doc="Only for callers of this tier.")
     tenant: str = setting("", doc="Only for this tenant.")
     model: str = setting("", doc="Only for this model.")
-    requests_per_minute: int | None = setting(None, doc="Requests begun in a minute.", least=1, example="60")
+    requests_per_minute: int | None = setting(None, doc="Requests per minute.", least=1, example="60")
     tokens_per_minute: int | None = setting(
-        None, doc="Prompt and completion tokens in a minute.", least=1, example="20000"
+        None, doc="Prompt and completion tokens per minute.", least=1, example="20000"
     )
-    concurrent_requests: int | None = setting(None, doc="Requests running at one time.", least=1, example="4")
-    daily_budget: float | None = setting(None, doc="Money in a day (UTC).", least=0, example="1")
-    monthly_budget: float | None = setting(None, doc="Money in a calendar month (UTC).", least=0, example="20")
+    concurrent_requests: int | None = setting(None, doc="Concurrent requests.", least=1, example="4")
+    daily_budget: float | None = setting(None, doc="Dollars per day (UTC).", least=0, example="1")
+    monthly_budget: float | None = setting(None, doc="Dollars per calendar month (UTC).", least=0, example="20")
 
 
 @dataclass(frozen=True, slots=True)
 class CountersConfig:
     """Where usage is counted against limits."""
 
-    url: str = setting("", doc="redis://HOST:PORT, when several gateways share limits; this process when empty.")
+    url: str = setting("", doc="redis://HOST:PORT, if several gateways share limits; empty: in this process.")
     fallback: Literal["open", "closed"] = setting(
-        "open", doc="While Redis is away: open lets each gateway count for itself, closed refuses requests."
+        "open", doc="While Redis is unavailable: open: each gateway counts on its own; closed: requests are refused."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ResilienceConfig:
-    """What happens to requests whose replica dies, stalls or fails them."""
+    """What happens to requests when their replica dies, stalls or fails."""
 
     attempts: int = setting(3, doc="Replicas that may fail under a request before it gets an error.", least=1)
     resume_s: float = setting(
-        30.0, doc="A stream that has begun waits so long for an engine to go on with when none is up; then it breaks.",
+        30.0, doc="Seconds an interrupted stream waits for a replica that can continue it, before it fails.",
         least=0,
     )  # fmt: skip
     stall_s: float = setting(
-        15.0, doc="A replica with work that completes no step for this long is left; its requests go on elsewhere.",
+        15.0, doc="Seconds with work but without a step after which a replica's requests move to another one.",
         least=0.1,
     )  # fmt: skip
     frozen_s: float = setting(
-        30.0, doc="An engine of this server that gives no sign of life for this long is killed and started again; "
-        "0: never. One that is only stuck in a step ends itself, see models[N].watchdog_s.",
+        30.0, doc="Seconds without a heartbeat after which an engine of this server is killed and restarted; "
+        "0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
         least=0,
     )  # fmt: skip
     retry_share: float = setting(
-        0.1, doc="Most retries and hedges, as a share of requests; moving on from a dead replica is free.",
+        0.1, doc="Maximum of retries and hedges as a share of requests; failover from a dead replica is free.",
         least=0, most=1,
     )  # fmt: skip
     hedge_s: float | None = setting(
-        None, doc="A request without a token after this long is tried on a second replica too; never when not set.",
+        None, doc="Seconds without a token after which a request is hedged on a second replica; when not set, never.",
         least=0.001, example="2",
     )  # fmt: skip
     breaker_failures: int = setting(
-        3, doc="Failures within 30 s, half of all, after which a replica gets nothing for a while.", least=1
+        3, doc="Failures within 30 s (at least half of all) after which a replica's circuit breaker opens.", least=1
     )
     breaker_open_s: float = setting(
-        2.0, doc="How long that is; twice as long each time in a row, at most a minute.", least=0.01
+        2.0, doc="Seconds that the breaker stays open; doubled each time in a row, up to a minute.", least=0.01
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """What tokens cost, where that differs from the model's own prices; the most specific entry applies."""
+    """Prices that differ from the model's own; the most specific entry applies."""
 
-    model: str = setting("", doc="The model it is for; any when empty.")
-    adapter: str = setting("", doc="The adapter it is for; any when empty.")
-    tier: str = setting("", doc="The tier it is for; any when empty.")
-    input_price: float = setting(0.0, doc="Price of a million prompt tokens.", least=0)
+    model: str = setting("", doc="Model it applies to; empty: any.")
+    adapter: str = setting("", doc="Adapter it applies to; empty: any.")
+    tier: str = setting("", doc="Tier it applies to; empty: any.")
+    input_price: float = setting(0.0, doc="Price per million prompt tokens.", least=0)
     cached_price: float | None = setting(
-        None, doc="Price of a million prompt tokens found in the cache; half of input_price when not set.", least=0,
+        None, doc="Price per million cached prompt tokens; when not set, half of input_price.", least=0,
         example="0.05",
     )  # fmt: skip
-    output_price: float = setting(0.0, doc="Price of a million completion tokens.", least=0)
+    output_price: float = setting(0.0, doc="Price per million completion tokens.", least=0)
     batch_percent: int = setting(
-        50, doc="How much of these prices batches pay, and tiers of the last class.", least=0, most=100
+        50, doc="Percentage of these prices for batches and for tiers of class 2.", least=0, most=100
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLogConfig:
-    """One record per request: who, which model, how many tokens, how long. Never its text."""
+    """One entry per request: caller, model, tokens, latency. Never its text."""
 
     url: str = setting(
-        "", doc="sqlite:, postgresql:, kafka://HOST:PORT/TOPIC or clickhouse://HOST:PORT/DATABASE; the store when "
-        "empty; off for none.", off=True,
+        "", doc="sqlite:, postgresql:, kafka://HOST:PORT/TOPIC or clickhouse://HOST:PORT/DATABASE; empty: the "
+        "store; off: none.", off=True,
     )  # fmt: skip
-    retention_days: float | None = setting(30.0, doc="Days that records are kept; null for ever.", least=0.01)
-    batch: int = setting(500, doc="Most records written together.", least=1, most=10_000)
-    flush_s: float = setting(1.0, doc="Seconds a record waits for others to be written with.", least=0.01)
+    retention_days: float | None = setting(30.0, doc="Days that entries are kept; null: for ever.", least=0.01)
+    batch: int = setting(500, doc="Maximum of entries per write.", least=1, most=10_000)
+    flush_s: float = setting(1.0, doc="Seconds an entry waits for others to be written together.", least=0.01)
     spool: str = setting(
-        "", doc="Folder for records while the sink is away; beside the SQLite store, or this user's, when empty."
+        "", doc="Folder for entries while the sink is unavailable; empty: beside the SQLite store, or this user's."
     )
     spool_limit: int = setting(
-        256 * 2**20, doc="Most bytes in the folder per gateway; further records are lost, and counted.", least=0,
+        256 * 2**20, doc="Maximum size of the spool per gateway; further entries are lost and counted.", least=0,
         size=True,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """What is written to standard error."""
+    """Logs, written to standard error."""
 
-    level: Literal["debug", "info", "warning", "error"] = setting("info", doc="Least important level shown.")
-    format: Literal["text", "json"] = setting("text", doc="Lines for people, or one JSON object per line.")
+    level: Literal["debug", "info", "warning", "error"] = setting("info", doc="Lowest level to log.")
+    format: Literal["text", "json"] = setting("text", doc="Readable lines, or one JSON object per line.")
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What is measured and traced."""
+    """Metrics and traces."""
 
     most_series: int = setting(
-        1000, doc="Combinations of tenant, model, adapter and feature with metrics of their own; then `other`.", least=1
+        1000, doc="Maximum of series by tenant, model, adapter and feature; further ones count as `other`.", least=1
     )
     recent_requests: int = setting(
         1000, doc="Requests whose timelines are kept in memory for `penstock trace`.", least=0, most=1_000_000
     )
     slow_request_s: float | None = setting(
-        60.0, doc="A request that takes longer is logged with the time of each phase; null for none.", least=0
+        60.0, doc="Seconds after which a request is logged as slow, with the time of each phase; null: never.", least=0
     )
-    slow_ttft_s: float | None = setting(3.0, doc="The same for the time to its first token.", least=0)
-    record_text: bool = setting(False, doc="Write prompts and answers into logs and traces. Think of whose they are.")
+    slow_ttft_s: float | None = setting(3.0, doc="The same for the time to first token.", least=0)
+    record_text: bool = setting(
+        False, doc="Write prompts and answers into logs and traces; they may contain personal data."
+    )
     otlp_endpoint: str = setting(
-        "", doc="Where OpenTelemetry spans go, as OTLP over HTTP (http://HOST:4318); none when empty."
+        "", doc="OTLP endpoint for OpenTelemetry spans over HTTP (http://HOST:4318); empty: none."
     )
     otlp_headers: tuple[str, ...] = setting((), doc="Headers for it, as NAME=VALUE.", example="[x-token=SECRET]")
     otlp_metrics_s: float | None = setting(
-        None, doc="Seconds between pushes of latencies and tokens to otlp_endpoint; null: they are only scraped.",
+        None, doc="Seconds between pushes of metrics to otlp_endpoint; null: metrics are only scraped.",
         least=0.01, example="15",
     )  # fmt: skip
     trace_share: float = setting(
-        1.0, doc="Part of the requests that are traced when the caller does not say (traceparent).", least=0, most=1
+        1.0, doc="Share of requests to trace when the caller does not decide (traceparent).", least=0, most=1
     )
-    service_name: str = setting("penstock", doc="What traces call this server.")
+    service_name: str = setting("penstock", doc="Name of this server in traces.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A configuration before it is checked: plain values that remember where they were written.
+"""An unchecked configuration: plain values with their origin.
 
 Files, environment variables and flags all become one tree of `Node`s, later ones replacing earlier ones, so
 that an error can name the line, variable or flag to change.
@@ -25,7 +25,7 @@ class Node:
     value: Value
     origin: str
     text: str | None = None
-    """The characters as given, when they came from a variable or flag: what a text setting takes."""
+    """The text as given in a variable or flag; used for text settings."""
 
 
 def parse_yaml(text: str, name: str) -> Node:
@@ -49,7 +49,7 @@ def parse_yaml(text: str, name: str) -> Node:
 def _convert(loader: yaml.SafeLoader, node: yaml.Node, name: str, line: int, open_nodes: tuple[int, ...]) -> Node:
     origin = f"{name}:{line + 1}"
     if id(node) in open_nodes:
-        raise ConfigError(f"{origin}: an alias may not contain itself")
+        raise ConfigError(f"{origin}: an alias must not contain itself")
     inner = (*open_nodes, id(node))
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Node] = {}
@@ -57,7 +57,7 @@ def _convert(loader: yaml.SafeLoader, node: yaml.Node, name: str, line: int, ope
             where = key_node.start_mark.line
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
             if key is None:
-                raise ConfigError(f"{name}:{where + 1}: a key must be a word, not a list or mapping")
+                raise ConfigError(f"{name}:{where + 1}: a key must be a scalar, not a list or mapping")
             if key in mapping:
                 first = mapping[key].origin
                 raise ConfigError(f'{name}:{where + 1}: "{key}" was already given at {first}; remove one')
@@ -72,7 +72,7 @@ def _convert(loader: yaml.SafeLoader, node: yaml.Node, name: str, line: int, ope
 
 
 def from_text(text: str, origin: str) -> Node:
-    """A value given in a variable or flag: read as YAML (so that `[a, b]`, `true`, `null` work)."""
+    """The value of a variable or flag, parsed as YAML (so that `[a, b]`, `true`, `null` work)."""
     try:
         node = parse_yaml(text, origin) if text.strip() else Node(text, origin)
     except ConfigError:
@@ -100,7 +100,7 @@ def from_env(environ: Mapping[str, str]) -> list[tuple[tuple[str, ...], Node]]:
 
 
 def assign(root: Node, path: tuple[str, ...], node: Node) -> None:
-    """Put `node` at `path`. A number indexes a list (one past its end appends); `*` is every item."""
+    """Puts `node` at `path`. A number indexes a list (one past its end appends); `*` means every item."""
     head, *rest = path
     tail = tuple(rest)
     if head == "*" or head.isdigit():

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `2GiB`, `500MB`, `1.5 GiB`, or a plain number."""
+"""Sizes in bytes, as written by people: `2GiB`, `500MB`, `1.5 GiB`, or a plain number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations by session id: what was said, kept for a while, and fitted into a model's window when it outgrows it.
+"""Conversations by session id: their history, kept for a while and fitted into a model's context window.
 
 Nothing here knows HTTP or an engine. Messages are the flat dictionaries that chat templates read.
 """

@@ -1,9 +1,9 @@
-"""What a conversation is: a system prompt, turns, and notes on the turns that no longer fit.
+"""A conversation: a system prompt, turns, and a summary of the turns that no longer fit.
 
-A turn begins with what a user says and ends before the next user speaks, so calls and their results are never parted.
-Turns are counted from the first one ever said (`first` of them are no longer stored), so that a summary made in the
-background still knows what it covers when turns were added or forgotten meanwhile. Values here are not changed in
-place: every step makes a new one.
+A turn begins with a user message and ends before the next one, so tool calls and their results are never separated.
+Turns are numbered from the first one ever (`first` of them are no longer stored), so a summary made in the background
+still knows what it covers when turns were added or deleted meanwhile. Values are immutable: every step makes a new
+one.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, Literal
 import msgspec
 
 Message = dict[str, Any]
-"""As chat templates read it: `role`, `content`, and where they apply `name`, `tool_calls`, `tool_call_id`."""
+"""In the format of chat templates: `role`, `content`, and optionally `name`, `tool_calls`, `tool_call_id`."""
 Turn = list[Message]
 Overflow = Literal["truncate", "summarise"]
-"""What becomes of turns that do not fit the window: forgotten, or condensed by the model."""
+"""What happens to turns that do not fit the window: omitted, or summarised by the model."""
 _FORMAT = b"\x01"
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Whose conversation it is. Nobody else finds it, by any id."""
+    """The owner of a conversation. Nobody else can find it, by any id."""
 
     tenant: str
     user: str = ""
 
     @property
     def digest(self) -> str:
-        """A name for keys in stores, which no choice of tenant and user can make ambiguous."""
+        """An unambiguous name for store keys, whatever the tenant and user are called."""
         return hashlib.sha256(f"{len(self.tenant)}:{self.tenant}{self.user}".encode()).hexdigest()[:32]
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Notes on the turns up to `covers`, oldest first. It belongs to one `epoch` of its conversation."""
+    """A summary: notes on the turns before `covers`, oldest first. Belongs to one `epoch` of its conversation."""
 
     covers: int = 0
     notes: tuple[str, ...] = ()
@@ -48,23 +48,23 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Everything said, as far as it is kept."""
+    """The stored history of a conversation."""
 
     system: str = ""
     turns: tuple[Turn, ...] = ()
     first: int = 0
-    """How many turns were said before the first one that is stored."""
+    """Number of turns before the first stored one."""
     start: int = 0
-    """Turns before this one have left the prompt. Kept, so that prompts go on beginning alike and find their prefix
-    in the cache."""
+    """Turns before this one are no longer in the prompt. Stored, so that successive prompts share their prefix in the
+    cache."""
     room: int = 0
-    """How many tokens there were for the prompt when `start` was chosen: in a much larger window it is chosen anew."""
+    """Tokens available for the prompt when `start` was chosen; in a much larger window it is chosen again."""
     epoch: int = 0
-    """Raised when a client replaces the whole history: what was noted of the old one is void."""
+    """Incremented when a client replaces the whole history, which invalidates the summary."""
 
     @property
     def end(self) -> int:
-        """How many turns were ever said."""
+        """Number of turns so far, including deleted ones."""
         return self.first + len(self.turns)
 
     def since(self, start: int) -> list[Message]:
@@ -72,11 +72,11 @@ class Conversation(msgspec.Struct, frozen=True):
         return [message for turn in self.turns[max(0, start - self.first) :] for message in turn]
 
     def extended(self, messages: Sequence[Message], *, keep_system: bool = True) -> Conversation:
-        """With what a client sends next.
+        """The conversation with the client's next messages.
 
-        System messages at the beginning are the system prompt from now on. Messages in which a user speaks first and
-        the assistant answers are a whole conversation: the client keeps its own history, which replaces this one. An
-        assistant's message that was stored already (sent again before the results of its calls) is not taken twice.
+        Leading system messages become the system prompt. If the messages begin with a user message and contain an
+        assistant message, the client keeps its own history, which replaces this one. An
+        assistant message that is already stored (sent again before the results of its calls) is not added twice.
         """
         head = leading_system(messages)
         rest = list(messages[head:])
@@ -92,7 +92,7 @@ class Conversation(msgspec.Struct, frozen=True):
         )
 
     def followed_by(self, messages: Sequence[Message]) -> Conversation:
-        """With what the assistant and its tools say in the last turn."""
+        """The conversation with the assistant's and tools' messages of the last turn."""
         if not messages:
             return self
         return msgspec.structs.replace(self, turns=split_turns([*self.since(0), *messages]))
@@ -102,7 +102,7 @@ class Conversation(msgspec.Struct, frozen=True):
         return summary if summary.epoch == self.epoch else Summary(epoch=self.epoch)
 
     def bounded(self, most_bytes: int) -> Conversation:
-        """Without the oldest turns that make it larger than `most_bytes`; the last one stays in any case."""
+        """The conversation without its oldest turns, so that it fits `most_bytes`; the last turn always stays."""
         sizes = [len(msgspec.msgpack.encode(turn)) for turn in self.turns]
         total, drop = sum(sizes), 0
         while total > most_bytes and drop < len(sizes) - 1:
@@ -115,7 +115,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def leading_system(messages: Sequence[Message]) -> int:
-    """How many system messages a conversation begins with."""
+    """The number of leading system messages."""
     return next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
@@ -129,7 +129,7 @@ def split_turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
 
 
 def pack(value: Conversation | Summary) -> bytes:
-    """For a store: MessagePack, compressed."""
+    """The stored form: compressed MessagePack."""
     return _FORMAT + zlib.compress(msgspec.msgpack.encode(value))
 
 
@@ -147,5 +147,5 @@ def unpack_summary(data: bytes) -> Summary:
 
 def _inflated(data: bytes) -> bytes:
     if data[:1] != _FORMAT:
-        raise ValueError("a stored conversation is in a format that this version does not know")
+        raise ValueError("a stored conversation has a format that this version does not know")
     return zlib.decompress(data[1:])

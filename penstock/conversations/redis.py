@@ -1,7 +1,7 @@
-"""Conversations in Redis or Valkey, for several gateways: a hash each, which Redis itself forgets in time.
+"""Conversations in Redis or Valkey, shared by several gateways: one hash each, which expires in Redis.
 
 Keys are `ctx:ID:OWNER` (the conversation), `ctx:ID:OWNER:lease`, and `ctx-of:OWNER`, which lists an owner's ids by last
-use. Everything that must happen together is one script. The clock that matters is Redis's own.
+use. Everything that must be atomic is one script. Leases use Redis's own clock.
 """
 
 from __future__ import annotations

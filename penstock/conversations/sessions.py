@@ -1,4 +1,4 @@
-"""One turn of a conversation at a time, in the order in which they arrived.
+"""Serialises the turns of a conversation, in order of arrival.
 
 Requests of this process queue for a conversation; the first in the queue also needs the conversation's lease in the
 store, which another gateway may hold. A request that waits longer than `wait_s`, or finds the queue full, is refused
@@ -31,14 +31,14 @@ from penstock.storage import DatabaseError
 log = logging.getLogger(__name__)
 
 LEASE_S = 30.0
-_LINE = 16
-"""Requests of this process that may stand in line for one conversation."""
-_ASIDE = 64
-"""Summaries in the making at one time; when there are more, turns are condensed when they have to be."""
+_MAX_WAITING = 16
+"""Maximum of requests of this process that may wait for one conversation."""
+_MAX_BACKGROUND = 64
+"""Maximum of background summaries; beyond it, turns are summarised when the prompt needs it."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.5
-"""How often a lease that another gateway holds is asked for: more and more slowly."""
+"""Poll intervals for a lease that another gateway holds, doubling from the first to the last."""
 _INLINE_BYTES = 16 * 1024
-"""Smaller conversations are compressed and read on the event loop: that takes less than a thread's round trip."""
+"""Smaller conversations are compressed on the event loop: that is faster than a thread's round trip."""
 
 
 class SessionBusy(PenstockError):
@@ -47,7 +47,7 @@ class SessionBusy(PenstockError):
 
 @dataclass(slots=True)
 class HeldConversation:
-    """A conversation while one of its turns is answered."""
+    """A leased conversation, while one of its turns is answered."""
 
     owner: Owner
     id: str
@@ -59,7 +59,7 @@ class HeldConversation:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Queue:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
 
@@ -72,10 +72,10 @@ class Sessions:
         self._wait_s = wait_s
         self._most_bytes = most_bytes
         self._lease_s = lease_s
-        self._lines: dict[tuple[Owner, str], _Line] = {}
+        self._queues: dict[tuple[Owner, str], _Queue] = {}
         self._held: dict[str, HeldConversation] = {}
         self._holding = asyncio.Event()
-        self._aside: dict[tuple[Owner, str], asyncio.Task[None]] = {}
+        self._background: dict[tuple[Owner, str], asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -83,8 +83,8 @@ class Sessions:
         self._keeper = asyncio.create_task(self._renew(), name="conversation leases")
 
     async def close(self) -> None:
-        left = {*self._aside.values(), *([self._keeper] if self._keeper is not None else [])}
-        while left:  # a client may take a cancellation for its own timeout, and the task goes on: say it again
+        left = {*self._background.values(), *([self._keeper] if self._keeper is not None else [])}
+        while left:  # a driver may turn a cancellation into a timeout, and the task continues: cancel again
             for task in left:
                 task.cancel()
             _, left = await asyncio.wait(left, timeout=1.0)
@@ -92,33 +92,33 @@ class Sessions:
 
     @asynccontextmanager
     async def turn(self, owner: Owner, id: str) -> AsyncIterator[HeldConversation]:
-        """The conversation, for whoever is next in line. What is not committed inside is not kept."""
-        line = self._lines.setdefault((owner, id), _Line())
-        if line.waiting >= _LINE:
-            raise SessionBusy(f"{line.waiting} turns of this conversation already wait")
+        """Leases the conversation for one turn. Without a commit inside, nothing is stored."""
+        queue = self._queues.setdefault((owner, id), _Queue())
+        if queue.waiting >= _MAX_WAITING:
+            raise SessionBusy(f"{queue.waiting} turns of this conversation are already waiting")
         deadline = asyncio.get_running_loop().time() + self._wait_s
-        line.waiting += 1
+        queue.waiting += 1
         try:
-            async with _timed_lock(line.lock, deadline):
+            async with _timed_lock(queue.lock, deadline):
                 held = await self._begin(owner, id, deadline)
                 try:
                     yield held
                 finally:
                     await self._end(held)
         finally:
-            line.waiting -= 1
-            if not line.waiting:
-                del self._lines[owner, id]
+            queue.waiting -= 1
+            if not queue.waiting:
+                del self._queues[owner, id]
 
     async def commit(self, held: HeldConversation, conversation: Conversation) -> bool:
-        """Keep the conversation as it is now, and let the next turn begin; False when it was deleted meanwhile."""
+        """Stores the conversation and lets the next turn begin; False when it was deleted meanwhile."""
         conversation = conversation.bounded(self._most_bytes)
         data = await _packed(conversation)
         held.committed = await self.store.commit(held.owner, held.id, held.lease, data, conversation.end)
         if held.committed:
             held.conversation = conversation
         else:
-            log.info("a conversation was deleted, or its lease lost, while it was answered; the turn is not kept")
+            log.info("turn not stored: its conversation was deleted, or its lease was lost, while it was answered")
         self._forget(held)
         return held.committed
 
@@ -127,17 +127,17 @@ class Sessions:
         return None if stored is None else (stored, *await _unpacked(stored))
 
     def start_background(self, owner: Owner, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do something for a conversation while nobody waits for it; not twice at a time, and not for too many."""
+        """Starts background work for a conversation, unless some is running or too much is running in total."""
         key = (owner, id)
-        if key in self._aside or len(self._aside) >= _ASIDE:
+        if key in self._background or len(self._background) >= _MAX_BACKGROUND:
             work.close()
             return
-        task = self._aside[key] = asyncio.create_task(work, name="conversation summary")
-        task.add_done_callback(lambda _: self._aside.pop(key, None))
+        task = self._background[key] = asyncio.create_task(work, name="conversation summary")
+        task.add_done_callback(lambda _: self._background.pop(key, None))
 
     async def wait_background(self, owner: Owner, id: str) -> bool:
-        """Wait for what was begun aside; False when there was nothing."""
-        task = self._aside.get((owner, id))
+        """Waits for a conversation's background work; False when there is none."""
+        task = self._background.get((owner, id))
         if task is None:
             return False
         await asyncio.wait((task,))
@@ -168,7 +168,7 @@ class Sessions:
         try:
             await self.store.release(held.owner, held.id, held.lease)
         except DatabaseError as error:
-            log.warning("a conversation's lease could not be given up (%s); it runs out by itself", error)
+            log.warning("conversation lease could not be released; it will expire", extra={"why": str(error)})
 
     def _forget(self, held: HeldConversation) -> None:
         self._held.pop(held.lease, None)
@@ -183,7 +183,7 @@ class Sessions:
                 try:
                     await self.store.renew(held.owner, held.id, held.lease, self._lease_s)
                 except DatabaseError as error:
-                    log.warning("a conversation's lease could not be renewed: %s", error)
+                    log.warning("conversation lease could not be renewed", extra={"why": str(error)})
 
 
 @asynccontextmanager

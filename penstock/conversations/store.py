@@ -1,9 +1,9 @@
-"""Where conversations are kept, and the promises every store keeps.
+"""The interface of conversation stores, and the SQL store.
 
-Whoever answers a turn holds the conversation's lease; only the holder of the newest lease can write, so two gateways
-never overwrite each other's turns. A lease whose gateway died runs out by itself. A conversation is forgotten when it
-has not been used for its life; one that was deleted while somebody answered stays deleted. A summary may be written
-beside a lease: it changes nothing of what was said.
+The gateway that answers a turn holds the conversation's lease; only the holder of the newest lease can write, so two
+gateways never overwrite each other's turns. The lease of a dead gateway expires. A conversation is deleted when it was
+not used for its time to live; one that was deleted while a turn was answered stays deleted. A summary may be written
+without the lease, because it does not change the history.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock.storage import Database
 
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
-    """What a store has of a conversation. `data` empty: nothing yet."""
+    """A stored conversation. `data` empty: it does not exist yet."""
 
     data: bytes = b""
     summary: bytes = b""
     created_at: float = 0.0
-    """Also tells a conversation from a later one of the same name."""
+    """Also distinguishes a conversation from a later one with the same id."""
     updated_at: float = 0.0
     expires_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ListedConversation:
-    """A conversation in a list."""
+    """An entry in a list of conversations."""
 
     id: str
     created_at: float
@@ -44,42 +44,42 @@ class ConversationStore(ABC):
     """All calls raise `DatabaseError` when the store cannot be reached."""
 
     async def prepare(self) -> None:
-        """Make what has to be there; nothing by default."""
+        """Creates tables; does nothing by default."""
         return
 
     @abstractmethod
     async def begin(self, owner: Owner, id: str, lease: str, lease_s: float) -> StoredConversation | None:
-        """Take the lease and read the conversation; None when somebody else has the lease."""
+        """Takes the lease and reads the conversation; None when the lease is held."""
 
     @abstractmethod
     async def renew(self, owner: Owner, id: str, lease: str, lease_s: float) -> None:
-        """Hold the lease for `lease_s` from now on, if it is still held."""
+        """Extends the lease to `lease_s` from now, if it is still held."""
 
     @abstractmethod
     async def commit(self, owner: Owner, id: str, lease: str, data: bytes, turns: int) -> bool:
-        """Write the conversation and give up the lease; False, and nothing is written, when it was no longer held."""
+        """Writes the conversation and releases the lease; False, without writing, when it was no longer held."""
 
     @abstractmethod
     async def release(self, owner: Owner, id: str, lease: str) -> None:
-        """Give up the lease without writing."""
+        """Releases the lease without writing."""
 
     @abstractmethod
     async def summarise(self, owner: Owner, id: str, created_at: float, summary: bytes) -> bool:
-        """Write a summary; False when the conversation is gone."""
+        """Writes a summary; False when the conversation is gone."""
 
     @abstractmethod
     async def get(self, owner: Owner, id: str) -> StoredConversation | None: ...
 
     @abstractmethod
     async def list(self, owner: Owner, limit: int) -> list[ListedConversation]:
-        """The owner's conversations, the one used last first."""
+        """The owner's conversations, most recently used first."""
 
     @abstractmethod
     async def delete(self, owner: Owner, id: str) -> bool:
         """Whether there was one."""
 
     async def close(self) -> None:
-        """Let go of connections; nothing by default."""
+        """Closes connections; does nothing by default."""
         return
 
 
@@ -97,7 +97,7 @@ _WHOSE = "tenant = ? AND user_id = ? AND id = ?"
 
 
 class SqlConversations(ConversationStore):
-    """In the table store. A row without turns is a lease on a conversation that does not exist yet."""
+    """Conversations in the database. A row without turns is a lease on a conversation that does not exist yet."""
 
     def __init__(self, database: Database, *, ttl_s: float, most: int, clock: Callable[[], float] = time.time) -> None:
         self._database = database

@@ -1,8 +1,8 @@
-"""Turns into notes: what a model is asked so that the oldest turns of a conversation may leave the prompt.
+"""Summarises the oldest turns of a conversation as notes, so that they can leave the prompt.
 
-Each call adds one note on the turns it covers and leaves earlier notes alone: a fact is then rewritten once, not once
-per summary, which is what small models lose facts by. Only when the notes outgrow their room are the oldest two made
-one. The model and the tokenizer are given as functions; nothing here knows what they are.
+Each call adds one note on the turns it covers and leaves earlier notes alone, so a fact is rewritten once and not with
+every summary, which is how small models lose facts. Only when the notes exceed their budget are the oldest two merged.
+The model and the tokenizer are passed in as functions.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from dataclasses import dataclass
 from penstock.conversations.conversation import Conversation, Message, Summary, Turn
 
 Ask = Callable[[list[Message], int], Awaitable[str]]
-"""The model's answer to messages, of so many tokens at most."""
+"""The model's answer to messages, with a maximum number of tokens."""
 
-# Words that also small models do what they say for: a list of what was said, and one plain question after it.
+# Worded so that small models follow it too: a list of the messages, then one plain question.
 _TASK = "You are a helpful assistant that summarizes conversations."
 _QUESTION = "Summarize what the user said, with names, numbers and places, and what was answered, in a few sentences."
 _WORDS = {"user": "- The user said:", "assistant": "Answered:", "tool": "A tool returned:", "system": "Told:"}
 ANSWER_TOKENS = 64
-"""What is kept of an answer or a result in a transcript: a summary is of what the user said above all."""
+"""Maximum tokens of an answer or tool result in a transcript: the summary is mostly about what the user said."""
 _HEADING = "Notes on the earlier part of this conversation:"
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryBudget:
-    """Token counts that bound a summary."""
+    """Token limits of a summary."""
 
     note: int
     """One note."""
     notes: int
     """All notes together."""
     transcript: int
-    """What one question to the model may hold of the conversation."""
+    """The part of the conversation in one request to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The two things a summary needs of a tokenizer."""
+    """The two tokenizer functions that a summary needs."""
 
     count: Callable[[str], int]
     cut: Callable[[str, int], str]
-    """The beginning of a text, of so many tokens at most."""
+    """Truncates a text to a number of tokens."""
 
 
 def with_notes(system: str, summary: Summary) -> list[Message]:
-    """The system message of a prompt whose oldest turns are notes; none when there is nothing to say."""
+    """The system message with the system prompt and the notes; none when both are empty."""
     notes = f"{_HEADING}\n{summary.text}" if summary.notes else ""
     content = "\n\n".join(part for part in (system, notes) if part)
     return [{"role": "system", "content": content}] if content else []
@@ -55,7 +55,7 @@ def with_notes(system: str, summary: Summary) -> list[Message]:
 async def condense(
     conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: SummaryBudget
 ) -> Summary:
-    """Notes on everything before turn `upto`. What the model leaves empty is covered all the same."""
+    """Notes on everything before turn `upto`. Turns for which the model returns nothing count as covered too."""
     notes = list(summary.notes)
     waiting = conversation.turns[max(0, summary.covers - conversation.first) : max(0, upto - conversation.first)]
     for transcript in transcripts(waiting, tokens, room.transcript):
@@ -69,7 +69,7 @@ async def condense(
 
 
 def transcripts(turns: Sequence[Turn], tokens: Tokens, most: int) -> Iterable[str]:
-    """The turns as text, in pieces of at most `most` tokens; a turn that is longer is cut."""
+    """The turns as text, in pieces of at most `most` tokens; longer turns are truncated."""
     piece, size = "", 0
     for turn in turns:
         text = tokens.cut(" ".join(_said(message, tokens) for message in turn), most)
@@ -91,7 +91,7 @@ def _said(message: Message, tokens: Tokens) -> str:
 
 
 def question(transcript: str) -> list[Message]:
-    """What the model is asked about a part of a conversation."""
+    """The messages that ask the model to summarise a part of a conversation."""
     return [
         {"role": "system", "content": _TASK},
         {"role": "user", "content": f"{transcript}\n\n{_QUESTION}"},

@@ -1,9 +1,9 @@
-"""Which turns of a conversation go into the prompt: a pure decision on token counts.
+"""Decides which turns of a conversation go into the prompt, from token counts alone.
 
-The prompt holds the system prompt and the turns from `start` to the last. While they fit, `start` stays where it is,
-so that successive prompts share their prefix. When they do not, it moves forward at once to where the prompt fills only
-`target` tokens: moving by one turn each time would make every prompt miss the prefix cache. The last `keep` turns stay
-unless they do not fit themselves; the last one always stays.
+The prompt holds the system prompt and the turns from `start` to the last. While they fit, `start` stays unchanged, so
+that successive prompts share their prefix. When they do not, it moves forward to where the prompt fills only `target`
+tokens: moving by one turn each time would make every prompt miss the prefix cache. The last `keep` turns stay unless
+they do not fit themselves; the last one always stays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 
 def fit_turns(turns: int, *, start: int, keep: int, budget: int, target: int, count: Callable[[int], int]) -> int:
-    """The first of `turns` to keep. `count(s)` is the prompt's length when turns before `s` are left out; it does not
-    grow with `s`. When not even the last turn fits, that one is returned: what does not fit is refused elsewhere."""
+    """The first of `turns` to keep. `count(s)` is the prompt's length without the turns before `s`; it must not grow
+    with `s`. When not even the last turn fits, it is returned anyway: the length check refuses the request later."""
     if turns == 0 or count(start) <= budget:
         return start
     last = turns - 1
@@ -28,7 +28,7 @@ def fit_turns(turns: int, *, start: int, keep: int, budget: int, target: int, co
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
-    """The smallest number from `low` to `high` for which `holds`, which holds for all after the first it holds for."""
+    """The smallest number from `low` to `high` that satisfies the monotonic predicate `holds`, by bisection."""
     if low > high or not holds(high):
         return None
     while low < high:

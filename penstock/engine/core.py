@@ -111,7 +111,7 @@ class Engine:
         grammars: MakeCompiler | None = None,
         find_adapter: Callable[[str], Path] = Path,
     ) -> Engine:
-        """Read the checkpoint and make ready to run. `progress(phase, fraction)` is told how far it is; `grammars`
+        """Read the checkpoint and make ready to run. `progress(phase, fraction)` reports how far it is; `grammars`
         makes the compiler for requests with a grammar, when the first of them comes; `find_adapter` turns an adapter's
         source into a local folder, and may download it (it runs on a loader thread)."""
         from penstock.engine.startup.engine import load_engine
@@ -165,7 +165,7 @@ class Engine:
             self._deltas.append(Delta(request_id, finish_reason="abort"))
 
     def step(self) -> StepOutput | None:
-        """Launch the next step and collect what is due. None when there was nothing to say."""
+        """Launch the next step and collect what is due. None when there is nothing to report."""
         now = self.clock()
         if self._constraints.opening:
             self._take_grammars()
@@ -234,7 +234,7 @@ class Engine:
     def _take_grammars(self) -> None:
         """Queue the requests whose grammar has been compiled meanwhile."""
         for request, arrived, found in self._constraints.opened():
-            # Looked at again: its adapter, for one, may be gone since it came.
+            # Checked again: its adapter, for example, may have been unloaded meanwhile.
             problem = found if isinstance(found, str) else self._problem(request)
             if problem is not None:
                 self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
@@ -316,7 +316,7 @@ class Engine:
             self.speculation.forget(seq)
 
     def _introduce(self, seq: Sequence, delta: Delta) -> None:
-        """What only a request's first delta carries."""
+        """Fill in what only a request's first delta carries."""
         seq.started = True
         delta.cached_tokens = seq.cached_tokens or 0
         delta.prompt_logprobs = seq.prompt_logprobs
@@ -331,7 +331,7 @@ class Engine:
         self._deltas.append(delta)
 
     def _problem(self, request: Request) -> str | None:
-        """Why a request can never run, or None."""
+        """Why a request can never run; None when it can."""
         window = self.scheduler.max_model_len
         if not request.prompt:
             return "the prompt is empty"

@@ -25,7 +25,7 @@ QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
 
 GRAMMAR_REFUSED = "the grammar cannot be used"
-"""How `Delta.error` begins when the request's own grammar is to blame."""
+"""How `Delta.error` begins when the request's own grammar is the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """An engine that can compute a prompt for another, and when to let it."""
+    """An engine that can compute a prompt for another, and when to use it."""
 
     endpoint: str
     public_key: str = ""
@@ -98,10 +98,10 @@ class Request:
     affinity: str = ""
     """Requests with the same value should run on the same engine; for routers, engines ignore it."""
     patient: bool = True
-    """False: without a token yet, it does not wait for an engine that is away, because somebody else can answer; for
-    routers too."""
+    """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
+    too."""
     handover: Handover | None = None
-    """Who computes the prompt, if not this engine; for the process around it, which then brings the blocks."""
+    """The engine that computes the prompt, if not this one; for the host process, which then fetches the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +163,12 @@ class DeviceLoad:
 
 @dataclass(slots=True)
 class HandoverLoad:
-    """What an engine has given to others and taken from them, of an engine whose role is not `both`."""
+    """KV blocks sent to and received from other engines, by an engine whose role is not `both`."""
 
     waiting: int = 0
     """Requests whose blocks are on their way here; they count as waiting in the engine too."""
     handovers: int = 0
-    """Prompts that another engine computed for this one, and those that it did not, after all."""
+    """Prompts that another engine computed for this one, and those that it failed to compute."""
     fallbacks: int = 0
     seconds: float = 0.0
     """From asking to the last block, over all handovers."""

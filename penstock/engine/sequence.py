@@ -70,13 +70,13 @@ class Sequence:
         self.named = 0
         """How many leading blocks are already known to the prefix cache."""
         self.released = 0
-        """How many leading blocks were let go because a sliding window has passed them."""
+        """How many leading blocks were released because a sliding window has passed them."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None
         """Weights of `request.adapter`, once they are in memory; kept to the end, also across a reload."""
         self.slot = -1
-        """Where the adapter lies on the device, while running."""
+        """The adapter's slot on the device, while running."""
         self.epoch = 0
         """Grows with every (re)start, so that a row can tell a resumed sequence from one that never left."""
         self.first_scheduled: float | None = None
@@ -103,7 +103,7 @@ class Sequence:
     def barred_stops(self, ahead: int = 0) -> tuple[int, ...]:
         """Stop tokens that may not be sampled behind `ahead` draft tokens, because the minimum length is not reached.
 
-        To be asked when the token being sampled is already counted as pending.
+        Call it when the token being sampled is already counted as pending.
         """
         return self.params.stop_token_ids if self.output_len + ahead <= self.params.min_tokens else ()
 

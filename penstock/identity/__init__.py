@@ -1,4 +1,4 @@
-"""Who is calling: tenants, users, keys, and how a key becomes a caller."""
+"""Tenants, users and API keys, and how a key is resolved to a caller."""
 
 from penstock.identity.entities import OPEN_CALLER, SCOPES, ApiKey, Caller, Scope, Tenant
 from penstock.identity.keyring import KeyRing

@@ -1,7 +1,7 @@
-"""Limits that a tenant or a key has of its own, beside the tier's; kept with it in the store.
+"""Limits of a single tenant or key, stored with it.
 
-A tenant's take the place of its tier's, one by one; a key's hold in addition, for that key alone. What is not set here
-says nothing.
+A tenant's limits replace those of its tier one by one; a key's limits apply in addition, to that key alone. A limit
+that is not set has no effect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Allowance(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     monthly_budget: Money | None = None
 
     def changed(self, change: AllowanceChange | None) -> Allowance:
-        """With what `change` names set, or taken away."""
+        """These limits with `change` applied."""
         named = {} if change is None else msgspec.structs.asdict(change)
         return msgspec.structs.replace(self, **{name: value for name, value in named.items() if value is not UNSET})
 
 
 class AllowanceChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is left out stays as it is; null takes a limit away."""
+    """A field that is left out stays as it is; null removes the limit."""
 
     requests_per_minute: Count | UnsetType | None = UNSET
     tokens_per_minute: Count | UnsetType | None = UNSET
@@ -43,7 +43,7 @@ _decoder = msgspec.json.Decoder(Allowance)
 
 
 def stored(allowance: Allowance) -> str:
-    """As the store keeps it; nothing where nothing is set."""
+    """The stored text; empty when nothing is set."""
     return "" if allowance == NO_ALLOWANCE else msgspec.json.encode(allowance).decode()
 
 

@@ -1,4 +1,4 @@
-"""The nouns of identity. A tenant owns users and keys; a tier, named in the configuration, says what it may do."""
+"""The entities of identity. A tenant owns users and keys; its tier, defined in the configuration, sets its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Somebody who pays. `tier` empty: the configuration's default."""
+    """An organisation or person that is charged. `tier` empty: the configuration's default."""
 
     id: str
     name: str = ""
@@ -22,25 +22,25 @@ class Tenant:
     disabled: bool = False
     created_at: float = 0.0
     limits: Allowance = NO_ALLOWANCE
-    """Instead of the tier's."""
+    """Replace the tier's limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An API key as it is stored and shown: never its secret."""
+    """An API key without its secret, as it is stored and shown."""
 
     id: str
-    """The public part, with which every key begins: `psk_` and eight characters."""
+    """The public prefix of the key: `psk_` and eight characters."""
     tenant: str
     user: str = ""
-    """Whom it belongs to inside the tenant; empty for a key that several users share."""
+    """The user inside the tenant; empty for a key that several users share."""
     name: str = ""
     scopes: tuple[Scope, ...] = ("inference",)
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
     limits: Allowance = NO_ALLOWANCE
-    """Besides its tenant's."""
+    """Apply in addition to the tenant's limits."""
 
     def usable(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -48,7 +48,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request is from, as far as the key tells."""
+    """The sender of a request, as identified by its key."""
 
     tenant: str
     user: str = ""
@@ -56,9 +56,9 @@ class Caller:
     tier: str = ""
     scopes: frozenset[Scope] = field(default_factory=lambda: frozenset[Scope](("inference",)))
     limits: Allowance = NO_ALLOWANCE
-    """Of the tenant, instead of its tier's."""
+    """The tenant's own limits, which replace those of its tier."""
     key_limits: Allowance = NO_ALLOWANCE
 
 
 OPEN_CALLER = Caller(DEFAULT_TENANT, scopes=frozenset(SCOPES))
-"""Everybody, where there are no keys (loopback only)."""
+"""The caller of every request while there are no keys (loopback only)."""

@@ -1,4 +1,4 @@
-"""Nobody is let in by accident: an address that others can reach needs keys."""
+"""Refuses to expose a server without keys: an address that other machines can reach needs one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.storage import open_database
 
 
 async def check_exposure(host: str, store_url: str) -> None:
-    """Refuse to listen on `host` when other machines can reach it and there is no key."""
+    """ConfigError when other machines can reach `host` and there is no key."""
     if is_loopback(host):
         return
     database = await open_database(store_url)
@@ -21,6 +21,6 @@ async def check_exposure(host: str, store_url: str) -> None:
     finally:
         await database.close()
     raise ConfigError(
-        f"other machines can reach {host}, and there is no API key yet, so anybody could use this server; "
-        "make one with `penstock keys create`, or listen on 127.0.0.1"
+        f"other machines can reach {host}, and there is no API key yet, so anyone could use this server; "
+        "create one with `penstock keys create`, or listen on 127.0.0.1"
     )

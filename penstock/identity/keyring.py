@@ -1,8 +1,8 @@
-"""From what a client sends to who it is: the store's answers, remembered for a moment.
+"""Resolves API keys to callers, with a short-lived cache of the store's answers.
 
-A key is looked up again after `fresh_s`, so that a revocation or a change of tier is seen that soon. When the store is
-away, keys seen within `grace_s` keep working and anything else is `KeyStoreUnavailable` (503): an outage never looks
-like a wrong key. Both memories are bounded; made-up keys cannot push real ones out.
+A key is looked up again after `fresh_s`, so a revocation or a change of tier takes effect that soon. While the store is
+unavailable, keys seen within `grace_s` keep working and all others get `KeyStoreUnavailable` (503): an outage never
+looks like a wrong key. Both caches are bounded, and made-up keys cannot evict real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Entry:
     stored: StoredKey | None
     at: float
     caller: Caller | None = None
-    """Whom the key stands for; made when it is first asked."""
+    """The caller of this key; built on first use."""
 
 
 class KeyRing:
@@ -62,14 +62,14 @@ class KeyRing:
         self.store_up = True
 
     async def caller(self, authorization: str | None) -> Caller:
-        """The caller behind an `Authorization` header (or an `x-api-key`); `AuthenticationError` if there is none."""
+        """The caller for an `Authorization` header (or an `x-api-key`); `AuthenticationError` if there is none."""
         if await self._open():
             return OPEN_CALLER
         token = _token(authorization)
         id = key_id(token)
         if id is None:
             raise AuthenticationError(
-                "No API key was sent; send it as `Authorization: Bearer ...`." if not token else _WRONG
+                "An API key is needed; send it as `Authorization: Bearer ...`." if not token else _WRONG
             )
         entry = await self._find(id)
         if entry.stored is None or not matches(token, entry.stored.digest):
@@ -77,10 +77,10 @@ class KeyRing:
         return self._checked(entry.stored, entry)
 
     async def holder(self, id: str) -> Caller:
-        """The caller that a key's public part stands for: for work that was asked for earlier with that key."""
+        """The caller of a key given by its public part, for work submitted earlier with that key."""
         entry = await self._find(id)
         if entry.stored is None:
-            raise AuthenticationError(f"The API key {id} does not exist any more.")
+            raise AuthenticationError(f"The API key {id} no longer exists.")
         return self._checked(entry.stored, entry)
 
     def _checked(self, stored: StoredKey, entry: _Entry) -> Caller:
@@ -95,15 +95,15 @@ class KeyRing:
         return entry.caller
 
     def refresh(self) -> None:
-        """Ask the store again about everything: something was changed. Answers that are on their way are not waited
-        for by whoever asks from now on, nor remembered."""
+        """Expires the whole cache after a change. Lookups already under way are neither awaited by later requests nor
+        cached."""
         self._changes += 1
         self._asked_at = min(self._asked_at, self._clock() - self._fresh_s)
         for entry in (*self._known.values(), *self._unknown.values()):
             entry.at = min(entry.at, self._clock() - self._fresh_s)
 
     async def _open(self) -> bool:
-        """Whether there are no keys at all. Once there is one, that is never asked again."""
+        """Whether there are no keys at all. Not checked again once there is one."""
         if self._closed:
             return False
         now = self._clock()
@@ -149,7 +149,7 @@ class KeyRing:
         return entry
 
     async def _look_up(self, id: str) -> StoredKey | None:
-        """One question to the store however many requests with the same key arrive together, between two changes."""
+        """One query to the store for all concurrent requests with the same key, between two changes."""
         question = self._changes, id
         waiting = self._lookups.get(question)
         if waiting is None:
@@ -161,12 +161,12 @@ class KeyRing:
         if up != self.store_up:
             self.store_up = up
             if up:
-                log.info("the key store answers again")
+                log.info("key store is available again")
             else:
-                log.error("the key store is away (%s); keys seen lately keep working", error)
+                log.error("key store is unavailable; only recently used keys keep working", extra={"why": str(error)})
 
 
-_WRONG = "The API key is not valid here."
+_WRONG = "The API key is not valid."
 
 
 def _token(authorization: str | None) -> str:

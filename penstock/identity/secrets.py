@@ -1,7 +1,7 @@
-"""Keys as text: `psk_` + eight public characters + `_` + forty secret ones.
+"""The format of API keys: `psk_`, eight public characters, `_`, forty secret ones.
 
-Only the public part and a digest of the whole are ever stored. The secret has over 200 random bits, so a plain SHA-256
-is enough: there is nothing to guess. Digests are compared in constant time.
+Only the public part and a digest of the whole key are stored. The secret has over 200 random bits, so a plain SHA-256
+is enough. Digests are compared in constant time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEY = re.compile(r"(psk_[A-Za-z0-9]{8})_[A-Za-z0-9]{40}")
 
 @dataclass(frozen=True, slots=True)
 class Minted:
-    """A new key. `text` exists only here: it cannot be had again."""
+    """A new key. `text` exists only here and cannot be recovered later."""
 
     id: str
     text: str
@@ -33,7 +33,7 @@ def mint() -> Minted:
 
 
 def key_id(text: str) -> str | None:
-    """The public part of what a client sent, or None when it cannot be a key."""
+    """The public part of a key, or None when the text is not a key."""
     match = _KEY.fullmatch(text)
     return None if match is None else match.group(1)
 

@@ -1,4 +1,4 @@
-"""Tenants and keys in the table store."""
+"""Tenants and keys in the database."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
 
 class IdentityError(PenstockError):
-    """A tenant or key cannot be made or changed as asked."""
+    """A tenant or key cannot be created or changed as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What is needed to check a key."""
+    """Everything needed to check a key."""
 
     key: ApiKey
     digest: str
@@ -55,7 +55,7 @@ class StoredKey:
 
 
 class IdentityStore:
-    """All changes to tenants and keys."""
+    """Reads and changes tenants and keys."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -76,7 +76,7 @@ class IdentityStore:
             tenant.id, tenant.name, tenant.tier, tenant.created_at,
         )  # fmt: skip
         if not made:
-            raise IdentityError(f"tenant {id!r} exists already")
+            raise IdentityError(f"tenant {id!r} already exists")
         if limits is not NO_ALLOWANCE:
             await self._database.execute(_LIMIT, "tenant", id, stored(limits))
         return tenant
@@ -90,7 +90,7 @@ class IdentityStore:
         disabled: bool | None = None,
         limits: AllowanceChange | None = None,
     ) -> Tenant:
-        """Change what is given. The keys of a disabled tenant stop working."""
+        """Changes the given fields. The keys of a disabled tenant stop working."""
         known = await self.tenants(id)
         if not known:
             raise IdentityError(f"there is no tenant {id!r}")
@@ -118,7 +118,7 @@ class IdentityStore:
         expires_at: float | None = None,
         limits: Allowance = NO_ALLOWANCE,
     ) -> tuple[ApiKey, Minted]:
-        """A new key, and its text, which is not kept."""
+        """Creates a key; returns it with its text, which is not stored."""
         if user:
             _check_name(user, "user")
         unknown = [scope for scope in scopes if scope not in SCOPES]
@@ -128,7 +128,7 @@ class IdentityStore:
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
         key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
-        if limits is not NO_ALLOWANCE:  # before the key, so that it never works without them
+        if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
             await self._database.execute(_LIMIT, "key", key.id, stored(limits))
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
@@ -139,10 +139,10 @@ class IdentityStore:
         return key, minted
 
     async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> ApiKey:
-        """Change what is given, of a key that still works."""
+        """Changes the given fields of an active key."""
         found = await self.find(id)
         if found is None or found.key.revoked_at is not None:
-            raise IdentityError(f"there is no key {id!r} that still works")
+            raise IdentityError(f"there is no active key {id!r}")
         if name is not None:
             await self._database.execute("UPDATE keys SET name = ? WHERE id = ?", name, id)
         if limits is not None:
@@ -152,7 +152,7 @@ class IdentityStore:
         return changed.key
 
     async def revoke_key(self, id: str) -> bool:
-        """Whether there was such a key, still usable."""
+        """Revokes a key; False if there is no such active key."""
         changed = await self._database.execute(
             "UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", self._clock(), id
         )
@@ -175,7 +175,7 @@ class IdentityStore:
         return StoredKey(_key(row[:9]), row[9], _tenant(row[10:]))
 
     async def has_keys(self) -> bool:
-        """Whether a key was ever made: revoking the last one does not open the doors."""
+        """Whether a key was ever created: revoking the last one does not open the server."""
         return bool(await self._database.fetch("SELECT 1 FROM keys LIMIT 1"))
 
 
@@ -191,4 +191,4 @@ def _tenant(row: Row) -> Tenant:
 
 def _check_name(name: str, what: str) -> None:
     if not _NAME.fullmatch(name):
-        raise IdentityError(f"a {what} is named with letters, digits and . _ @ + : - (at most 128), not {name!r}")
+        raise IdentityError(f"the name of a {what} has letters, digits and . _ @ + : - (at most 128), not {name!r}")

@@ -1,4 +1,4 @@
-"""How much a caller may use: sliding windows, concurrency and budgets, reserved at admission and settled at the end."""
+"""Rate limits, concurrency limits and budgets of callers: reserved at admission, settled when the request ends."""
 
 from penstock.limits.base import Amounts, Decision, Limit, LimitState, LimitStore, Refusal
 

@@ -1,11 +1,11 @@
-"""What is limited, and the promises every store of limits keeps.
+"""The interface of limit stores and its values.
 
-A limit is a number per window for one subject (a key, a user, a tenant, a model of a tenant): requests or tokens in a
-sliding minute, requests at one time, money in a day or month. A reservation takes from all limits of a request or from
-none. Settling gives back what was reserved and not used; a reservation whose gateway died runs out by itself.
+A limit is an amount per window for one subject (a key, a user, a tenant, a tenant's model): requests or tokens in a
+sliding minute, concurrent requests, money in a day or month. A reservation takes from all limits of a request or from
+none. Settling returns what was reserved but not used; the reservations of a dead gateway expire.
 
-Windows slide in steps of a sixtieth: what was taken counts until its step has left the window entirely, so the sum over
-any window never exceeds the limit. Everything is whole numbers: requests, tokens, nanodollars.
+Windows slide in steps of a sixtieth: an amount counts until its step has left the window entirely, so the sum over any
+window never exceeds the limit. All amounts are integers: requests, tokens, nanodollars.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ STEPS = 60
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """At most `most` of a metric for `subject` within `window_s`; concurrency has no window but the longest life of a
+    """At most `most` of a metric for `subject` within `window_s`. For concurrency, the window is the maximum life of a
     reservation, after which it counts as lost."""
 
     subject: str
-    """Unique per metric and window, for example `tenant:acme:tokens`."""
+    """Unique per metric and window, such as `tenant:acme:tokens`."""
     metric: Metric
     most: int
     window_s: float
@@ -37,7 +37,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """What a request takes of each metric."""
+    """What a request uses of each metric."""
 
     requests: int = 1
     tokens: int = 0
@@ -52,12 +52,12 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True)
 class LimitState:
-    """Where a limit stands after a decision."""
+    """The state of a limit after a decision."""
 
     limit: Limit
     used: int
     reset_s: float
-    """Until all of it is free again, if nothing more is taken."""
+    """Seconds until all of it is free again, if nothing more is used."""
 
     @property
     def remaining(self) -> int:
@@ -66,7 +66,7 @@ class LimitState:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Which limit stood in the way, and when it would not. None: never, the request alone is larger than the limit."""
+    """The limit that was exceeded, and when to retry. None: never, because the request alone exceeds the limit."""
 
     limit: Limit
     retry_s: float | None
@@ -81,16 +81,16 @@ class Decision:
 
 
 class LimitStore(ABC):
-    """Where usage is counted. Calls are atomic: no two reservations ever see the same free amount."""
+    """Counts usage against limits. Calls are atomic: no two reservations can take the same free amount."""
 
     @abstractmethod
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
-        """Take `amounts` from every limit, or from none."""
+        """Takes `amounts` from all limits, or from none."""
 
     @abstractmethod
     async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
-        """Replace what was reserved by what was used; concurrency is given back. Only the first call counts."""
+        """Replaces what was reserved by what was used and releases concurrency. Only the first call counts."""
 
     async def close(self) -> None:
-        """Let go of connections; nothing by default."""
+        """Closes connections; does nothing by default."""
         return

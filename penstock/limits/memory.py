@@ -1,4 +1,4 @@
-"""Limits counted in this process, for one gateway."""
+"""Limits counted in this process, for a single gateway."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitState, LimitStore, Refusal
 
 _SWEEP = 4096
-"""Subjects counted before those whose windows have passed are forgotten; then twice as many as are left."""
+"""Number of windows at which expired ones are removed; afterwards twice as many as remained."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """Amounts by step. Only the last STEPS + 1 steps can count."""
+    """Amounts by step; only the last STEPS + 1 steps count."""
 
     steps: dict[int, int] = field(default_factory=dict)
     expires: float = 0.0
-    """When nothing in it can count any more."""
+    """When nothing in it counts any more."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class MemoryLimits(LimitStore):
         used = self._used(limit, now)
         if used + amount <= limit.most:
             return None
-        # The oldest steps leave first; wait until enough of them have.
+        # The oldest steps leave the window first: the wait until enough of them have left.
         excess, window = used + amount - limit.most, self._windows[limit.subject]
         for step in sorted(window.steps):
             excess -= window.steps[step]
@@ -83,7 +83,7 @@ class MemoryLimits(LimitStore):
         return Refusal(limit, limit.window_s)
 
     def _used(self, limit: Limit, now: float) -> int:
-        """What counts now; steps that have left the window are forgotten on the way."""
+        """The amount in the window; removes steps that have left it."""
         window = self._windows.get(limit.subject)
         if window is None:
             return 0

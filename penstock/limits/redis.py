@@ -1,11 +1,11 @@
-"""Limits counted in Redis or Valkey, for several gateways: one script call per reservation and one per settlement.
+"""Limits counted in Redis or Valkey, shared by several gateways: one script call per reservation and settlement.
 
-A window is a hash from step to amount; it expires with the window. A reservation is a key of its own that says in which
-step each amount was taken: deleting it is what makes a settlement happen once. The clock is Redis's own, so gateways
+A window is a hash from step to amount that expires with the window. A reservation is a key that records in which step
+each amount was taken; deleting it makes sure that a settlement happens once. The clock is Redis's own, so gateways
 need not agree on the time.
 
-When Redis is away, `fallback` decides: `closed` refuses everything with a reason, `open` counts on this machine,
-each gateway (with all its workers) for itself, until Redis is back.
+While Redis is unavailable, `fallback` decides: `closed` refuses all requests, `open` counts on this machine, each
+gateway (with all its workers) on its own, until Redis is back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RETRY_S = 1.0
 
 # KEYS: reservation, then one window per limit. ARGV: now in ms or -1 (Redis's clock), steps, the reservation's life in
 # seconds, then per limit: amount, most, length of a step in ms. Returns granted, then per limit: used, ms until the
-# newest step has left, and, for the first limit in the way, ms until there is room (-1: never). What was reserved under
-# this name already stays so and is not taken again: a call may be sent twice.
+# newest step has left, and, for the first exceeded limit, ms until there is room (-1: never). An existing reservation
+# of this name is kept and not taken again, because a call may be sent twice.
 _RESERVE = """
 local now = tonumber(ARGV[1])
 if now < 0 then
@@ -96,7 +96,7 @@ end
 return reply
 """
 
-# KEYS: as above. ARGV per limit: the difference to add (never more than what was reserved, downwards).
+# KEYS: as above. ARGV per limit: the difference to add (it never subtracts more than was reserved).
 _SETTLE = """
 local taken = redis.call('HGETALL', KEYS[1])
 if #taken == 0 then return 0 end
@@ -125,8 +125,8 @@ class RedisLimits(LimitStore):
         clock: Callable[[], float] | None = None,
         local: LimitStore | None = None,
     ) -> None:
-        """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`:
-        what counts while Redis is away; this process when None."""
+        """`life_s`: how long a reservation may stay unsettled. `clock`: for tests; Redis's own otherwise. `local`: the
+        store used while Redis is unavailable; None: in this process."""
         self._redis = connect(url, "counting limits", CONNECTIONS)
         self._turns = RedisCalls(CONNECTIONS, lambda: RETRY_S)
         self._reserve = self._redis.register_script(_RESERVE)
@@ -139,7 +139,7 @@ class RedisLimits(LimitStore):
 
     @property
     def up(self) -> bool:
-        """Whether Redis answered last."""
+        """Whether Redis answered the last call."""
         return self._turns.up
 
     async def reserve(self, id: str, limits: Sequence[Limit], amounts: Amounts) -> Decision:
@@ -167,7 +167,7 @@ class RedisLimits(LimitStore):
         try:
             await self._call(self._settle, self._keys(id, limits), changes)
         except Overloaded:
-            log.warning("a reservation could not be settled; it runs out by itself")
+            log.warning("limit reservation could not be settled; it will expire")
         await self._local.settle(id, limits, reserved, used)
 
     async def close(self) -> None:
@@ -177,20 +177,23 @@ class RedisLimits(LimitStore):
         return [f"{self._prefix}reserved:{id}", *(f"{self._prefix}{limit.subject}" for limit in limits)]
 
     async def _call(self, script: Any, keys: list[str], arguments: list[int]) -> list[Any] | None:
-        """The script's reply; None when Redis is away and counting goes on here."""
+        """The script's reply; None when Redis is unavailable and limits are counted locally."""
         was_up = self.up
         try:
             reply: Any = await self._turns.call(lambda: script(keys=keys, args=arguments))
         except RedisUnavailable as error:
             if error.first:
-                log.error("Redis is away (%s); limits are %s", error, _MEANWHILE[self._fallback])
+                log.error(_MEANWHILE[self._fallback], extra={"why": str(error)})
         else:
             if not was_up:
-                log.info("Redis is back; limits are shared again")
+                log.info("limits are shared again: Redis is back")
             return reply if isinstance(reply, list) else []
         if self._fallback == "closed":
             raise Overloaded("Limits cannot be checked at the moment; try again.", retry_after=RETRY_S)
         return None
 
 
-_MEANWHILE = {"open": "counted by each gateway for itself", "closed": "taken as exhausted"}
+_MEANWHILE = {
+    "open": "limits are counted by each gateway on its own: Redis is unavailable",
+    "closed": "requests are refused: Redis, which counts the limits, is unavailable",
+}

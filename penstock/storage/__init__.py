@@ -1,4 +1,4 @@
-"""Durable tables for whoever needs them (keys, ledger, conversations, batches): SQLite, or PostgreSQL by URL."""
+"""Durable tables for keys, ledger, conversations and batches: SQLite, or PostgreSQL by URL."""
 
 from penstock.storage.database import Database, DatabaseError, Row, Statement, open_database
 

@@ -1,8 +1,8 @@
-"""What a table store offers, and how one is opened by URL.
+"""The database interface, and opening a database by URL.
 
-Statements are written once, in the SQL that both stores understand, with `?` for values. Several statements given
-together happen together or not at all. Nothing here blocks the event loop. A store that cannot be reached raises
-`DatabaseError`; callers decide what that means for a request.
+Statements are written once, in SQL that both databases understand, with `?` for values. Statements passed together are
+one transaction. Nothing here blocks the event loop. A database that cannot be reached raises `DatabaseError`; callers
+decide what that means for a request.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Statement = tuple[str, Sequence[Any]]
 
 
 class DatabaseError(PenstockError):
-    """The store is away, or refused a statement."""
+    """The database is unavailable, or refused a statement."""
 
 
 MOST_VALUES = 30_000
-"""Values in one statement; SQLite takes 32,766."""
+"""Maximum of values in one statement; SQLite allows 32,766."""
 _ONE_ROW = re.compile(r"(?P<into>INSERT INTO .* VALUES )(?P<row>\(\?(?:, \?)*\))(?P<rest> ON CONFLICT .* DO NOTHING)?")
 
 
 def merged(statements: Sequence[Statement]) -> list[Statement]:
-    """The same work in fewer statements: rows for the same table become one insertion.
+    """Merges insertions into the same table into one statement each.
 
-    A statement costs more than a row, above all in a thread that has to ask the interpreter for every one of them. The
-    order is kept among statements of the same text only, so it is for work whose order does not matter.
+    A statement costs more than a row, above all in a thread that needs the GIL for each one. The order is kept only
+    among statements with the same text, so this is for work whose order does not matter.
     """
     groups: dict[str, list[Sequence[Any]]] = {}
     for sql, values in statements:
@@ -54,7 +54,7 @@ def merged(statements: Sequence[Statement]) -> list[Statement]:
 
 
 class Database(ABC):
-    """An open store. Close it when done."""
+    """An open database."""
 
     @abstractmethod
     async def fetch(self, sql: str, *values: Any) -> list[Row]:
@@ -64,15 +64,15 @@ class Database(ABC):
     async def transact(
         self, statements: Sequence[Statement], *, guarded: bool = False, durable: bool = True
     ) -> list[int]:
-        """Run the statements in one transaction; how many rows each changed.
+        """Runs the statements in one transaction; returns how many rows each changed.
 
-        `guarded`: the first one decides; when it changes nothing, nothing else is done and `[0]` returned. `durable`:
-        wait for the disk; otherwise the transaction survives the end of every process, but not that of the machine,
-        until it is flushed.
+        `guarded`: if the first statement changes no row, the others are skipped and `[0]` is returned. `durable`: waits
+        for the disk; otherwise the transaction survives a crash of any process, but not of the machine, until it is
+        flushed.
         """
 
     async def flush(self) -> None:
-        """Returns when what was written is on the disk; a store that sees to that by itself, within a second, does not
+        """Returns when everything written is on disk; a database that flushes by itself within a second does not
         wait."""
         return
 
@@ -80,13 +80,13 @@ class Database(ABC):
     async def close(self) -> None: ...
 
     async def execute(self, sql: str, *values: Any) -> int:
-        """Run one statement; how many rows it changed."""
+        """Runs one statement; returns how many rows it changed."""
         return (await self.transact([(sql, values)]))[0]
 
     async def migrate(self, component: str, versions: Sequence[Sequence[str]]) -> None:
-        """Bring a component's tables to the newest version; each version is a list of statements, run once.
+        """Migrates a component's tables to the newest version; each version is a list of statements, run once.
 
-        Processes that start together do not get in each other's way: whoever raises the version runs its statements.
+        Safe when several processes start together: the one that raises the version runs its statements.
         """
         await self.create(
             "CREATE TABLE IF NOT EXISTS schema_versions (component TEXT PRIMARY KEY, version INTEGER NOT NULL)"
@@ -101,25 +101,25 @@ class Database(ABC):
             await self.transact([step, *((sql, ()) for sql in statements)], guarded=True)
 
     async def create(self, sql: str) -> None:
-        """A `CREATE ... IF NOT EXISTS` that others may be running too."""
+        """Runs a `CREATE ... IF NOT EXISTS` that other processes may be running too."""
         await self.execute(sql)
 
 
 def default_url() -> str:
-    """The embedded store of this user."""
+    """The URL of this user's embedded database."""
     return f"sqlite:///{state_folder() / 'penstock.db'}"  # an absolute path makes four slashes
 
 
 def state_folder() -> Path:
-    """Where this user's gateways keep what must survive them."""
+    """The folder for persistent state of this user's gateways."""
     root = os.environ.get("PENSTOCK_STATE") or os.environ.get("XDG_STATE_HOME")
     base = Path(root) if root else Path.home() / ".local" / "state"
     return base / "penstock"
 
 
 async def open_database(url: str) -> Database:
-    """Open `sqlite:///relative/path`, `sqlite:////absolute/path` or `postgresql://USER@HOST/NAME`; empty: the
-    embedded store of this user."""
+    """Opens `sqlite:///relative/path`, `sqlite:////absolute/path` or `postgresql://USER@HOST/NAME`; empty: this
+    user's embedded database."""
     url = url or default_url()
     scheme = urlsplit(url).scheme
     if scheme == "sqlite":
@@ -130,11 +130,13 @@ async def open_database(url: str) -> Database:
         from penstock.storage.postgres import PostgresDatabase
 
         return await PostgresDatabase.open(url)
-    raise ConfigError(f"{redacted(url)} is not a store; use sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
+    raise ConfigError(
+        f"{redacted(url)} is not a database URL; use sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+    )
 
 
 def redacted(url: str) -> str:
-    """A URL that may be shown: without its password."""
+    """The URL without its password, for messages."""
     parts = urlsplit(url)
     if parts.password is None:
         return url

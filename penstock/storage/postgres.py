@@ -1,4 +1,4 @@
-"""PostgreSQL through asyncpg: a small pool; statements written with `?` are numbered for it once and remembered."""
+"""PostgreSQL through asyncpg: a small pool; statements with `?` are converted to numbered parameters and cached."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 CONNECTIONS = 8
 TIMEOUT_S = 10.0
-"""For one statement, and for a connection of the pool to become free: longer is an outage."""
+"""For one statement, and for a free connection of the pool: longer counts as an outage."""
 
 
 @functools.lru_cache(maxsize=512)
 def numbered(sql: str) -> str:
-    """`?` as `$1`, `$2`, ...; quoted text is left alone."""
+    """Replaces `?` by `$1`, `$2`, ...; quoted text is left alone."""
     parts: list[str] = []
     count, quoted = 0, False
     for character in sql:
@@ -62,7 +62,7 @@ class PostgresDatabase(Database):
         return await self._guarded(self._transact(statements, guarded, durable))
 
     async def create(self, sql: str) -> None:
-        # Two sessions creating the same table at once can both find it missing; the lock ends with the transaction.
+        # Two sessions can both find the table missing and create it; the lock, held until the commit, prevents that.
         await self.transact([("SELECT pg_advisory_xact_lock(7274496)", ()), (sql, ())])
 
     async def close(self) -> None:

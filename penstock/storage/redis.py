@@ -1,4 +1,4 @@
-"""Connections to Redis or Valkey for what gateways share: limits and queues.
+"""Connections to Redis or Valkey for state that gateways share: limits and queues.
 
 `RedisCalls` tells apart two things that look alike from inside a call: Redis does not answer, or the gateway was too
 busy to read the answer. Calls beyond the number of connections wait here for a free one; that wait says nothing about
@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 from penstock.errors import ConfigError
 
 TIMEOUT_S = 1.0
-"""How long a connection or an answer may take."""
+"""Time limit for a connection or a reply."""
 RETRY_S = 1.0
-"""How often Redis is tried while it is away."""
+"""How often Redis is probed while it is unavailable."""
 T = TypeVar("T")
 
 
 class RedisUnavailable(Exception):
-    """Redis is away. `first`: the call that noticed."""
+    """Redis is unavailable. `first`: whether this call detected it."""
 
     def __init__(self, why: str, *, first: bool = False) -> None:
         super().__init__(why)
@@ -32,7 +32,7 @@ class RedisUnavailable(Exception):
 
 
 def connect(url: str, what: str, connections: int) -> Any:
-    """A client that connects when it is used. `what`: what it is for, for who lacks the driver."""
+    """A client that connects on first use. `what`: its purpose, for the error when the driver is missing."""
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
     except ImportError as error:
@@ -49,7 +49,7 @@ def connect(url: str, what: str, connections: int) -> Any:
 
 
 class RedisCalls:
-    """Calls to one Redis, as many at a time as it has connections."""
+    """Runs calls to one Redis, at most one per connection, and tracks its availability."""
 
     def __init__(self, connections: int, retry_s: Callable[[], float] = lambda: RETRY_S) -> None:
         self._free = asyncio.Semaphore(connections)
@@ -59,12 +59,12 @@ class RedisCalls:
         self.up = True
 
     async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` says; `RedisUnavailable` when Redis does not answer it, or is known not to."""
+        """The result of `ask`; `RedisUnavailable` when Redis does not answer, or is known to be unavailable."""
         from redis.exceptions import RedisError
 
         self._check()
         async with self._free:
-            self._check()  # it may have gone while this call waited
+            self._check()  # it may have become unavailable while this call waited
             probe = not self.up
             self._trying = self._trying or probe
             try:
@@ -81,4 +81,4 @@ class RedisCalls:
 
     def _check(self) -> None:
         if not self.up and (self._trying or time.monotonic() < self._try_at):
-            raise RedisUnavailable("it did not answer lately")
+            raise RedisUnavailable("it did not answer recently")

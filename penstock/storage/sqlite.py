@@ -1,10 +1,10 @@
-"""SQLite in WAL mode: one connection on one thread of its own, so that the event loop never waits for the disk.
+"""SQLite in WAL mode: one connection on a thread of its own, so that the event loop never waits for the disk.
 
-Several processes may open the same file; a writer waits for another up to `BUSY_S`. A durable commit is synced to the
-disk: what was acknowledged survives a crash of the machine. Others are in the log, which outlives every process, and
-reach the disk with the next durable one, or `FLUSH_S` later without anybody waiting for it. When the log has grown,
-another connection on another thread copies it into the database beside the work; only what was added meanwhile is left
-for the moment in which it starts anew.
+Several processes may open the same file; a writer waits up to `BUSY_S` for another. A durable commit is synced to disk
+and survives a crash of the machine. Other commits are in the write-ahead log, which survives a crash of any process,
+and reach the disk with the next durable commit, or in the background after `FLUSH_S`. When the log has grown, a second
+connection on another thread checkpoints it concurrently; only what was added meanwhile is left for the moment in which
+the log is restarted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from penstock.storage.wal_index import WalIndex
 
 BUSY_S = 10.0
 LOG_BYTES = 32 * 2**20
-"""Size of the write-ahead log at which it is folded into the database: a busy gateway writes some tens of kilobytes per
-request. The file keeps its size and is written again from its beginning; cutting it off takes a tenth of a second."""
+"""Size of the write-ahead log at which it is checkpointed: a busy gateway writes some tens of kilobytes per request.
+The file keeps its size and is reused from the beginning, because truncating it takes a tenth of a second."""
 PASSES, FEW_PAGES = 6, 128
 FLUSH_S = 1.0
-"""How long what does not wait for the disk stays away from it: whoever waits, waits for all of it."""
+"""How long a commit that is not durable may stay unsynced; a durable commit has to sync all of them."""
 RESTART_MS = 50
-"""How long the start of a new log may wait for readers; it is tried again."""
-LOOK_EVERY = 16
-"""Transactions between two looks at that size."""
+"""How long restarting the log may wait for readers; it is retried later."""
+CHECK_EVERY = 16
+"""Transactions between two checks of the log's size."""
 T = TypeVar("T")
 _sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class SQLiteDatabase(Database):
         self._durable = True
         self._page_size = 4096
         self._transactions = 0
-        self._folder = ThreadPoolExecutor(1, thread_name_prefix="sqlite log")
-        self._folding: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sqlite log")
+        self._checkpointing: Future[None] | None = None
         self._flushing: Future[None] | None = None
         self._flushed_at = time.monotonic()
 
@@ -64,7 +64,7 @@ class SQLiteDatabase(Database):
             await database._run(database._connect)
         except DatabaseError:
             database._thread.end()
-            database._folder.shutdown(wait=False)
+            database._executor.shutdown(wait=False)
             raise
         return database
 
@@ -72,7 +72,7 @@ class SQLiteDatabase(Database):
         return await self._run(lambda: self._open().execute(sql, values).fetchall())
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Several reads of one state of the database, on its thread."""
+        """Runs several reads on one snapshot of the database, on its thread."""
 
         def reading() -> T:
             connection = self._open()
@@ -94,17 +94,17 @@ class SQLiteDatabase(Database):
 
     async def flush(self) -> None:
         try:
-            await asyncio.wrap_future(self._folder.submit(self._sync_log))
+            await asyncio.wrap_future(self._executor.submit(self._sync_log))
         except OSError as error:
             raise DatabaseError(f"{self.path}: {error}") from error
 
     async def close(self) -> None:
-        for work in (self._folding, self._flushing):
+        for work in (self._checkpointing, self._flushing):
             if work is not None:
                 await asyncio.wait((asyncio.wrap_future(work),))
         await self._run(self._disconnect)
         self._thread.end()
-        self._folder.shutdown(wait=False)
+        self._executor.shutdown(wait=False)
 
     def _connect(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -143,29 +143,29 @@ class SQLiteDatabase(Database):
         if durable != self._durable:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
-        if len(statements) == 1:  # which is a transaction by itself
+        if len(statements) == 1:  # a single statement is a transaction by itself
             sql, values = statements[0]
             counts = [max(0, connection.execute(sql, tuple(values)).rowcount)]
         else:
             counts = _together(connection, statements, guarded)
         self._transactions += 1
-        if self._transactions % LOOK_EVERY == 0:
-            self._look_at_log(connection)
+        if self._transactions % CHECK_EVERY == 0:
+            self._check_log(connection)
         if not durable and (self._flushing is None or self._flushing.done()):
             now = time.monotonic()
             if now - self._flushed_at > FLUSH_S:
                 self._flushed_at = now
-                self._flushing = self._folder.submit(self._flush)
+                self._flushing = self._executor.submit(self._flush)
         return counts
 
     def _flush(self) -> None:
         try:
             self._sync_log()
         except OSError as error:
-            log.warning("the log of %s could not be brought to the disk: %s", self.path, error)
+            log.warning("SQLite log could not be synced", extra={"path": str(self.path), "why": str(error)})
 
     def _sync_log(self) -> None:
-        """All of the write-ahead log, by whomever it was written. One that does not exist has been folded in."""
+        """Syncs the whole write-ahead log, whichever process wrote it. If there is none, it was checkpointed."""
         try:
             file = os.open(self.path.with_name(f"{self.path.name}-wal"), os.O_RDWR)
         except FileNotFoundError:
@@ -175,26 +175,26 @@ class SQLiteDatabase(Database):
         finally:
             os.close(file)
 
-    def _look_at_log(self, connection: sqlite3.Connection) -> None:
-        if self._folding is not None:
-            if self._folding.done():
-                self._folding = None
-                self._start_anew(connection)
+    def _check_log(self, connection: sqlite3.Connection) -> None:
+        if self._checkpointing is not None:
+            if self._checkpointing.done():
+                self._checkpointing = None
+                self._restart_log(connection)
             return
         if self._index is not None and self._index.pages() * self._page_size > LOG_BYTES:
-            self._folding = self._folder.submit(self._fold)
+            self._checkpointing = self._executor.submit(self._checkpoint)
 
-    def _start_anew(self, connection: sqlite3.Connection) -> None:
+    def _restart_log(self, connection: sqlite3.Connection) -> None:
         try:
             connection.execute(f"PRAGMA busy_timeout = {RESTART_MS}")
             connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
             connection.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000)}")
         except sqlite3.Error as error:
-            log.warning("the log of %s could not be started anew: %s", self.path, error)
+            log.warning("SQLite log could not be restarted", extra={"path": str(self.path), "why": str(error)})
 
-    def _fold(self) -> None:
-        """Copy the log into the database; whoever reads or writes meanwhile is not held up. What was written during one
-        pass is copied by the next, which is shorter, until little is left for the moment in which everybody waits."""
+    def _checkpoint(self) -> None:
+        """Checkpoints the log without blocking readers or writers. What was written during one pass is copied by the
+        next, shorter pass, until little is left for the restart of the log, which does block."""
         try:
             connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
             try:
@@ -207,10 +207,10 @@ class SQLiteDatabase(Database):
             finally:
                 connection.close()
         except sqlite3.Error as error:
-            log.warning("the log of %s could not be folded in: %s", self.path, error)
+            log.warning("SQLite log could not be checkpointed", extra={"path": str(self.path), "why": str(error)})
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """On the thread."""
+        """Runs `work` on the database's thread."""
         try:
             return await self._thread.run(work)
         except (sqlite3.Error, OSError) as error:
@@ -218,7 +218,7 @@ class SQLiteDatabase(Database):
 
 
 def _together(connection: sqlite3.Connection, statements: Sequence[Statement], guarded: bool) -> list[int]:
-    """One transaction; see `Database.transact`."""
+    """Runs one transaction; see `Database.transact`."""
     connection.execute("BEGIN IMMEDIATE")
     counts: list[int] = []
     try:
@@ -228,15 +228,15 @@ def _together(connection: sqlite3.Connection, statements: Sequence[Statement], g
                 break
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk has ended it already
+        if connection.in_transaction:  # a full disk ends it by itself
             connection.execute("ROLLBACK")
         raise
     return counts
 
 
 class _Thread:
-    """Does one thing after another for an event loop, to which it hands the results directly: an executor with its own
-    futures and locks costs as much as a short transaction."""
+    """A worker thread that returns results directly to the event loop: an executor with its own futures and locks
+    costs as much as a short transaction."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -247,7 +247,7 @@ class _Thread:
         answer: asyncio.Future[T] = loop.create_future()
 
         def finish(settle: Callable[[Any], None], value: Any) -> None:
-            if not answer.done():  # nobody waits any more
+            if not answer.done():  # otherwise the caller was cancelled
                 settle(value)
 
         def run() -> None:
@@ -257,14 +257,14 @@ class _Thread:
                 result = work()
             except BaseException as error:
                 settle, result = answer.set_exception, error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more either
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(finish, settle, result)
 
         self._work.put(run)
         return await answer
 
     def end(self) -> None:
-        """When everything until now is done."""
+        """Ends the thread after all queued work."""
         self._work.put(None)
 
     def _do(self) -> None:

@@ -1,8 +1,8 @@
-"""How long SQLite's write-ahead log is, read from its index (`-shm`) without touching SQLite's locks.
+"""The length of SQLite's write-ahead log, read from its index (`-shm`) without touching SQLite's locks.
 
-POSIX drops every lock that a process has on a file when the process closes any descriptor of it. Were the index opened
-and closed beside SQLite, another process would take it for abandoned and cut it off under the first one's mapping: it
-would die of that. So the index is opened once, and closed when this process has no connection left.
+POSIX releases all locks of a process on a file when the process closes any descriptor of it. If the index were opened
+and closed beside SQLite, another process would take it for abandoned and truncate it under the first process's mapping,
+which would crash it. So the index is opened once, and closed when this process has no connection left.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from pathlib import Path
 
 _MOST_FRAME = 16
-"""Where the header has `mxFrame`: the pages in the log."""
+"""Offset of `mxFrame`, the number of pages in the log, in the header."""
 _lock = threading.Lock()
 _indexes: dict[str, WalIndex] = {}
 
 
 class WalIndex:
-    """Of one database, shared by all of this process. Hold it for as long as there is a connection, and no shorter."""
+    """The index of one database, shared within this process. It must be held as long as there is a connection."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -28,7 +28,7 @@ class WalIndex:
 
     @classmethod
     def hold(cls, database: Path) -> WalIndex:
-        """To be called before connecting."""
+        """Acquires the index; call it before connecting."""
         key = os.path.realpath(database)
         with _lock:
             index = _indexes.setdefault(key, cls(key))
@@ -36,7 +36,7 @@ class WalIndex:
         return index
 
     def release(self) -> None:
-        """To be called when the connection is closed."""
+        """Releases the index; call it after the connection is closed."""
         with _lock:
             self._holders -= 1
             if self._holders:
@@ -47,7 +47,7 @@ class WalIndex:
                 self._file = None
 
     def pages(self) -> int:
-        """Pages in the log; none before there is one."""
+        """Number of pages in the log; 0 before there is one."""
         with _lock:
             if self._file is None:
                 try:

@@ -85,7 +85,7 @@ def test_an_encoder_that_does_not_run_is_asked_for_and_waited_for(tmp_path: obje
         asked: list[str] = []
         encoder = embedder(f"ipc://{tmp_path}/none", ask=asked.append, wait_s=0.05)
         for _ in range(2):
-            with pytest.raises(EngineUnavailable, match="not up yet"):
+            with pytest.raises(EngineUnavailable, match="not ready yet"):
                 await encoder.embed(["hi"])
         assert asked == ["minilm", "minilm"]
         await encoder.close()

@@ -133,7 +133,7 @@ def test_deadlines_are_enforced_while_waiting_and_while_running(engine: Engine) 
     assert_idle(engine)
 
 
-def test_a_seed_gives_the_same_text_in_any_company(engine: Engine) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(engine: Engine) -> None:
     def sampled(name: str, seed: int) -> Request:
         return Request(name, prompt(30), SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=seed))
 

@@ -54,7 +54,7 @@ def run(engine: Engine, requests: list[Request]) -> list[Delta]:
     return drain(engine)
 
 
-def company(count: int) -> list[Request]:
+def others_in_batch(count: int) -> list[Request]:
     rng = random.Random(count)
     return [
         Request(f"c{i}", prompt(100 + i, rng.randrange(1, 90)), SamplingParams(max_tokens=rng.randrange(1, 40), seed=i))
@@ -73,7 +73,7 @@ def test_the_same_bits_alone_in_any_batch_and_in_any_chunks(checkpoint: Path, se
     assert alone.load_snapshot().prefix_hit_tokens > 100
     for budget, others in ((512, 3), (64, 11), (7, 2)):
         engine = make_engine(checkpoint, **fixed, token_budget=budget)
-        deltas = run(engine, company(others) + WATCHED)
+        deltas = run(engine, others_in_batch(others) + WATCHED)
         for name, wanted in expected.items():
             assert bits(deltas, name) == wanted, (name, budget, others)
         assert_idle(engine)
@@ -81,21 +81,21 @@ def test_the_same_bits_alone_in_any_batch_and_in_any_chunks(checkpoint: Path, se
 
 @native
 def test_the_same_bits_after_preemption_and_with_speculation(checkpoint: Path) -> None:
-    requests = WATCHED[:2] + company(6)
+    requests = WATCHED[:2] + others_in_batch(6)
     roomy = make_engine(checkpoint, deterministic=True, num_blocks=400)
     expected = {request.request_id: bits(run(roomy, [request]), request.request_id) for request in requests}
     texts = {name: tokens for name, (tokens, _) in expected.items()}
     tight = make_engine(checkpoint, deterministic=True, num_blocks=12, token_budget=48)
     deltas = run(tight, requests)
     assert tight.load_snapshot().preemptions > 0
-    guessing = eager_engine(
+    speculating = eager_engine(
         checkpoint, lambda _: Oracle(texts, wrong=0.3, vocab_size=VOCAB), deterministic=True, num_blocks=400
     )
-    guessed = run(guessing, requests)
-    assert guessing.load_snapshot().accepted_tokens > 20
+    speculated = run(speculating, requests)
+    assert speculating.load_snapshot().accepted_tokens > 20
     for name, wanted in expected.items():
         assert bits(deltas, name) == wanted, name
-        assert bits(guessed, name) == wanted, name
+        assert bits(speculated, name) == wanted, name
 
 
 @native

@@ -12,7 +12,7 @@ from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.families import read_config
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -73,7 +73,7 @@ def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytes
     ops = cpu.load(1)
     if ops is None:
         pytest.skip(cpu.status().detail)
-    model = ModelConfig.from_hf({
+    model = read_config({
         "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 1, "num_attention_heads": 9,
         "num_key_value_heads": 3, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64,
     })  # fmt: skip

@@ -61,7 +61,7 @@ def integers(values: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def poison_(tensor: Tensor) -> Tensor:
-    """Fill with NaN (integers: an absurd value), so that an element nobody writes is seen."""
+    """Fill with NaN (integers: an absurd value), so that an element that is never written shows."""
     if MODE == "compile" or tensor.numel() == 0:
         return tensor
     if tensor.dtype == torch.float8_e4m3fn:

@@ -1,4 +1,4 @@
-"""Deterministic mode on CUDA: linears and attention that ignore their company, and the engine made of them."""
+"""Deterministic mode on CUDA: linears and attention that are batch-invariant, and the engine made of them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_linears_ignore_how_many_rows_there_are() -> None:
                 assert torch.equal(part, whole[begin : begin + rows]), (n, k, dtype, begin, rows)
 
 
-def test_the_engine_gives_the_same_bits_in_any_company() -> None:
+def test_the_engine_is_batch_invariant() -> None:
     if not ON_DEVICE:
         return
     from tests.engine.harness import make_engine
-    from tests.engine.test_determinism import WATCHED, bits, company, run
+    from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
     from tests.engine.tiny import write_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def test_the_engine_gives_the_same_bits_in_any_company() -> None:
             assert again == expected, "with the prompt found in the cache"
             for budget, others in ((512, 3), (64, 11), (7, 2)):
                 engine = make_engine(path, **fixed, token_budget=budget)
-                deltas = run(engine, company(others) + WATCHED)
+                deltas = run(engine, others_in_batch(others) + WATCHED)
                 for name, wanted in expected.items():
                     assert bits(deltas, name) == wanted, (dtype, name, budget, others)
 

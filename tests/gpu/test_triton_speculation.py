@@ -47,7 +47,7 @@ def requests(seed: int) -> list[Request]:
     ]
 
 
-def test_right_and_wrong_guesses_give_the_text_of_the_plain_engine() -> None:
+def test_right_and_wrong_drafts_give_the_text_of_the_plain_engine() -> None:
     if not ON_DEVICE:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def test_a_draft_model_that_is_the_target_is_always_right() -> None:
 
 
 def test_a_tight_engine_verifies_beyond_its_rows() -> None:
-    """One sequence, six guesses: graphs must exist for more tokens than rows."""
+    """One sequence, six drafts: graphs must exist for more tokens than rows."""
     if not ON_DEVICE:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def bench_speculation() -> Iterator[tuple[str, float, str]]:
     for batch in (1, 4, 8, 16, 64):
         prompts = [[rng.randrange(1000, 100_000) for _ in range(128)] for _ in range(batch)]
         for acceptance in (0.9, 0.6, 0.0):
-            plain, guessed = measure(
+            plain, speculated = measure(
                 engine,
                 Scenario(f"b{batch}", prompts, exact=False),
                 rounds=1,
@@ -116,12 +116,12 @@ def bench_speculation() -> Iterator[tuple[str, float, str]]:
                 temperature=0.0,
                 acceptance=acceptance,
             )
-            ratio = guessed[0].rate / plain[0].rate
-            us = 1e6 / guessed[0].rate
-            per_step = guessed[0].counted / guessed[0].steps / batch
-            same = statistics.mean(guessed[0].tokens[name] == text for name, text in plain[0].tokens.items())
+            ratio = speculated[0].rate / plain[0].rate
+            us = 1e6 / speculated[0].rate
+            per_step = speculated[0].counted / speculated[0].steps / batch
+            same = statistics.mean(speculated[0].tokens[name] == text for name, text in plain[0].tokens.items())
             yield (
                 f"batch {batch}, acceptance {acceptance:.0%}",
                 us,
-                f"{guessed[0].rate:,.0f} tok/s, ratio {ratio:.2f}, {per_step:.2f} tokens/step, {same:.0%} same text",
+                f"{speculated[0].rate:,.0f} tok/s, ratio {ratio:.2f}, {per_step:.2f} tokens/step, {same:.0%} same text",
             )

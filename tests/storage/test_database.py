@@ -100,7 +100,7 @@ async def test_a_store_that_is_away_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DatabaseError):
         await open_database(f"sqlite:///{tmp_path / 'file' / 'below.db'}")
-    with pytest.raises(ConfigError, match="is not a store"):
+    with pytest.raises(ConfigError, match="is not a database URL"):
         await open_database("mysql://x")
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.storage.sqlite import LOOK_EVERY, SQLiteDatabase
+from penstock.storage.sqlite import CHECK_EVERY, SQLiteDatabase
 from penstock.storage.wal_index import WalIndex
 
 IN_USE = 128
@@ -35,7 +35,7 @@ def open_files() -> int:
 async def busy(path: Path) -> SQLiteDatabase:
     database = await SQLiteDatabase.open(path)
     await database.execute("CREATE TABLE IF NOT EXISTS notes (text TEXT)")
-    for number in range(2 * LOOK_EVERY):
+    for number in range(2 * CHECK_EVERY):
         await database.execute("INSERT INTO notes VALUES (?)", f"note {number}")
     return database
 

@@ -11,8 +11,11 @@ from penstock.bench.commands.cpu_peers import cpu_peers
 from penstock.bench.commands.determinism import determinism
 from penstock.bench.commands.embed import embed
 from penstock.bench.commands.engine import engine
+from penstock.bench.commands.exposition import exposition
+from penstock.bench.commands.gguf_reader import gguf_reader
 from penstock.bench.commands.handover import handover
 from penstock.bench.commands.http import http
+from penstock.bench.commands.http_servers import http_servers
 from penstock.bench.commands.offload import offload
 from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
@@ -60,5 +63,8 @@ for command in (
     semantic_cache,
     retrieval,
     search_speed,
+    http_servers,
+    exposition,
+    gguf_reader,
 ):
     app.command(help=command.__doc__)(reported(command))

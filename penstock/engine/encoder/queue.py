@@ -15,7 +15,7 @@ from penstock.engine.encoder.request import EncodeRequest
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: how many of its texts were handed out, and what came back."""
+    """A request in progress: how many of its texts were handed out, and their results."""
 
     request: EncodeRequest
     arrived_at: float
@@ -51,7 +51,7 @@ class TextQueue:
         return request_id in self._jobs
 
     def add(self, request: EncodeRequest, now: float) -> bool:
-        """False when there is no room. A request that is larger than the queue may have all of an empty one."""
+        """False when there is no room. A request larger than the queue is accepted when the queue is empty."""
         count = len(request.texts)
         if self.waiting and self.waiting + count > self.max_waiting:
             return False
@@ -96,5 +96,5 @@ class TextQueue:
         return batch
 
     def finish(self, job: Job) -> None:
-        """All its texts have results."""
+        """Remove a job whose texts all have results."""
         self._jobs.pop(job.request.request_id, None)

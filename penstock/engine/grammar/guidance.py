@@ -69,7 +69,7 @@ class GuidanceMatcher:
         self._stopped = self._why is None and self.raw.is_stopped()
 
     def look(self) -> None:
-        """Take notice of an error inside the library."""
+        """Note an error inside the library."""
         if self._why is None and self.raw.is_error():
             self.fail(self.raw.get_error().strip().partition("\n")[0])
 

@@ -20,7 +20,7 @@ WORD = 32
 
 
 class GrammarError(PenstockError):
-    """A grammar that cannot be used; the request that brought it is to blame."""
+    """A grammar that cannot be used; the request that brought it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class TokenMatcher(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Nothing but the end may follow."""
+        """Whether nothing but the end may follow."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, once it cannot."""
+        """Why it cannot go on; None while it can."""
 
     def accept(self, token: int) -> None:
         """Take the token that was sampled."""

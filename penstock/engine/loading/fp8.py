@@ -1,7 +1,7 @@
-"""FP8 checkpoints as people publish them.
+"""FP8 checkpoints as they are published.
 
-A weight in float8_e4m3fn stands beside its scale: one number for the tensor or one per output row (`weight_scale`), or
-one per tile of 128 x 128 (`weight_scale_inv`). Read as a plain tensor a weight comes back multiplied out; `stored`
+A weight in float8_e4m3fn is stored with its scale: one number for the tensor or one per output row (`weight_scale`), or
+one per tile of 128 x 128 (`weight_scale_inv`). Read as a plain tensor a weight is dequantized; `stored`
 gives the FP8 numbers themselves with one scale per row, where the checkpoint has that, `grouped` with one per row and
 group of inputs, which every checkpoint has.
 """

@@ -1,7 +1,7 @@
-"""Weights as integers in groups: what every few-bit layout comes down to.
+"""Weights as integers in groups: the common form of all few-bit layouts.
 
 W = scale * q + minimum, where q has 4 or 8 bits and a scale (and a minimum) serves a group of consecutive inputs. The
-layouts people publish differ in packing, in how they write the minimum (a zero point, an offset) and in the order of
+published layouts differ in packing, in how they write the minimum (a zero point, an offset) and in the order of
 inputs; read as `IntGroups` they are all alike, and every weight keeps the value it has in the checkpoint. This form
 spends a byte per weight and is held for one layer at a time; kernels pack it their own way.
 """

@@ -1,7 +1,7 @@
-"""Checkpoints in few bits, as people publish them: GPTQ, AWQ and compressed-tensors.
+"""Few-bit checkpoints as they are published: GPTQ, AWQ and compressed-tensors.
 
-`quantization_config` of `config.json` says which; a tensor that is not quantized stands under its own name. Read as a
-plain tensor a weight comes back multiplied out; `groups` gives its integers, which is what kernels run on.
+`quantization_config` of `config.json` says which; a tensor that is not quantized has its own name. Read as a plain
+tensor a weight is dequantized; `groups` gives its integers, which kernels run on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Layout(Protocol):
     """How one method stores a matrix."""
 
     marker: str
-    """What stands in place of `weight` in the name of a quantized matrix."""
+    """What replaces `weight` in the name of a quantized matrix."""
     extras: tuple[str, ...]
     """The other tensors of such a matrix."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.models.build import compose_decoder
-from penstock.engine.models.families import HFConfig, family_of
+from penstock.engine.models.families import HFConfig, family_of, read_config
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import WeightReader
@@ -46,7 +46,7 @@ class RandomCheckpoint:
         self.seed = seed
         self.device = device
         self.dtype = dtype
-        model = ModelConfig.from_hf(config)
+        model = read_config(config)
         reader = _composed(model)
         self.shapes = reader.shapes
         self._norms, self._norm_offset = reader.norms, model.norm_offset
@@ -79,7 +79,7 @@ class RandomCheckpoint:
 
 def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor of a decoder with this configuration: those that its composition asks for."""
-    return _composed(ModelConfig.from_hf(config)).shapes
+    return _composed(read_config(config)).shapes
 
 
 def _composed(model: ModelConfig) -> ShapeReader:

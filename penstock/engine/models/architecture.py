@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.families import TensorNames
+from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import WeightReader
 

@@ -1,7 +1,7 @@
-"""What rank 0 tells the others: one message per step, a few kilobytes of integers.
+"""Messages from rank 0 to the others: one per step, a few kilobytes of integers.
 
-The message carries the packed inputs of the step and the cells of the block tables that changed since the rank was
-last told; a rank that receives it can run its part of the decoder without asking back. Messages go through a socket
+The message carries the packed inputs of the step and the cells of the block tables that changed since the last
+message; a rank that receives it can run its part of the decoder without asking back. Messages go through a socket
 and not through the collectives, so that an idle rank sleeps without a deadline and notices at once when rank 0 is gone.
 """
 

@@ -1,8 +1,8 @@
 """The grid of ranks and which part of a model each of them holds.
 
 `pipeline` stages of `tensor` shards each; rank = stage * tensor + shard. A shard has every `tensor`-th part of each
-layer's heads and of its feed-forward width; a stage has a run of consecutive layers. What a grid cannot split evenly
-is refused, with the sizes that would do.
+layer's heads and of its feed-forward width; a stage has a run of consecutive layers. A model that the grid does
+not split evenly is refused, with the sizes that would work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands."""
+    """The place of one rank in the grid."""
 
     rank: int
     tensor: int
@@ -47,7 +47,7 @@ class Place:
 
 
 def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
-    """ConfigError when the model cannot be cut like that."""
+    """Raise `ConfigError` when the model cannot be split like that."""
     if not _splits(model, tensor):
         possible = [size for size in range(1, model.num_heads + 1) if _splits(model, size)]
         raise ConfigError(

@@ -1,7 +1,7 @@
 """A checkpoint as one rank sees it: the rows and columns of each matrix that are its own, its layers from zero on.
 
-The view has the names and shapes of a smaller model, so whatever builds decoders, quantized ones too, needs not know
-that there are other ranks. What is cut: query, key, value, gate and up matrices by outputs (heads, width), output and
+The view has the names and shapes of a smaller model, so builders of decoders and quantizers need not know that there
+are other ranks. What is cut: query, key, value, gate and up matrices by outputs (heads, width), output and
 down matrices by inputs; their bias stays whole on shard 0 and is zero elsewhere, because it is added to a sum. The
 head, tied or not, is cut by outputs under the name `lm_head`, the last part filled up with zeros. All else (norms,
 routers, the embedding) is everywhere.
@@ -130,7 +130,7 @@ class Cuts:
         if tensor.dim() == 0 or tensor.numel() == 1:
             return tensor
         if cut.inputs is not None and (tensor.dim() == 1 or tensor.shape[1] == 1):
-            # One number per output: a scale is everybody's, a bias belongs to one.
+            # One number per output: every shard needs a scale, but only one may add a bias.
             return torch.zeros_like(tensor) if name.endswith(".bias") and self.place.shard else tensor
         return cut.apply(tensor)
 

@@ -19,7 +19,7 @@ from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.families import read_config
 from penstock.engine.models.weights import Weights
 
 _BLOCK_SIZE = 16
@@ -97,7 +97,7 @@ def calibrate(
     weights: Weights, windows: Sequence[Sequence[int]], change: Change, device: torch.device, threads: int
 ) -> Iterator[int]:
     """Take all `windows` of token ids through the model, and each layer through `change`; yields the layers done."""
-    model = ModelConfig.from_hf(weights.config)
+    model = read_config(weights.config)
     longest = max(map(len, windows))
     decoder = build_decoder(
         weights,

@@ -1,4 +1,4 @@
-"""GPTQ: rounding a matrix column by column, each column's error made good by those that follow.
+"""GPTQ: rounding a matrix column by column, each column's error compensated by those that follow.
 
 With H = X X^T of the inputs that calibration saw, the error a rounded column leaves in the outputs is least when the
 columns not yet rounded move by it times a row of the inverse of H. One Cholesky factor of that inverse holds all the
@@ -23,7 +23,7 @@ def gptq(
     weight: Tensor, hessian: Tensor, tokens: int, group: int, *, symmetric: bool = False, act_order: bool = False
 ) -> IntGroups:
     """`weight` [out, in] in 4 bits. `hessian`: mean of x x^T over so many `tokens`. `act_order`: columns with the
-    largest inputs first, while all others can still make good for them; groups then follow that order."""
+    largest inputs first, while all others can still compensate for them; groups then follow that order."""
     work, h = weight.float().clone(), hessian.float().clone()
     inputs = work.shape[1]
     dead = h.diagonal() <= 0
@@ -42,7 +42,7 @@ def gptq(
         errors = torch.empty_like(columns)
         for i in range(end - begin):
             if i % group == 0:
-                # With all errors before it made good, the group is what it will be rounded from.
+                # With all errors before it compensated, these are the values that the group is rounded from.
                 span = slice(begin + i, begin + i + group)
                 grid = searched_grid(columns[i : i + group].T.unsqueeze(1), h[None, span, span], symmetric)
                 scale, zero = (part.flatten() for part in grid)
@@ -59,7 +59,7 @@ def gptq(
 
 def _inverse_factor(hessian: Tensor, tokens: int) -> Tensor:
     """The upper Cholesky factor of the inverse. The less text there was for the number of inputs, the more damping:
-    what looks like a relation between inputs may be chance, and other text would not have it."""
+    correlations between inputs may be accidental, and absent in other text."""
     mean, (least, most) = hessian.diagonal().mean(), _DAMPING
     damping = min(most, max(least, 0.5 * len(hessian) / max(1, tokens)))
     for share in (damping, 1.0, 10.0):

@@ -12,7 +12,7 @@ SIZES = (128, 64, 32)
 
 
 _PARTS = tuple(1 - step / 20 for step in range(1, 11))
-"""Of a group's range, tried besides all of it."""
+"""Shares of a group's range to try besides all of it."""
 
 
 def pick_group(inputs: int, wanted: int = SIZES[0]) -> int | None:
@@ -60,7 +60,7 @@ def searched_grid(cut: Tensor, inside: Tensor, symmetric: bool) -> tuple[Tensor,
     """`zero_point_grid` of groups [out, groups, size], each on the part of its range that changes the outputs least.
 
     Cutting off an outlier makes all other steps finer. `inside` [groups, size, size]: mean of x x^T of a
-    group's inputs; what other groups do is left out of account.
+    group's inputs; other groups are ignored.
     """
     best, least = zero_point_grid(cut, symmetric), _change(cut, *zero_point_grid(cut, symmetric), inside)
     for part in _PARTS:

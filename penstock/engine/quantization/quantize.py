@@ -1,7 +1,7 @@
 """Making a few-bit checkpoint of a model, layer by layer.
 
 GPTQ and AWQ calibrate; int8 and FP8 round to nearest, with one scale per output. The embedding and the head stay as
-they are. What can be read of a source can be quantized: a dense checkpoint, or one in few bits, multiplied out.
+they are. Sources may be dense checkpoints or few-bit ones, which are dequantized first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.decoder import DecoderLayer
-from penstock.engine.models.families import family_of, is_linear
+from penstock.engine.models.families import family_of, is_linear, read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import ObservedLinear, calibrate
@@ -40,7 +40,7 @@ class Recipe:
     group: int | None = None
     """Inputs that share a scale, in 4 bits; the largest of 128, 64 and 32 that fits every matrix when not set."""
     symmetric: bool = False
-    """GPTQ: no zero points. Some kernels elsewhere are faster so; the error is larger."""
+    """GPTQ: no zero points. Some other programs' kernels are faster with it; the error is larger."""
     act_order: bool = False
     """GPTQ: see `gptq`."""
 
@@ -141,7 +141,7 @@ def _calibrated(
     threads: int,
 ) -> dict[str, Tensor]:
     """Quantize layer after layer; the tensors besides the matrices that changed."""
-    model = ModelConfig.from_hf(source.config)
+    model = read_config(source.config)
     changed: dict[str, Tensor] = {}
     by_awq = recipe.method == "awq-int4"
 

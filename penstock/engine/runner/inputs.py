@@ -145,12 +145,13 @@ class InputBuilder:
         return StepInputs(ids, attention, last, request)
 
     def _max_context(self, host: HostBatch) -> int:
-        """Of a step; where kernels are compiled per bound the same for all, so that no request waits for a compiler."""
+        """The context bound of a step: one for all steps where kernels are compiled per bound, so that none is compiled
+        while requests wait."""
         rows = self.rows
         return rows.max_context if rows.backend.bounds_are_compiled else int(host.context_lens.max())
 
     def sampling_of(self, batch: Batch, packed: Packed) -> SampleRequest:
-        """The sampling side alone."""
+        """What sampling needs of a packed batch."""
         rows, keys = self._staging.upload([packed.sample_rows, packed.keys()])
         return _request(batch, rows, keys, packed.row_flags)
 
@@ -220,7 +221,7 @@ def sampling_chunks(batch: Batch) -> list[Chunk]:
 
 
 def chunk_targets(batch: Batch) -> list[tuple[int, int, Tensor]]:
-    """For chunks that owe prompt log-probabilities: chunk index, first packed token, and the tokens to score."""
+    """For chunks with prompt log-probabilities: chunk index, first packed token, and the tokens to score."""
     targets: list[tuple[int, int, Tensor]] = []
     begin = 0
     for index, chunk in enumerate(batch.chunks):

@@ -65,7 +65,7 @@ class Rows:
         followed: int = ~0,
         one_by_one: bool = False,
     ) -> None:
-        """`followed`: flags of the sampling parameters that count here; a draft model may leave some out."""
+        """`followed`: flags of the sampling parameters that are applied; a draft model leaves some out."""
         self.backend = backend
         self.device = device = backend.device
         self.followed = followed
@@ -91,7 +91,7 @@ class Rows:
         self._known_blocks = [0] * max_rows
         self._staging = backend.staging()
         self.mask_staging = backend.staging()
-        """For grammar masks, which cross later in a step than the rest."""
+        """For grammar masks, which are uploaded later in a step than the rest."""
 
     def update(self, batch: Batch) -> None:
         """Bring the rows of a batch up to date with its sequences."""

@@ -2,7 +2,7 @@
 
 `run` returns without waiting. Where the device works by itself, results are copied to pinned memory behind the step and
 `PendingStep.wait` blocks on their event; the next step takes the sampled tokens from the device rows, so it can be
-launched before anybody waited.
+launched before the host has seen them.
 """
 
 from __future__ import annotations

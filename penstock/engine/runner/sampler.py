@@ -179,7 +179,7 @@ def _forbid_early_stops(logits: Tensor, request: SampleRequest) -> None:
     at: list[int] = []
     ids: list[int] = []
     for index in np.flatnonzero(request.row_flags & Flag.MIN_TOKENS):
-        # A grammar's masks say themselves which stops are possible.
+        # The masks of a grammar already say which stop tokens are possible.
         if not request.row_flags[index] & Flag.GRAMMAR:
             ahead = 0 if request.ahead is None else int(request.ahead[index])
             barred = request.chunks[index].seq.barred_stops(ahead)

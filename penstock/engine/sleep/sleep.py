@@ -19,7 +19,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.families import read_config
 from penstock.engine.request import EngineInfo, Load, Request, StepOutput
 from penstock.engine.sleep.offload import OffloadedEngine, offload
 from penstock.engine.startup.part import open_weights
@@ -65,7 +65,7 @@ class EngineSleep:
     def not_loaded(self) -> SleepingEngine:
         """An engine that has not been loaded yet, described from its checkpoint."""
         config = self._config
-        model = ModelConfig.from_hf(open_weights(config, None).config)
+        model = read_config(open_weights(config, None).config)
         window = min(config.max_model_len or model.max_positions, model.max_positions)
         name = config.name or Path(config.model).name
         device = str(pick_device(config.device))

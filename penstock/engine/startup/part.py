@@ -25,6 +25,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import calibrate
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import make_adapters
@@ -96,7 +97,7 @@ def load_part(
     dtype = pick_dtype(config.dtype, device)
     with phases("open"):
         weights = open_weights(config, checkpoint)
-        model = local = ModelConfig.from_hf(weights.config)
+        model = local = read_config(weights.config)
         head_rows = None
         if member is not None:
             weights, local, head_rows = member.cut(weights, model)

@@ -114,7 +114,7 @@ def test_an_old_request_gets_its_slot_although_others_keep_coming(base: Path, fo
     assert_idle(engine)
 
 
-def test_loading_holds_nobody_up(base: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_delays_no_other_request(base: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While an adapter is being read, others produce every one of their tokens."""
     gate = threading.Event()
     read = startup_adapters.read_adapter
@@ -205,7 +205,9 @@ PROBLEMS = {
 }
 
 
-def test_a_bad_adapter_is_a_clear_error_and_hurts_nobody(base: Path, folders: list[Path], tmp_path: Path) -> None:
+def test_a_bad_adapter_is_a_clear_error_and_affects_no_other_request(
+    base: Path, folders: list[Path], tmp_path: Path
+) -> None:
     bad = tuple(AdapterSpec(how.replace(" ", "-"), str(broken(tmp_path / how, folders[0], how))) for how in PROBLEMS)
     engine = make_engine(base, adapters=(*specs_of(folders[:1]), *bad))
     expected = generate(engine, ask("x", [1, 2, 3], "a0", 12))["x"]
@@ -308,7 +310,7 @@ def test_pinned_adapters_are_read_at_start_and_keep_their_slot(base: Path, folde
     assert pool is not None
     while pool.registry.loading:
         engine.step()
-    assert next(s for s in pool.statuses() if s.name == "a0").state == "ready", "nobody asked for it yet"
+    assert next(s for s in pool.statuses() if s.name == "a0").state == "ready", "it was not asked for yet"
     for name in ("a0", "a1", "a2", "a3", "a4"):
         generate(engine, ask(name, [1, 2], name))
     states = {status.name: status for status in pool.statuses()}

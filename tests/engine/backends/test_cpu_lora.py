@@ -16,7 +16,7 @@ from penstock.engine.backends.cpu.build import isa_choices
 from penstock.engine.backends.cpu.lora import CpuLora
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.backends.reference.lora import ReferenceLora
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.families import read_config
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 
@@ -73,7 +73,7 @@ def test_both_orders_of_b_hold_the_same_adapter(tmp_path: Path) -> None:
     """CUDA wants B by output and ranks in eights; the same file read either way adds the same."""
     base = write_checkpoint("llama-gqa", tmp_path / "base")
     path = write_adapter(tmp_path / "adapter", base, rank=5, targets=("q_proj", "v_proj", "o_proj", "up_proj"))
-    config = ModelConfig.from_hf(json.loads((base / "config.json").read_text()))
+    config = read_config(json.loads((base / "config.json").read_text()))
     results = []
     for by_output in (False, True):
         layout = layout_of(config, by_output=by_output)

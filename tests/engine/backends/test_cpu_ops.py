@@ -237,15 +237,15 @@ def test_attention_reads_queries_inside_qkv_and_interleaved_caches(ops: CpuOps) 
     close(actual, exact_attention(q, layout, batch, both[:, 0], both[:, 1]), torch.float32)
 
 
-def test_a_sequence_gets_the_same_bits_in_any_company() -> None:
+def test_attention_is_batch_invariant() -> None:
     layout = HeadLayout(9, 3, 64, 0.125)
     results = []
-    for threads, company in ((1, []), (2, [(77, 1), (500, 1)]), (3, [(64, 20), (9, 1)])):
+    for threads, others_in_batch in ((1, []), (2, [(77, 1), (500, 1)]), (3, [(64, 20), (9, 1)])):
         ops = cpu.load(threads)
         if ops is None:
             pytest.skip(cpu.status().detail)
         ops.batch_invariant = True
-        batch, num_blocks = make_batch([(400, 1), *company], 16, seed=threads)
+        batch, num_blocks = make_batch([(400, 1), *others_in_batch], 16, seed=threads)
         index = batch.context_lens.tolist().index(400)
         generator = torch.Generator().manual_seed(5)
         keys, values = (torch.randn(25, 3, 16, 64, generator=generator) for _ in range(2))

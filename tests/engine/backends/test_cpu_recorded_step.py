@@ -141,7 +141,7 @@ def test_what_lies_outside_the_tables_is_refused(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_token_that_nobody_has_looked_at_is_the_one_its_row_sampled_last(tmp_path: Path) -> None:
+def test_a_token_the_host_has_not_seen_is_the_one_its_row_sampled_last(tmp_path: Path) -> None:
     runner = make_engine(write_checkpoint("llama-gqa", tmp_path), weights="int8").runner
     recorded = recorded_in(runner)
     runner.rows.host_tables[:2, 0] = 1, 2

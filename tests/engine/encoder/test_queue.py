@@ -1,4 +1,4 @@
-"""Texts of many requests share the encoder fairly and without bound on nobody's patience."""
+"""Texts of many requests share the encoder fairly: none waits without bound."""
 
 from __future__ import annotations
 

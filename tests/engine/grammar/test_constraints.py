@@ -99,7 +99,7 @@ def test_neighbours_without_a_grammar_are_not_touched(engine: Engine) -> None:
     assert re.fullmatch(DATE, text_of(mixed["a"])) and re.fullmatch("[xyz]{5,9}", text_of(mixed["b"]).rstrip())
 
 
-def test_a_seed_gives_the_same_text_in_any_company(engine: Engine) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(engine: Engine) -> None:
     alone = generate(engine, regex("a", DATE, seed=5, top_p=0.9))["a"]
     crowd = [regex(f"c{i}", "[0-9]{30}", seed=i) for i in range(4)]
     assert generate(engine, *crowd, regex("a", DATE, seed=5, top_p=0.9))["a"] == alone
@@ -115,14 +115,14 @@ def test_steps_launched_ahead_give_the_same_text(checkpoint: Path, engine: Engin
     assert_idle(ahead)
 
 
-def test_those_without_a_grammar_go_on_being_guessed_ahead(checkpoint: Path, engine: Engine) -> None:
+def test_those_without_a_grammar_go_on_with_draft_tokens(checkpoint: Path, engine: Engine) -> None:
     requests = [regex("a", DATE, seed=3), greedy("free", prompt(9), 25), regex("b", "[xyz]{5,9}", seed=4)]
     plain = generate(engine, *requests)
-    guessing = eager_engine(checkpoint, lambda _: Oracle(plain, 0.3, VOCAB), num_blocks=64)
-    guessing._constraints = Constraints(compiler, VOCAB)
-    assert generate(guessing, *requests) == plain
-    assert guessing.load_snapshot().accepted_tokens > 0
-    assert_idle(guessing)
+    speculating = eager_engine(checkpoint, lambda _: Oracle(plain, 0.3, VOCAB), num_blocks=64)
+    speculating._constraints = Constraints(compiler, VOCAB)
+    assert generate(speculating, *requests) == plain
+    assert speculating.load_snapshot().accepted_tokens > 0
+    assert_idle(speculating)
 
 
 def test_preemption_does_not_lose_the_place(checkpoint: Path, engine: Engine) -> None:
@@ -215,7 +215,7 @@ class Slow(GuidanceCompiler):
         return super().compile(grammar)
 
 
-def test_a_grammar_being_compiled_delays_nobody(checkpoint: Path) -> None:
+def test_a_grammar_being_compiled_delays_no_other_request(checkpoint: Path) -> None:
     engine = load(checkpoint, make=lambda size: Slow(VOCABULARY, size), max_waiting=3)
     Slow.gate.clear()
     engine.submit(regex("slow", "[0-9]{3}"))

@@ -12,6 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.models.families import FAMILIES as SUPPORTED
+from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.engine.request import Request, SamplingParams
@@ -31,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 
 def read(family: str, **more: Any) -> ModelConfig:
-    return ModelConfig.from_hf({**SMALL, "model_type": family, **more})
+    return read_config({**SMALL, "model_type": family, **more})
 
 
 def test_gemma_3_keys_of_both_ages_mean_the_same() -> None:
@@ -59,7 +61,7 @@ def test_gemma_3_keys_of_both_ages_mean_the_same() -> None:
     assert [rope.theta for rope in old.ropes] == [1e4, 1e6, 1e4, 1e6]
     assert [rope.kind for rope in old.ropes] == ["default", "linear"] * 2
     assert old.attention_scale == 1 / 16 and old.embedding_scale == 8.0 and old.attention_softcap is None
-    seeing = ModelConfig.from_hf({"model_type": "gemma3", "vision_config": {}, "text_config": {**SMALL, **common}})
+    seeing = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": {**SMALL, **common}})
     assert seeing.family == "gemma3_text" and seeing.windows == (512, 512, 512, 512)
 
 
@@ -104,8 +106,6 @@ def test_what_cannot_be_run_is_refused(family: str, more: dict[str, Any], messag
 
 def test_every_supported_family_has_a_tiny_checkpoint() -> None:
     """The list of what is tested against the reference is the list of what is supported."""
-    from penstock.engine.models.families import FAMILIES as SUPPORTED
-
     tested = {getattr(transformers, config).model_type for config, _ in FAMILIES.values()}
     assert tested == set(SUPPORTED)
 

@@ -16,9 +16,8 @@ from penstock.engine.adapters.layout import layout_of
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint, tensor_shapes
-from penstock.engine.models.families import FAMILIES, Family, TensorNames, family_of, is_linear
+from penstock.engine.models.families import FAMILIES, Family, TensorNames, family_of, is_linear, read_config
 from penstock.engine.models.families.family import GGUFFormat
-from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.shards import shard
 from tests.engine.harness import generate, greedy, make_engine
@@ -91,7 +90,7 @@ def test_a_new_family_is_one_descriptor(tmp_path: Path, monkeypatch: pytest.Monk
     assert generate(make_engine(gguf), greedy("a", PROMPT, 12)) == expected, "from its GGUF names"
     assert len(generate(make_engine(new, weights="int8"), greedy("a", PROMPT, 12))["a"]) == 12
 
-    model, checkpoint = ModelConfig.from_hf(config), RandomCheckpoint(config, dtype=torch.float32)
+    model, checkpoint = read_config(config), RandomCheckpoint(config, dtype=torch.float32)
     assert "model.layers.0.attention.wq.weight" in checkpoint.names()
     half = shard(checkpoint, model, Place(1, 2, 1))
     assert half.tensor("model.layers.0.feed_forward.w2.weight").shape == (64, 48), "tensor-parallel cuts know the names"

@@ -15,6 +15,7 @@ from penstock.engine.backends.interface import Ints
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.groups import IntGroups
+from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.channel import Forward, Head, Op
 from penstock.engine.parallel.layout import Place, check_layout, head_span, kv_head_span, layer_span, local_config
@@ -24,7 +25,7 @@ from tests.engine.tiny import write_checkpoint
 
 
 def model(heads: int = 8, kv_heads: int = 4, layers: int = 6, ffn: int = 96, vocab: int = 100) -> ModelConfig:
-    return ModelConfig.from_hf(
+    return read_config(
         {
             "model_type": "llama",
             "hidden_size": heads * 8,
@@ -78,7 +79,7 @@ def test_what_cannot_be_split_is_refused_with_what_can() -> None:
 
 def test_parts_of_a_checkpoint_put_together_are_the_checkpoint(tmp_path: Path) -> None:
     weights = open_checkpoint(write_checkpoint("llama-mha-bias", tmp_path / "model"))
-    whole = ModelConfig.from_hf(weights.config)
+    whole = read_config(weights.config)
     parts = [shard(weights, whole, Place(rank, 2, 1)) for rank in range(2)]
 
     def both(name: str) -> list[torch.Tensor]:
@@ -100,7 +101,7 @@ def test_parts_of_a_checkpoint_put_together_are_the_checkpoint(tmp_path: Path) -
 
 def test_a_stage_sees_its_layers_from_zero_on(tmp_path: Path) -> None:
     weights = open_checkpoint(write_checkpoint("llama-gqa", tmp_path / "model"))
-    whole = ModelConfig.from_hf(weights.config)
+    whole = read_config(weights.config)
     last = shard(weights, whole, Place(1, 1, 2))
     layers = {name.split(".")[2] for name in last.names() if ".layers." in name}
     assert layers == {"0", "1"}
@@ -110,7 +111,7 @@ def test_a_stage_sees_its_layers_from_zero_on(tmp_path: Path) -> None:
 
 def test_stored_blocks_are_cut_between_blocks_and_never_inside(default_model: Path) -> None:
     weights = GGUFCheckpoint(default_model)
-    whole = ModelConfig.from_hf(weights.config)
+    whole = read_config(weights.config)
     for rank in range(3):
         place = Place(rank, 3, 1)
         part = ShardedGGUF(weights, whole, place)

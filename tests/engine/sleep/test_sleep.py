@@ -42,7 +42,7 @@ def test_a_sleeping_engine_is_gone_and_a_woken_one_answers_the_same(folder: Path
     assert sleeping.info == engine.info and not sleeping.has_work and sleeping.step() is None
     del engine
     gc.collect()
-    assert kv() is None and decoder() is None, "somebody still holds the memory"
+    assert kv() is None and decoder() is None, "something still holds the memory"
     woken = sleeper.wake(sleeping)
     assert generate(woken, REQUEST) == expected
     assert_idle(woken)

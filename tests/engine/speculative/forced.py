@@ -1,4 +1,4 @@
-"""Engines that speculate whether it pays or not, and guesses whose quality a test decides."""
+"""Engines that speculate whether it pays or not, and draft tokens whose quality a test decides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.harness import make_engine
 
 
 class Oracle:
-    """Guesses from known texts, each token wrong with a given probability."""
+    """Draft tokens from known texts, each token wrong with a given probability."""
 
     def __init__(self, texts: dict[str, list[int]], wrong: float, vocab_size: int, seed: int = 0) -> None:
         self.texts = texts
@@ -30,15 +30,15 @@ class Oracle:
         return 0.0
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        guesses: dict[Sequence, list[int]] = {}
+        drafts: dict[Sequence, list[int]] = {}
         for seq, depth in depths.items():
             at = len(seq.tokens) - seq.prompt_len
             right = self.texts[seq.id][at : at + depth]
             right += [0] * (depth - len(right))
-            guesses[seq] = [
+            drafts[seq] = [
                 self.rng.randrange(self.vocab_size) if self.rng.random() < self.wrong else token for token in right
             ]
-        return guesses
+        return drafts
 
     def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
         assert seq.tokens[-len(tokens) :] == tokens
@@ -48,7 +48,7 @@ class Oracle:
 
 
 def eager_engine(folder: Path, proposer: Callable[[Engine], Proposer] | None = None, **settings: Any) -> Engine:
-    """An engine that verifies every guess its proposer makes."""
+    """An engine that verifies every draft token its proposer makes."""
     engine = make_engine(folder, **{"speculation": "ngram", **settings})
     speculation = engine.speculation
     assert speculation is not None

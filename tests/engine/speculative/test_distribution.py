@@ -94,7 +94,7 @@ def test_sampled_texts_have_the_targets_distribution(
     settings = {"draft_model": str(draft)} if kind == "draft" else {}
     engine = eager_engine(checkpoint, speculation=kind, max_running=32, num_blocks=200, **settings)
     assert engine.speculation is not None
-    engine.speculation.most_tokens = 256  # guesses for every sequence, not only for as many as usually pay
+    engine.speculation.most_tokens = 256  # draft tokens for every sequence, not only for as many as usually pay
     counts = draw(engine, 0)
     load = engine.load_snapshot()
     assert load.accepted_tokens > 300 and load.draft_tokens - load.accepted_tokens > 300

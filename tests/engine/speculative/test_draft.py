@@ -1,4 +1,4 @@
-"""Guesses of a draft model: the same text as without, accepted where the models agree, wrong ones harmless."""
+"""Draft tokens of a draft model: the same text as without, accepted where the models agree, wrong ones harmless."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_any_mix_of_requests_gets_the_same_answers(target: Path, other: Path, pl
     "params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.8, "top_p": 0.8, "seed": 9}]
 )
 def test_a_draft_that_is_the_target_is_always_right(target: Path, params: dict[str, float]) -> None:
-    """Its cache must be as the target's after every number of accepted tokens, or some guess would be wrong."""
+    """Its cache must be as the target's after every number of accepted tokens, or some draft would be rejected."""
     engine = drafting(target, target, speculation_depth=5)
     request = Request("a", list(range(50)), SamplingParams(max_tokens=61, **params))
     assert len(generate(engine, request)["a"]) == 61
@@ -66,7 +66,7 @@ def test_a_draft_that_is_the_target_is_always_right(target: Path, params: dict[s
     assert engine.steps == 1 + 10
 
 
-def test_sampled_guesses_use_the_targets_noise(target: Path, other: Path, tmp_path: Path) -> None:
+def test_sampled_drafts_use_the_targets_noise(target: Path, other: Path, tmp_path: Path) -> None:
     """A draft close to the target is right more often when both draw with the same noise than chance would have it."""
     close = tmp_path / "close"
     shutil.copytree(target, close)

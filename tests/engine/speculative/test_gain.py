@@ -1,4 +1,4 @@
-"""Depth follows what pays: likely guesses and cheap steps deepen it, the opposite switches it off."""
+"""Depth follows what pays: likely draft tokens and cheap steps deepen it, the opposite switches it off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linear(tokens: int, depth: int) -> float:
     return float(tokens)
 
 
-def test_free_guesses_are_all_taken_and_dear_ones_none() -> None:
+def test_free_drafts_are_all_taken_and_dear_ones_none() -> None:
     assert choose_depths([(0.5, 4), (0.9, 2)], 2, 64, 1.0, flat) == (
         [4, 2],
         pytest.approx(2.0 + (0.9375 + 1.71 - 2) / 2),
@@ -35,14 +35,14 @@ def test_free_guesses_are_all_taken_and_dear_ones_none() -> None:
     assert choose_depths([(0.9, 4)] * 2, 2, 64, 2.0, linear) == ([0, 0], 1.0)
 
 
-def test_the_likeliest_guesses_come_first() -> None:
+def test_the_likeliest_drafts_come_first() -> None:
     depths, _ = choose_depths([(0.3, 6), (0.9, 6)], 2, 6, 1.0, flat)
     assert depths == [0, 4]
 
 
 def test_a_dear_proposer_is_asked_for_less() -> None:
-    def seconds(per_guess: float) -> list[int]:
-        return choose_depths([(0.8, 8)], 1, 64, 1.0, lambda tokens, depth: 1.0 + per_guess * depth)[0]
+    def seconds(per_draft: float) -> list[int]:
+        return choose_depths([(0.8, 8)], 1, 64, 1.0, lambda tokens, depth: 1.0 + per_draft * depth)[0]
 
     assert seconds(0.0) == [8]
     assert 0 < seconds(0.2)[0] < 8
@@ -91,7 +91,7 @@ def test_costs_are_known_where_something_near_was_measured() -> None:
 
 
 def test_sizes_never_seen_are_entered_in_small_strides() -> None:
-    """Where every token costs as much as a step, the first guess must not be six."""
+    """Where every token costs as much as a step, the first draft must not be six tokens long."""
     machine = _Machine(0.9, 0.9, overlap=False, base=0.0, slope=1.0)
     seen: list[int] = []
     observe = machine.speculation.plain.observe
@@ -111,8 +111,8 @@ def test_acceptance_starts_from_others_and_follows_its_own() -> None:
     assert fresh.chance > 0.9
 
 
-class _Guesser:
-    """Always has guesses, and says that they hold with the given chance."""
+class _FixedProposer:
+    """Always has draft tokens, and claims that they are accepted with the given chance."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
@@ -134,21 +134,21 @@ class _Guesser:
 
 
 class _Machine:
-    """Steps on a clock of its own: `base + slope * tokens` seconds each; every guess holds with chance `true`."""
+    """Steps on a clock of its own: `base + slope * tokens` seconds each; `true`: the real acceptance rate."""
 
     def __init__(self, claimed: float, true: float, *, overlap: bool, base: float = 1.0, slope: float) -> None:
         self.now = 0.0
         self.true, self.base, self.slope = true, base, slope
         self.rng = random.Random(0)
         self.speculation = Speculation(
-            _Guesser(claimed), depth=4, most_tokens=64, overlap=overlap, clock=lambda: self.now
+            _FixedProposer(claimed), depth=4, most_tokens=64, overlap=overlap, clock=lambda: self.now
         )
         self.overlap = overlap
         self.ahead = False
         """The step before this one was launched ahead of its predecessor, or could have been."""
 
     def steps(self, count: int, sequences: int = 4) -> tuple[int, float]:
-        """How many verified guesses, and how much faster tokens came than without."""
+        """How many verified draft tokens, and how much faster tokens came than without."""
         decoding = [
             Sequence(Request(f"r{i}", [1], SamplingParams(max_tokens=9999)), 0.0, (0.0, i)) for i in range(sequences)
         ]
@@ -184,7 +184,7 @@ def test_it_switches_itself_off_and_tries_again_rarely() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_good_guesses_in_cheap_steps_keep_what_they_promise(overlap: bool) -> None:
+def test_good_drafts_in_cheap_steps_keep_what_they_promise(overlap: bool) -> None:
     machine = _Machine(0.9, 0.9, overlap=overlap, slope=0.01)
     machine.steps(50)
     verifying, gain = machine.steps(2000)
@@ -193,7 +193,9 @@ def test_good_guesses_in_cheap_steps_keep_what_they_promise(overlap: bool) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("slope", [0.01, 0.5])
-def test_guesses_that_never_hold_cost_next_to_nothing_whatever_was_said_of_them(overlap: bool, slope: float) -> None:
+def test_drafts_that_are_never_accepted_cost_next_to_nothing_whatever_was_said_of_them(
+    overlap: bool, slope: float
+) -> None:
     """By its own account the proposer is nearly always right; the clock says otherwise."""
     machine = _Machine(0.9, 0.0, overlap=overlap, slope=slope)
     machine.steps(200)
@@ -215,11 +217,11 @@ def test_what_there_is_to_beat_is_measured_now_and_then() -> None:
     assert verifying < 100 and gain > 0.97
 
 
-def test_a_wait_for_guesses_that_are_gone_by_then_is_charged_to_speculation() -> None:
+def test_a_wait_for_drafts_that_are_gone_by_then_is_charged_to_speculation() -> None:
     machine = _Machine(0.9, 0.9, overlap=True, slope=0.01)
-    guesser = machine.speculation.proposer
+    proposer = machine.speculation.proposer
     machine.steps(10)
-    guesser.propose = lambda depths: {}  # type: ignore[method-assign]
+    proposer.propose = lambda depths: {}  # type: ignore[method-assign]
     machine.steps(200)
     assert machine.steps(2000)[1] > 0.98
 
@@ -227,28 +229,28 @@ def test_a_wait_for_guesses_that_are_gone_by_then_is_charged_to_speculation() ->
 def test_a_proposer_that_reads_a_prompt_first_is_not_switched_off_for_it() -> None:
     machine = _Machine(0.9, 0.9, overlap=False, slope=0.01)
     machine.steps(5)
-    guesser = machine.speculation.proposer
-    propose = guesser.propose
+    proposer = machine.speculation.proposer
+    propose = proposer.propose
 
     def reads(depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         machine.now += 50.0
-        guesser.propose = propose  # type: ignore[method-assign]
+        proposer.propose = propose  # type: ignore[method-assign]
         return propose(depths)
 
-    guesser.propose = reads  # type: ignore[method-assign]
+    proposer.propose = reads  # type: ignore[method-assign]
     verifying, _ = machine.steps(50)
     assert verifying == 50
 
 
 def test_a_full_batch_is_left_alone() -> None:
-    speculation = Speculation(_Guesser(0.9), depth=4, most_tokens=4, overlap=False, clock=lambda: 0.0)
+    speculation = Speculation(_FixedProposer(0.9), depth=4, most_tokens=4, overlap=False, clock=lambda: 0.0)
     speculation.plain.observe(3, 1.0)
     sequences = [Sequence(Request(f"r{i}", [1], SamplingParams(max_tokens=99)), 0.0, (0.0, i)) for i in range(4)]
     assert speculation.propose(sequences) == {}
     assert speculation.propose(sequences[:3]) != {}
 
 
-def test_a_text_that_repeats_itself_is_guessed_from_itself(tmp_path: Path) -> None:
+def test_a_text_that_repeats_itself_is_drafted_from_itself(tmp_path: Path) -> None:
     """A tiny random model with small weights comes back to the same phrases, in changing order."""
     folder = write_checkpoint("llama-gqa", tmp_path, spread=0.3)
     engine = eager_engine(folder, speculation_depth=4)

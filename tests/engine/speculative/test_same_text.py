@@ -75,7 +75,7 @@ def any_requests(seed: int, count: int = 12) -> list[Request]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mix_of_requests_gets_the_same_answers(checkpoint: Path, plain: Engine, seed: int) -> None:
-    """Random parameters, shared prefixes, guesses right and wrong, and a pool so small that sequences are preempted."""
+    """Random parameters, shared prefixes, right and wrong drafts, and a pool so small that sequences are preempted."""
     requests = any_requests(seed)
     expected = run(plain, requests)
     texts = {name: delta.tokens for name, delta in expected.items()}
@@ -98,7 +98,7 @@ def test_any_mix_of_requests_gets_the_same_answers(checkpoint: Path, plain: Engi
     assert_idle(engine)
 
 
-def test_right_guesses_save_steps(checkpoint: Path, plain: Engine) -> None:
+def test_right_drafts_save_steps(checkpoint: Path, plain: Engine) -> None:
     request = greedy("a", list(range(40)), 70)
     texts = generate(plain, request)
     engine = eager_engine(checkpoint, lambda _: Oracle(texts, wrong=0.0, vocab_size=VOCAB))
@@ -107,7 +107,7 @@ def test_right_guesses_save_steps(checkpoint: Path, plain: Engine) -> None:
 
 
 def test_only_accepted_tokens_are_found_by_others(checkpoint: Path, plain: Engine) -> None:
-    """Wrong guesses fill whole blocks; a request that goes on from the text must not meet them."""
+    """Wrong draft tokens fill whole blocks; a request that goes on from the text must not meet them."""
     first = greedy("a", list(range(60)), 60)
     texts = generate(plain, first)
     engine = eager_engine(
@@ -145,7 +145,7 @@ def test_aborts_and_deadlines_between_verifying_steps(checkpoint: Path, plain: E
     assert_idle(engine)
 
 
-def test_a_verifying_step_that_fails_is_run_again_without_guesses(
+def test_a_verifying_step_that_fails_is_run_again_without_drafts(
     checkpoint: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = greedy("a", list(range(30)), 20)

@@ -376,7 +376,7 @@ def test_the_share_of_yes() -> None:
     ("written", "complaint"),
     [
         ("kind: model", "needs a model or a url"),
-        ("kind: model, model: nobody", 'no model or remote is called "nobody"'),
+        ("kind: model, model: nobody", 'there is no model or remote "nobody"'),
         ("kind: model, url: 'ftp://x'", "http://HOST"),
         ("kind: model, url: 'http://'", "http://HOST"),
         ("kind: model, url: 'http://x', action: redact", "redact"),

@@ -9,8 +9,6 @@ from penstock.engine.models.families.family import (
     Family,
     GGUFKeys,
     HFConfig,
-    MoeConfig,
-    TensorNames,
     integer,
     short_decimal,
 )
@@ -24,6 +22,9 @@ from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
+from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 
 __all__ = [
@@ -32,13 +33,12 @@ __all__ = [
     "Family",
     "GGUFKeys",
     "HFConfig",
-    "MoeConfig",
     "TensorNames",
     "family_of",
     "family_of_gguf",
     "gguf_architectures",
-    "integer",
     "is_linear",
+    "read_config",
     "short_decimal",
     "text_config",
 ]
@@ -67,6 +67,42 @@ def family_of(model_type: str) -> Family:
             f"model_type {model_type or '(missing)'!r} is not supported; supported families: {', '.join(FAMILIES)}"
         )
     return family
+
+
+def read_config(raw: HFConfig) -> ModelConfig:
+    """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
+    raw = text_config(raw)
+    family = family_of(str(raw.get("model_type", "")))
+    fields = family.fields(raw)
+    family.check_activation(raw)
+    heads = integer(raw, "num_attention_heads")
+    hidden = integer(raw, "hidden_size")
+    layers = integer(raw, "num_hidden_layers")
+    kv_heads = integer(raw, "num_key_value_heads", heads)
+    head_dim = integer(raw, "head_dim", hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
+    fields.setdefault("tied_embeddings", bool(raw.get("tie_word_embeddings", False)))
+    fields.setdefault("windows", (None,) * layers)
+    fields.setdefault("attention_scale", head_dim**-0.5)
+    if "rope" not in fields:
+        fields["rope"] = read_rope(raw)
+    return ModelConfig(
+        family=family.model_type,
+        hidden_size=hidden,
+        ffn_size=integer(raw, "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=integer(raw, "vocab_size"),
+        max_positions=integer(raw, "max_position_embeddings", 2048),
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        activation=family.activation,
+        sandwich_norms=bool(family.names.mixer_out_norm),
+        norm_offset=family.norm_offset,
+        **fields,
+    )
 
 
 def gguf_architectures() -> list[str]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
+from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -25,19 +27,6 @@ HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
 Windows = tuple[int | None, ...]
 """The sliding window of each layer; None where a layer sees everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """A feed-forward of many experts, of which each token visits a few."""
-
-    experts: int
-    top_k: int
-    ffn_size: int
-    normalize: bool
-    """Whether the weights of a token's experts are scaled to sum to one."""
-    layers: tuple[bool, ...]
-    """Which layers have experts; the others are dense."""
 
 
 class ConfigFields(TypedDict, total=False):
@@ -56,38 +45,6 @@ class ConfigFields(TypedDict, total=False):
     rope: RopeConfig
     tied_embeddings: bool
     windows: Windows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Names in a safetensors checkpoint, below `layers.N.`."""
-
-    mixer_norm: str = "input_layernorm"
-    feed_forward_norm: str = "post_attention_layernorm"
-    mixer_out_norm: str = ""
-    feed_forward_out_norm: str = ""
-    """Of families with sandwich norms: what attention and feed-forward give is normalized too."""
-    attention: str = "self_attn."
-    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
-    output: str = "o_proj"
-    mlp: str = "mlp."
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    fused_qkv: str = "qkv_proj"
-    fused_gate_up: str = "gate_up_proj"
-    """Of checkpoints that store the matrices above as one."""
-    fused: bool = False
-    """Whether the family's own checkpoints do."""
-    moe: str = "mlp."
-    """Of the block that holds a router called `gate` and `experts.N.`."""
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
-
-    @property
-    def linears(self) -> frozenset[str]:
-        """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
-        parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        return frozenset((*parts, self.fused_qkv, self.fused_gate_up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +112,7 @@ class Family:
     """Where a `config.json` says so, the first that is set; anything else there is refused."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
-    names: TensorNames = TensorNames()
+    names: TensorNames = LLAMA_NAMES
     gguf: GGUFFormat
     multimodal_type: str = ""
     """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""

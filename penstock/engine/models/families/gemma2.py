@@ -11,11 +11,11 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     GGUFKeys,
     HFConfig,
-    TensorNames,
     alternating_windows,
     integer,
 )
 from penstock.engine.models.families.gemma import GELU, gemma_fields, gemma_from_gguf
+from penstock.engine.models.families.tensor_names import TensorNames
 
 SANDWICH_NORMS = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",

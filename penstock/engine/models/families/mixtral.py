@@ -11,12 +11,12 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     GGUFKeys,
     HFConfig,
-    MoeConfig,
-    TensorNames,
     integer,
     layer_count,
 )
 from penstock.engine.models.families.mistral import mistral_fields
+from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.model_config import MoeConfig
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -7,9 +7,9 @@ from penstock.engine.models.families.family import (
     Family,
     GGUFFormat,
     HFConfig,
-    TensorNames,
     layer_count,
 )
+from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.rope import read_rope
 
 

@@ -11,11 +11,11 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     GGUFKeys,
     HFConfig,
-    MoeConfig,
     integer,
     layer_count,
     llama_fields,
 )
+from penstock.engine.models.model_config import MoeConfig
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -1,6 +1,6 @@
-"""Linears made of linears: several stacked where their weights do not go into one, and one behind a permutation.
+"""Linears made of linears: several whose weights cannot be stacked into one, and one behind a permutation.
 
-Both take the fused calls of a step of few tokens as well, in separate launches where they must.
+Both also take the fused calls of steps of few tokens, in separate launches where they must.
 """
 
 from __future__ import annotations

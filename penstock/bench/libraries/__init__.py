@@ -1,0 +1,1 @@
+"""What we wrote ourselves beside the library that we would use otherwise."""

@@ -1,0 +1,40 @@
+"""Names of a family's tensors in its checkpoints. The defaults are Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names in a safetensors checkpoint, below `layers.N.`."""
+
+    mixer_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    mixer_out_norm: str = ""
+    feed_forward_out_norm: str = ""
+    """Of families with sandwich norms: what attention and feed-forward give is normalized too."""
+    attention: str = "self_attn."
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    mlp: str = "mlp."
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    fused_qkv: str = "qkv_proj"
+    fused_gate_up: str = "gate_up_proj"
+    """Of checkpoints that store the matrices above as one."""
+    fused: bool = False
+    """Whether the family's own checkpoints do."""
+    moe: str = "mlp."
+    """Of the block that holds a router called `gate` and `experts.N.`."""
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+
+    @property
+    def linears(self) -> frozenset[str]:
+        """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
+        parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
+        return frozenset((*parts, self.fused_qkv, self.fused_gate_up))
+
+
+LLAMA_NAMES = TensorNames()
