@@ -1,6 +1,6 @@
 """Reading models: safetensors folders and GGUF files, dense or quantized, and random checkpoints.
 
-The gateway uses `gguf` and `gguf_config`, which need no torch; the names below do need it and are imported on first use.
+The gateway uses `gguf` and `gguf_config`, which need no torch; the names below need it and are imported on first use.
 """
 
 from __future__ import annotations
