@@ -1,4 +1,4 @@
-"""What an operator asks of an engine's adapters, carried out on the engine's thread: over ZeroMQ or in this process.
+"""An operator's operations on an engine's adapters, carried out on the engine's thread.
 
 Invariant: every operation is answered exactly once; a load is answered when the adapter is ready or has failed, which
 may be many steps later.
@@ -15,11 +15,11 @@ from penstock.protocol.messages import AdapterOperation, AdapterResult, LoadAdap
 
 
 class AdapterControl(Protocol):
-    """What this needs of an engine's adapters."""
+    """The part of an engine's adapter pool that operations use."""
 
     @property
     def revision(self) -> int:
-        """Changes when `statuses` has something new that others should hear of soon."""
+        """Changes when `statuses` has news that gateways should hear soon."""
         ...
 
     def statuses(self) -> list[AdapterStatus]: ...

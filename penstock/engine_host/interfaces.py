@@ -1,4 +1,4 @@
-"""What whoever runs an engine needs of it: the engines for text and for vectors, and what puts one to sleep."""
+"""The interfaces through which a host runs an engine: text generation, encoding, sleep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engine_host.adapters import AdapterHost
 
 
 class EngineLike(AdapterHost, Protocol):
-    """What is needed of any engine."""
+    """An engine of any kind."""
 
     info: EngineInfo
 
@@ -28,7 +28,7 @@ class EngineLike(AdapterHost, Protocol):
 
 @runtime_checkable
 class EncoderLike(Protocol):
-    """What is needed of an engine that encodes, besides that."""
+    """An engine that also encodes texts."""
 
     def encode(self, request: EncodeRequest) -> None: ...
 
@@ -37,11 +37,11 @@ class Sleeper(Protocol):
     """Puts the engine to sleep and wakes it; see `penstock.engine.sleep.sleep`."""
 
     def sleep(self, engine: Any) -> EngineLike:
-        """Give back the memory of an idle engine; what stands in for it until it wakes."""
+        """Free the memory of an idle engine; returns its stand-in until it wakes."""
         ...
 
     def collect(self) -> None:
-        """Called when nobody refers to the engine any more."""
+        """Called once nothing refers to the engine any more."""
         ...
 
     def wake(self, sleeping: Any) -> EngineLike: ...

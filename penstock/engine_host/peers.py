@@ -1,7 +1,7 @@
-"""The gateways an engine serves: who owns which request, and what could not be sent to them yet.
+"""The gateways an engine serves: which requests each owns, and the messages that it has not accepted yet.
 
-Invariants: a request has exactly one owner until its final delta; nothing here ever blocks; what waits for one
-gateway is bounded, and a gateway that exceeds the bound, or has gone away, is given up with all its requests.
+Invariants: a request has exactly one owner until its final delta; nothing here ever blocks; the backlog of a gateway is
+bounded, and a gateway that exceeds the bound, or has gone, is given up with all its requests.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Peers:
         peer.backlog.clear()
 
     def deliver(self, deltas: list[Delta], load: Load, now: float) -> None:
-        """What is due of these and earlier ones: see `Pacing`."""
+        """Deliver what is due of these and of earlier deltas (see `Pacing`)."""
         self._send_steps(self._pacing.due(deltas, load.running, now), load, now)
 
     def release(self, load: Callable[[], Load], now: float) -> None:
-        """Deliver what waits for more: something is about to begin that it shall not wait for."""
+        """Deliver everything that is held, because something is about to begin that it should not wait for."""
         held = self._pacing.rest()
         if held:
             self._send_steps(held, load(), now)
@@ -105,7 +105,7 @@ class Peers:
         for delta in deltas:
             peer = self._owners.get(delta.request_id)
             if peer is None:
-                continue  # its gateway is gone, or heard already that it failed
+                continue  # its gateway has gone, or was told already that it failed
             grouped.setdefault(peer.identity, (peer, []))[1].append(delta)
             if delta.finish_reason is not None:
                 self.disown(delta.request_id)
@@ -113,7 +113,7 @@ class Peers:
             self.send(peer, Step(StepOutput(own, load)), now)
 
     def deliver_encodings(self, encodings: Iterable[Encoding], load: Load, now: float) -> None:
-        """Finished requests to their gateways; that ends the ownership."""
+        """Send finished requests to their gateways; that ends the ownership."""
         for encoding in encodings:
             peer = self._owners.get(encoding.request_id)
             if peer is not None:
@@ -121,7 +121,7 @@ class Peers:
                 self.send(peer, Encoded([encoding], load), now)
 
     def heartbeat(self, load: Callable[[], Load], now: float, interval_s: float) -> None:
-        """An empty `Step` to every gateway that heard nothing for `interval_s`, and what is owed to slow ones."""
+        """Send an empty `Step` to every gateway that got nothing for `interval_s`, and their backlog to slow ones."""
         due = [peer for peer in self._peers.values() if peer.backlog or now - peer.sent_at >= interval_s]
         for peer in due:
             if peer.backlog:
@@ -138,7 +138,7 @@ class Peers:
         self._flush(peer, now)
 
     def reply(self, identity: bytes, message: FromEngine) -> None:
-        """To a sender that is not registered; dropped when it cannot take it."""
+        """Answer a sender that is not registered; dropped when its queue is full."""
         self._try_send(identity, encode(message))
 
     def _flush(self, peer: Peer, now: float) -> None:
@@ -146,10 +146,10 @@ class Peers:
             failure = self._try_send(peer.identity, peer.backlog[0])
             if failure == errno.EAGAIN:
                 if len(peer.backlog) > self._backlog_limit:
-                    self.give_up(peer, "does not read")
+                    self.give_up(peer, "does not read its messages")
                 return
             if failure is not None:
-                self.give_up(peer, "has gone away")
+                self.give_up(peer, "has disconnected")
                 return
             peer.backlog.popleft()
             peer.sent_at = now

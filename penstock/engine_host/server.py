@@ -2,7 +2,7 @@
 
 Invariants: the loop never blocks while the engine has work, whatever gateways do; it blocks on the socket when
 there is none; no message, however malformed, ends it. A step that raises fails the requests that were running;
-if the engine cannot go on after that, `run` returns non-zero and the supervisor starts a new one.
+if the engine cannot continue after that, `run` returns non-zero and the supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from penstock.protocol.transport import Listener
 
 EXIT_FAILED = 1
 _ARRIVED = int(zmq.POLLIN)
-"""A plain number: the flags of an enumeration are slow to combine."""
+"""A plain integer: combining enumeration flags is slow."""
 RECEIVE_LIMIT = 1024
-"""Messages taken between two steps, so that a flood of them cannot hold up those who run."""
+"""Messages received between two steps, so that a flood of them cannot delay running requests."""
 FAILURE_LIMIT = 3
 """Steps that may fail in a row before the engine is given up."""
 STARVED_S = 0.001
-"""Pause after two steps that could do nothing, so that waiting for memory does not burn a core. (The first step
-of a device that runs asynchronously has nothing to show yet.)"""
+"""Pause after two steps without progress, so that waiting for memory does not burn a core. (The first step on an
+asynchronous device never has results yet.)"""
 
 log = logging.getLogger("penstock.engine")
 
@@ -113,12 +113,12 @@ class EngineServer:
         self._stop_reason = self._stop_reason or reason
 
     def fail(self, reason: str) -> None:
-        """Leave the loop soon, as one that must be started again; safe like `stop`."""
+        """Leave the loop soon with a failure, so that the engine is restarted; safe like `stop`."""
         self._failures = FAILURE_LIMIT
         self.stop(reason)
 
     def drain(self, limit_s: float = float("inf")) -> None:
-        """Take nothing new, finish what runs (for at most `limit_s`), then leave; safe like `stop`."""
+        """Accept nothing new, finish running requests (for at most `limit_s`), then leave; safe like `stop`."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + limit_s
 
@@ -132,9 +132,9 @@ class EngineServer:
                     self._receive(STARVED_S if self._fruitless > 1 else 0.0)
                     self._step()
                 else:
-                    self._alive()
+                    self._made_progress()
                     self._peers.release(self._engine.load_snapshot, time.monotonic())
-                    # Waking up takes tens of microseconds; polling for what may come would take a core from others.
+                    # Waking up takes tens of microseconds; polling instead would take a core from others.
                     self._receive(self._handovers.patience(self._heartbeat_s))
                 self._after_step()
         finally:
@@ -150,7 +150,7 @@ class EngineServer:
         if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):
             return
         for _ in range(RECEIVE_LIMIT):
-            # Asked first: the exception of a receive that finds nothing costs more than a message.
+            # Checked first: the exception of a receive that finds nothing costs more than a message.
             if not int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED:
                 return
             identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -188,7 +188,7 @@ class EngineServer:
                 if peer is not None:
                     self._peers.give_up(peer, "says goodbye")
             case Sleep():
-                self._doze()
+                self._prepare_sleep()
             case Wake():
                 self._wake()
             case Drain():
@@ -199,7 +199,7 @@ class EngineServer:
     def _register(self, identity: bytes, gateway: str, version: int) -> None:
         ready = Ready(self._engine.info, state=self._state)
         if version != PROTOCOL_VERSION:
-            # The answer carries our version, so the other side can say what is wrong; it is not served.
+            # The answer carries our version, so that the other side can report the mismatch; it is not served.
             log.error("gateway %s speaks protocol %d, this engine %d", gateway, version, PROTOCOL_VERSION)
             self._peers.reply(identity, ready)
             return
@@ -261,32 +261,32 @@ class EngineServer:
             self._deliver(output.deltas, output.load)
             if isinstance(output, EncodeOutput):
                 self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
-        # A step without deltas may still have advanced a long prefill; its counter tells.
+        # A step without deltas may still have advanced a long prefill; the step counter shows it.
         load = output.load if output is not None else self._engine.load_snapshot()
-        # Nothing runs because adapters are still being read, which may take minutes: that is not being stuck.
+        # Nothing runs while adapters are being read, which may take minutes: that is not being stuck.
         reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
         if output is not None or load.steps != self._steps or reading:
             self._steps = load.steps
             self._fruitless = 0
-            self._alive()
+            self._made_progress()
         else:
             self._fruitless += 1
 
-    def _alive(self) -> None:
+    def _made_progress(self) -> None:
         if self._watchdog is not None:
             self._watchdog.idle()
 
     def _recover(self, error: Exception) -> None:
-        """Fail what was running and see whether the engine can go on without it."""
+        """Fail the running requests and see whether the engine can continue without them."""
         self._failures += 1
         running = self._peers.requests
-        log.exception("a step failed; failing the %d requests it may have touched", len(running))
+        log.exception("a step failed; failing the %d running requests", len(running))
         self._fail(running, f"the engine failed while running this request: {error}")
         try:
             for request_id in running:
                 self._abort(request_id)
         except Exception:
-            log.exception("the engine cannot let go of its requests")
+            log.exception("the engine cannot abort its requests")
             self._failures = FAILURE_LIMIT
         if self._failures >= FAILURE_LIMIT:
             self.stop("its steps keep failing")
@@ -313,8 +313,8 @@ class EngineServer:
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
 
-    def _doze(self) -> None:
-        """Told to sleep: at once when idle, otherwise when what runs has finished."""
+    def _prepare_sleep(self) -> None:
+        """Sleep at once when idle, otherwise when running requests have finished."""
         if self._sleeper is None:
             self._tell_state("this engine cannot sleep")
         elif self._state == "awake":
@@ -363,7 +363,7 @@ class EngineServer:
         self._peers.tell_all(State(self._state, self._engine.info, problem), time.monotonic())
 
     def _tell_adapters(self, now: float) -> None:
-        """At once when one came, went or changed; now and then when only their use did."""
+        """Tell gateways about adapters: at once when one was added, removed or changed, otherwise now and then."""
         adapters = self._engine.adapters
         if adapters is None:
             return
@@ -375,7 +375,7 @@ class EngineServer:
                 self._peers.tell_all(Adapters(found), now)
 
     def _deliver(self, deltas: list[Delta], load: Load) -> None:
-        """Count first: what the gateway does not hear of any more was produced all the same."""
+        """Count first: tokens were produced even if their gateway never receives them."""
         self._handovers.settle(deltas)
         self._tally.add(deltas)
         self._peers.deliver(deltas, load, time.monotonic())
@@ -403,4 +403,4 @@ class EngineServer:
         now = time.monotonic()
         if now - self._complained_at >= 1.0:
             self._complained_at = now
-            log.warning("dropped a message of %r: %s", identity, error)
+            log.warning("dropped a malformed message from %r: %s", identity, error)

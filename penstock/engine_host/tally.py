@@ -1,8 +1,8 @@
-"""How many tokens an engine produced for each request, also for those whose gateway will never hear of it.
+"""How many tokens an engine produced for each request, including those whose gateway died.
 
-A gateway that dies leaves charges open; whoever settles them asks here for the truth. The requests behind one charge
-have ids that begin with the charge's own, up to the colon, and are found by it. What has ended is remembered for
-`keep_s`, at most `most` requests of it, the oldest forgotten first.
+A gateway that dies leaves charges open; the gateway that settles them asks the engine what was really produced. The ids
+of the requests behind one charge begin with the charge's id, up to the colon (`charge_of`). Finished requests are
+remembered for `keep_s`, at most `most` of them; the oldest are forgotten first.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from penstock.engine.request import Delta
-from penstock.protocol.messages import Produced
+from penstock.protocol.messages import TALLY_KEEP_S, Produced, charge_of
 
-KEEP_S = 900.0
 MOST = 65_536
-
-
-def group_of(request_id: str) -> str:
-    """The charge a request belongs to."""
-    return request_id.partition(":")[0]
 
 
 class Tally:
     """Counts what deltas say. One thread uses it."""
 
     def __init__(
-        self, *, keep_s: float = KEEP_S, most: int = MOST, clock: Callable[[], float] = time.monotonic
+        self, *, keep_s: float = TALLY_KEEP_S, most: int = MOST, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keep_s = keep_s
         self._most = most
@@ -37,17 +31,17 @@ class Tally:
         self._groups: dict[str, dict[str, Produced]] = {}
 
     def begin(self, request_id: str, *, already: int = 0) -> None:
-        """A request was taken, with `already` tokens from where it ran before. An id that is used again counts anew."""
+        """A request was accepted; it brings `already` tokens from where it ran before. A reused id starts over."""
         self._forget(request_id)
         entry = self._running[request_id] = Produced(request_id, already)
-        self._groups.setdefault(group_of(request_id), {})[request_id] = entry
+        self._groups.setdefault(charge_of(request_id), {})[request_id] = entry
 
     def add(self, deltas: Iterable[Delta]) -> None:
         running = self._running
         for delta in deltas:
             entry = running.get(delta.request_id)
             if entry is None:
-                continue  # it has ended already, or was never taken
+                continue  # it has finished already, or was never accepted
             entry.tokens += len(delta.tokens)
             if delta.cached_tokens is not None:
                 entry.cached_tokens = delta.cached_tokens
@@ -62,7 +56,7 @@ class Tally:
         return [entry for group in groups for entry in self._groups.get(group, {}).values()]
 
     def _trim(self) -> None:
-        """Two are looked at for each one that ends, so that nothing old stays while there is traffic."""
+        """Called for each request that ends, and looks at two, so that old entries go while there is traffic."""
         oldest = self._clock() - self._keep_s
         for _ in range(2):
             if not self._ended:
@@ -75,6 +69,6 @@ class Tally:
     def _forget(self, request_id: str) -> None:
         self._ended.pop(request_id, None)
         self._running.pop(request_id, None)
-        group = self._groups.get(group_of(request_id))
+        group = self._groups.get(charge_of(request_id))
         if group is not None and group.pop(request_id, None) is not None and not group:
-            del self._groups[group_of(request_id)]
+            del self._groups[charge_of(request_id)]

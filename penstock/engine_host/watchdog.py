@@ -1,8 +1,8 @@
-"""Ends a process whose engine has work but completes no step: a stuck engine must become a dead one.
+"""Ends a process whose engine has work but completes no step.
 
-A dead engine is noticed and restarted; a stuck one holds its clients forever. Two alarms: a thread that writes
-every stack and exits with code 70, and, for code that never gives the interpreter back, the timer of
-`faulthandler`, which needs no interpreter.
+A dead engine is noticed and restarted; a stuck one would hold its clients forever. There are two alarms: a thread that
+dumps every stack and exits with code 70, and, for native code that never releases the interpreter, the timer of
+`faulthandler`, which does not need it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger("penstock.engine")
 
 
 def exit_stuck(stalled_s: float) -> None:
-    """Say where every thread is, and exit without waiting for any of them."""
+    """Dump the stack of every thread, and exit without waiting for any of them."""
     log.critical("no step finished for %.0f s although there is work: the engine is stuck and exits", stalled_s)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     os._exit(EXIT_STUCK)
 
 
 class Watchdog:
-    """`busy` before a step, `idle` after one that got somewhere; `on_stuck` when `limit_s` pass in between."""
+    """Call `busy` before a step and `idle` after one that made progress; `on_stuck` when `limit_s` pass in between."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Watchdog:
         self._arm(now)
 
     def idle(self) -> None:
-        """A step did something, or there is nothing to do; to be called about once a second."""
+        """A step made progress, or there is nothing to do; to be called at least about once a second."""
         self._busy_since = None
         self._arm(self._clock())
 
     def pause(self) -> None:
-        """Something long and lawful begins; the next `busy` or `idle` ends it."""
+        """Something legitimately slow begins; the next `busy` or `idle` ends it."""
         self._busy_since = None
         if self._armed_at is not None:
             faulthandler.cancel_dump_traceback_later()

@@ -1,1 +1,1 @@
-"""What gateway and engine say to each other, and the errors a client may see."""
+"""The protocol between gateway, engine and supervisor, and the errors that a client may see."""

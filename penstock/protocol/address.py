@@ -1,4 +1,4 @@
-"""Who can reach an address."""
+"""Which machines can reach an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages to bytes and back (MessagePack).
 
-Decoding checks every field's type, so a malformed frame is a `ProtocolError` here and never a surprise
-further in. Encoders and decoders are made once: they are cheap to call and costly to make.
+Decoding checks every field's type, so a malformed frame is a `ProtocolError` here and not a failure further in.
+Encoders and decoders are created once: creating them is expensive, calling them is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What gateways and their supervisor say to each other about replicas: JSON lines over a Unix socket.
+"""The messages between gateways and their supervisor about replicas: JSON lines over a Unix socket.
 
     gateway                              supervisor
     (connects)       ◄──────────────────  Topology   at once, and whenever it changes
@@ -6,8 +6,8 @@
                      ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
 
-The socket lies in the server's runtime folder, which only its user may enter; what a gateway passes on from HTTP has
-been asked for with an admin key.
+The socket is in the server's runtime folder, which only its user may enter; what a gateway passes on from HTTP was
+authorized with an admin key.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True, tag="topology"):
-    """The replicas of every model. `loaded`: the configurations of models that came while the server ran."""
+    """The replicas of every model. `loaded`: the configurations of models that were added while the server ran."""
 
     models: dict[str, list[Replica]]
     loaded: dict[str, dict[str, Any]] = {}
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Run so many replicas of a model. Over when those that are new are ready, and those that are too many are gone."""
+    """Run this many replicas of a model. Done when new ones are ready and surplus ones have stopped."""
 
     operation: int
     model: str
@@ -48,7 +48,7 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Let a replica finish what it runs and end; it stays away until it is restarted."""
+    """Let a replica finish its requests and stop; it stays stopped until it is restarted."""
 
     operation: int
     model: str
@@ -56,27 +56,27 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Drain the whole server and end it."""
+    """Drain the whole server and stop it."""
 
     operation: int
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Serve one more model, described as in the configuration. Over when its engines are ready."""
+    """Serve one more model, described as in the configuration. Done when its engines are ready."""
 
     operation: int
     model: dict[str, Any]
 
 
 class Unload(msgspec.Struct, frozen=True, tag="unload"):
-    """Serve a model no more. Over when its engines have finished what they ran."""
+    """Stop serving a model. Done when its engines have finished their requests."""
 
     operation: int
     model: str
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far the loading of a model is: in which phase, and how much of that is done (0..1). No phase: it is over."""
+    """How far a model has loaded: the phase, and the fraction of it that is done (0..1). No phase: it has ended."""
 
     model: str
     phase: str = ""
@@ -84,7 +84,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """An operation is over; `error` says why it could not be done."""
+    """An operation has ended; `error` says why it failed."""
 
     operation: int
     error: str = ""

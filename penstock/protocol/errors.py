@@ -1,8 +1,8 @@
 """Errors that travel to HTTP clients: one tree; each class owns its status, type, code and retry hint.
 
-Invariant: whatever is raised renders to `{"error": {message, type, param, code}}` with all four keys, and
+Invariant: every error renders to `{"error": {message, type, param, code}}` with all four keys, and
 `Retry-After` is an integer in 1..120, the only range client libraries obey. There is one class per meaning,
-so nothing downstream chooses a status code.
+so no code downstream chooses a status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reason = Literal[
     "budget",
     "context_quota",
 ]
-"""Why a request was rejected, for machines (`x-penstock-reason`)."""
+"""Why a request was rejected, in machine-readable form (`x-penstock-reason`)."""
 
 
 class ErrorDetail(TypedDict):
@@ -44,7 +44,7 @@ class ApiError(PenstockError):
     code: str | None = None
     reason: Reason | None = None
     should_retry: ClassVar[bool | None] = None
-    """What `x-should-retry` says; None leaves the choice to the client's rule for the status."""
+    """The value of `x-should-retry`; None leaves the decision to the client's rule for the status."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class InvalidRequest(ApiError):
 
 
 class ContentBlocked(InvalidRequest):
-    """A guardrail refused what the request says."""
+    """A guardrail refused the content of the request."""
 
     code = "content_blocked"
 
@@ -127,7 +127,7 @@ class ContextQuotaExceeded(ContextLengthExceeded):
 
 
 class AuthenticationError(ApiError):
-    """No key, or a key nobody knows."""
+    """No key, or an unknown key."""
 
     status = 401
     type = "authentication_error"
@@ -164,7 +164,7 @@ class ModelNotFound(NotFound):
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The path exists, the verb does not."""
+    """The path exists, but not with this method."""
 
     status = 405
     code = "method_not_allowed"
@@ -227,7 +227,7 @@ class InsufficientQuota(ApiError):
 
 
 class ServerError(ApiError):
-    """Our fault. The message must not carry internals; those go to the log."""
+    """An internal error. The message must not reveal internals; those go to the log."""
 
     code = "server_error"
 
@@ -259,7 +259,7 @@ class Overloaded(ServiceUnavailable):
 
 
 class Draining(ServiceUnavailable):
-    """This server is shutting down and takes nothing new."""
+    """This server is shutting down and accepts nothing new."""
 
     type = "overloaded"
     code = "draining"
@@ -270,7 +270,7 @@ class Draining(ServiceUnavailable):
 
 
 class KeyStoreUnavailable(ServiceUnavailable):
-    """Keys cannot be checked at the moment; that says nothing about the key."""
+    """Keys cannot be checked at the moment, which says nothing about this one."""
 
     code = "key_store_unavailable"
 
@@ -279,7 +279,7 @@ class KeyStoreUnavailable(ServiceUnavailable):
 
 
 class LedgerUnavailable(ServiceUnavailable):
-    """What a request uses cannot be written down at the moment, so it gets nothing and pays nothing."""
+    """Usage cannot be recorded at the moment, so the request is neither served nor charged."""
 
     code = "ledger_unavailable"
 

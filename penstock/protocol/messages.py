@@ -1,10 +1,10 @@
 """The messages between a gateway and an engine: tagged structs around the engine's own dataclasses.
 
-The conversation, over one ZeroMQ pair (the engine binds ROUTER, each gateway connects DEALER with an identity
+The exchange, over one ZeroMQ pair (the engine binds ROUTER, each gateway connects DEALER with an identity
 of its own):
 
     gateway                               engine
-    Hello            ──────────────────►            said at once, and again every HELLO_S (it is idempotent)
+    Hello            ──────────────────►            at once, and again every HELLO_S (it is idempotent)
                      ◄──────────────────  Ready     once per registration
     Submit, Abort    ──────────────────►
                      ◄──────────────────  Step      one per engine step that concerns this gateway;
@@ -21,13 +21,13 @@ of its own):
                      ◄──────────────────  Counted   at once, from memory
     Pull             ──────────────────►            from another engine, which is a client like a gateway
                      ◄──────────────────  Block     one per block asked for, with its bytes in further frames
-    Goodbye          ──────────────────►            the engine aborts what this gateway still runs
+    Goodbye          ──────────────────►            the engine aborts the requests of this gateway
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
 flight knows that they are lost (the engine restarted, or gave this gateway up because it did not read). That
 is why `Hello` is repeated: an engine that does not know the sender answers with `Ready`, one that does stays
 silent. A `Submit` from a sender that is not registered is refused with a final `Delta`, so nothing queued in
-a socket across a restart is ever run for nobody.
+a socket across a restart is ever run without a receiver.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ PROTOCOL_VERSION = 2
 HELLO_S = 1.0
 """How often a gateway repeats `Hello`."""
 HEARTBEAT_S = 0.5
-"""How often an idle engine sends an empty `Step`. Silence of several of these means: stuck or gone."""
+"""How often an idle engine sends an empty `Step`. Several missing ones mean that it is stuck or gone."""
+TALLY_KEEP_S = 900.0
+"""How long an engine remembers what it produced for finished requests, for `Count`."""
 
 DRAINING = "draining"
 ASLEEP = "asleep"
@@ -66,8 +68,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop this request, in prefill too. Its last delta says so, and holds what was produced meanwhile. Unknown ids are
-    ignored."""
+    """Stop this request, in prefill too. Its last delta says so, and holds the tokens produced meanwhile. Unknown ids
+    are ignored."""
 
     request_id: str
 
@@ -79,23 +81,23 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The gateway leaves; whatever it still runs is aborted."""
+    """The gateway leaves; its running requests are aborted."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Accept nothing new, finish what runs, then exit."""
+    """Accept nothing new, finish running requests, then exit."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Exit now; what runs is lost."""
+    """Exit now; running requests are lost."""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """Finish what runs, then give back the memory of weights and cache until `Wake`."""
+    """Finish running requests, then free the memory of weights and cache until `Wake`."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Be able to run requests again."""
+    """Load weights and cache again, and accept requests."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
@@ -121,7 +123,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
 
 
 class Count(msgspec.Struct, frozen=True, tag="count"):
-    """How many tokens were produced for these charges (see `penstock.engine_host.tally`)?"""
+    """Asks how many tokens were produced for these charges (see `charge_of`)."""
 
     question: str
     charges: list[str]
@@ -129,7 +131,7 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Send these KV blocks, in this order, each as soon as it is computed. `request_id`: the sender's own request that
-    computes them; once that is over, what is not there will not come."""
+    computes them; once that has ended, blocks that are missing will not come."""
 
     request_id: str
     names: list[bytes]
@@ -151,12 +153,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """The engine fell asleep, woke, or tried to; `info` as it is now."""
+    """The engine fell asleep, woke, or tried to; `info` describes it as it is now."""
 
     state: EngineState
     info: EngineInfo
     problem: str = ""
-    """Why it did not become what it was told to be."""
+    """Why it did not reach the state it was told to."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -173,7 +175,7 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The engine drains: it finishes what it runs and takes nothing new."""
+    """The engine drains: it finishes its requests and accepts nothing new."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
@@ -189,7 +191,7 @@ class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
 
 
 class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
-    """How an operation went: the adapter as it is now (none when it was unloaded), or what went wrong."""
+    """The result of an operation: the adapter as it is now (none when it was unloaded), or the error."""
 
     operation: str
     status: AdapterStatus | None = None
@@ -197,7 +199,7 @@ class AdapterResult(msgspec.Struct, frozen=True, tag="adapter_result"):
 
 
 class Produced(msgspec.Struct):
-    """What an engine made for one request; `finish_reason` is None while it runs."""
+    """What an engine produced for one request; `finish_reason` is None while it runs."""
 
     request_id: str
     tokens: int = 0
@@ -221,3 +223,8 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Block
+
+
+def charge_of(request_id: str) -> str:
+    """The charge that a request belongs to: its id begins with the charge's own, up to a colon."""
+    return request_id.partition(":")[0]

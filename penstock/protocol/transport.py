@@ -87,7 +87,7 @@ def public_key(secret: str) -> str:
 
 
 class Listener:
-    """A bound ROUTER socket and everything that must be closed with it."""
+    """A bound ROUTER socket and what must be closed with it."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Listener:
     ) -> None:
         _check(endpoint, curve)
         self.secret_key = "" if curve is None else curve.secret_key
-        """This engine's own, also where it is the client of another."""
+        """This engine's own key, also where it is the client of another engine."""
         self._owns_context = context is None
         self._context = context or zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
@@ -177,7 +177,7 @@ def _check(endpoint: str, curve: CurveServer | None) -> None:
 
 
 def _release(path: Path) -> None:
-    """Remove a socket file nobody listens on; refuse when somebody does, or when it is something else."""
+    """Remove a stale socket file; refuse when a process listens on it, or when it is not a socket."""
     if len(os.fsencode(path)) > 100:
         raise ConfigError(f"{path}: too long for a socket path (the system allows about 100 bytes)")
     try:

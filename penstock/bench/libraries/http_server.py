@@ -16,6 +16,8 @@ from penstock.gateway.http.connection import Receive, Send
 from penstock.gateway.http.request import Scope
 
 EVENTS = 64
+PAUSE_S = 0.005
+"""Between two events of a stream, as between two steps of an engine: each event is a write of its own."""
 EVENT = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":" water"},"finish_reason":null}]}\n\n'
 ANSWER = b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"role":"assistant","content":"%s"}}]}' % (b"water " * 50)
 _JSON = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(ANSWER))]
@@ -32,7 +34,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE})
         for _ in range(EVENTS):
             await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-            await asyncio.sleep(0)  # tokens do not come all at once
+            await asyncio.sleep(PAUSE_S)
         await send({"type": "http.response.body", "body": b""})
     else:
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})

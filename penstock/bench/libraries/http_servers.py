@@ -1,8 +1,9 @@
 """`penstock bench http-servers`: our HTTP/1.1 listener beside uvicorn and granian, with the same application.
 
-Closed loops of kept-alive connections, the servers in turn (A B C A B C): short JSON answers, and streams of events,
-each of which is an `await send`. CPU time of the server's processes is what counts; requests per second share the
-machine with this process. What it does not show: TLS, HTTP/2, several processes, or bodies larger than a prompt.
+Closed loops of kept-alive connections, the servers in turn (A B C A B C): short JSON answers, and streams of events
+that come a few milliseconds apart, as tokens do. CPU time of the server's processes is what counts: requests per second
+share the machine with this process, and streams are as fast as their pauses let them be. What it does not show: TLS,
+HTTP/2, several processes, or bodies larger than a prompt.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""KV blocks between engines: one computes a prompt, another takes the blocks and goes on (docs/disaggregation.md)."""
+"""KV blocks between engines: one computes a prompt, another takes its blocks and decodes (docs/disaggregation.md)."""

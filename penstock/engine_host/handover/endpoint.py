@@ -1,6 +1,6 @@
-"""What an engine's server needs of handing over: blocks given to others, and requests that wait for theirs.
+"""The handover side of an engine's server: blocks sent to other engines, and requests that wait for blocks.
 
-Which of the two an engine does is its role's affair; one that does neither pays for nothing here.
+An engine's role decides which of the two it does; with role `both` it does neither, and nothing here costs anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.engine.kv.exchange import BlockExchange
 
 POLL_S = 0.001
-"""How often copies and sends are looked after that nobody reports the end of."""
+"""How often copies and sends are polled whose completion is not signalled."""
 
 
 @runtime_checkable
@@ -32,11 +32,11 @@ class BlockHost(Protocol):
 
 
 class HandoverEndpoint:
-    """Both directions of one engine."""
+    """Both directions of handover for one engine."""
 
     def __init__(self, poller: zmq.Poller, socket: zmq.Socket[bytes], secret_key: str) -> None:
-        """`poller`: what the server sleeps on. `socket`: where others ask. `secret_key`: of this engine, for
-        encrypted connections to others; may be empty."""
+        """`poller`: what the server waits on. `socket`: where other engines ask for blocks. `secret_key`: this engine's
+        own, for encrypted connections to others; may be empty."""
         self._poller = poller
         self._outgoing = Outgoing(socket)
         self._incoming: Incoming | None = None
@@ -44,22 +44,22 @@ class HandoverEndpoint:
 
     @property
     def open(self) -> bool:
-        """Whether anybody has ever asked for anything: `advance` does nothing otherwise."""
+        """Whether there was ever a handover: `advance` does nothing otherwise."""
         return self._incoming is not None or self._outgoing.busy
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait here, or blocks are on their way out, or more of them are about to be asked for."""
+        """Whether requests wait for blocks, blocks are being sent, or more of them will probably be asked for soon."""
         giving = self._outgoing.busy or self._outgoing.expecting
         return giving or (self._incoming is not None and self._incoming.waiting > 0)
 
     def patience(self, longest_s: float) -> float:
-        """How long the server may sleep, if nothing wakes it."""
+        """How long the server may wait for messages."""
         pressing = self._incoming is not None and self._incoming.pressing
         return min(POLL_S, longest_s) if pressing or self._outgoing.busy else longest_s
 
     def begin(self, engine: EngineLike, request: Request) -> bool:
-        """Whether a request waits for blocks from elsewhere; otherwise the engine takes it now."""
+        """Whether the request waits for blocks of another engine; otherwise the engine takes it now."""
         if request.handover is None or engine.info.role != "decode" or not isinstance(engine, BlockHost):
             return False
         exchange = engine.exchange
@@ -74,14 +74,14 @@ class HandoverEndpoint:
         self._outgoing.ask(identity, message)
 
     def advance(self, engine: EngineLike, lives: Callable[[str], bool]) -> list[Request]:
-        """Between two steps; the requests that can go to the engine now. `lives`: whether a request still runs."""
+        """Called between two steps; returns requests for the engine to take. `lives`: whether a request still runs."""
         if self._outgoing.busy:
             exchange = engine.exchange if isinstance(engine, BlockHost) and engine.info.role == "prefill" else None
             self._outgoing.advance(exchange, lives)
         return self._incoming.advance() if self._incoming is not None else []
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request that waits here; whether there was one."""
+        """Cancel a request that waits for blocks; returns whether there was one."""
         return self._incoming is not None and self._incoming.cancel(request_id)
 
     def settle(self, deltas: Iterable[Delta]) -> None:
@@ -89,7 +89,7 @@ class HandoverEndpoint:
             self._incoming.settle(deltas)
 
     def close(self) -> None:
-        """The engine ends, or goes to sleep."""
+        """The engine stops, or goes to sleep."""
         if self._incoming is not None:
             self._poller.unregister(self._incoming.fetcher.wake)
             self._incoming.close()

@@ -1,9 +1,9 @@
-"""Fetches blocks from other engines, on a thread of its own: the engine's thread only hears that slots are full.
+"""Fetches blocks from other engines on its own thread: the engine's thread only learns which slots are full.
 
-Commands come through a queue, news go out through another; a pair of sockets wakes whoever sleeps. Blocks of a fetch
-arrive in order. Invariants: every fetch that was started ends in exactly one `Ended`, after everything that arrived
-for it; no more blocks are asked for than there are slots, per fetch, and than four times that in all, so that what
-waits in memory is bounded however many fetch.
+Commands come in through one queue, news go out through another; a pair of sockets wakes the side that waits. Blocks of
+a fetch arrive in order. Invariants: every fetch that was started ends in exactly one `Ended`, after everything that
+arrived for it; a fetch asks for at most as many blocks as there are slots, and all fetches together for at most four
+times that, so that memory is bounded however many there are.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ log = logging.getLogger("penstock.protocol")
 CONNECT_S = 2.0
 """How long to wait for an engine that has never answered; later it is only used while it is connected."""
 FORGET_S = 60.0
-"""A connection that is down and that nobody has used for so long is given up."""
+"""A connection that is down and was not used for this long is dropped."""
 TICK_MS = 50
 _ARRIVED = int(zmq.POLLIN)
 SLOT_SHARES = 4
-"""Blocks under way, in all, as a multiple of the slots."""
+"""Blocks in transit, in all, as a multiple of the slots."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks wanted from another engine. The fetching thread's, until it has ended."""
+    """Blocks wanted from another engine. Belongs to the fetching thread until it has ended."""
 
     request: Request
-    """What makes the other engine compute them."""
+    """The request that makes the other engine compute them."""
     names: list[bytes]
     source: Handover
     began: float
     heard: float = 0.0
-    """When the other engine was last known to get on."""
+    """When the other engine was last known to make progress."""
     submitted: bool = False
     computed: bool = False
-    """Whether the other engine has ended the request."""
+    """Whether the other engine has finished the request."""
     cached_tokens: int = 0
-    """What it found in its own cache."""
+    """Tokens that it found in its own cache."""
     asked: int = 0
     arrived: int = 0
     frames: deque[list[zmq.Frame]] = field(default_factory=deque)
@@ -89,7 +89,7 @@ News: TypeAlias = Arrived | Ended
 
 
 class Fetcher:
-    """The thread and what it is told. Slots are memory that it may write to until it says that they are full."""
+    """The thread and its commands. Slots are memory that it may write to until it reports them full."""
 
     def __init__(self, own: EngineInfo, secret_key: str, slots: dict[int, list[memoryview]]) -> None:
         self.news: deque[News] = deque()
@@ -144,23 +144,23 @@ class Fetcher:
         try:
             self._serve()
         except Exception:
-            log.exception("blocks are no longer fetched from other engines")
+            log.exception("the block fetcher failed; prompts are computed here from now on")
         finally:
             for link in self._links.values():
                 link.close()
             self._bell.close()
 
     def _serve(self) -> None:
-        while self._obey():
+        while self._carry_out():
             for link in self._links.values():
-                self._listen(link)
+                self._receive_all(link)
             self._place()
             self._ask()
             busy = any(link.fetches for link in self._links.values())
             self._poller.poll(TICK_MS if busy else None)
 
-    def _obey(self) -> bool:
-        """Do what was commanded; False when it was to end."""
+    def _carry_out(self) -> bool:
+        """Carry out the commands; False when one of them is to stop."""
         silence(self._bell)
         while True:
             try:
@@ -199,14 +199,14 @@ class Fetcher:
             self._end(link, fetch, link.problem or "it is not connected")
 
     def _forget(self, now: float) -> None:
-        """Engines that went away and did not come back; with new addresses there would be ever more of them."""
+        """Drop connections to engines that did not come back: restarts with new addresses would add ever more."""
         for key, link in list(self._links.items()):
             if not link.up and not link.fetches and now - link.used > FORGET_S:
                 self._poller.unregister(link.socket)
                 self._poller.unregister(link.monitor)
                 self._links.pop(key).close()
 
-    def _listen(self, link: Link) -> None:
+    def _receive_all(self, link: Link) -> None:
         lost = link.watch()
         if lost:
             self._end_all(link, lost)
@@ -216,7 +216,7 @@ class Fetcher:
             except zmq.Again:
                 break
             try:
-                self._hear(link, decode_from_engine(head.bytes), parts)
+                self._handle(link, decode_from_engine(head.bytes), parts)
             except ProtocolError as error:
                 self._end_all(link, str(error))
         now = time.monotonic()
@@ -224,9 +224,9 @@ class Fetcher:
             if not link.up and now - fetch.heard > min(CONNECT_S, fetch.source.wait_s):
                 self._end(link, fetch, link.problem or f"it did not answer within {CONNECT_S:g} s")
             elif (fetch.asked > fetch.arrived or fetch.complete) and now - fetch.heard > fetch.source.wait_s:
-                self._end(link, fetch, "" if fetch.complete else f"it got no further for {fetch.source.wait_s:g} s")
+                self._end(link, fetch, "" if fetch.complete else f"it made no progress for {fetch.source.wait_s:g} s")
 
-    def _hear(self, link: Link, message: object, parts: list[zmq.Frame]) -> None:
+    def _handle(self, link: Link, message: object, parts: list[zmq.Frame]) -> None:
         match message:
             case Ready():
                 if link.up:
@@ -235,7 +235,7 @@ class Fetcher:
                 if not link.up:
                     self._end_all(link, link.problem)
             case Step(output):
-                if output.load.steps != link.steps:  # it works, if not on this
+                if output.load.steps != link.steps:  # it makes progress, if not on this request
                     link.steps, now = output.load.steps, time.monotonic()
                     for waiting in link.fetches.values():
                         waiting.heard = now
@@ -262,7 +262,7 @@ class Fetcher:
 
     def _receive(self, link: Link, fetch: Fetch, parts: list[zmq.Frame], usable: bool) -> None:
         if not usable:
-            self._end(link, fetch, "it has dropped a block before it was sent")
+            self._end(link, fetch, "it evicted a block before sending it")
         elif [len(part.buffer) for part in parts] != [len(part) for part in next(iter(self._slots.values()))]:
             self._end(link, fetch, "it sent a block of another size")
         else:
@@ -270,34 +270,34 @@ class Fetcher:
             fetch.heard = time.monotonic()
 
     def _place(self) -> None:
-        """Blocks that have come into free slots."""
+        """Copy blocks that have arrived into free slots."""
         for link in self._links.values():
             for fetch in list(link.fetches.values()):
                 while fetch.frames and self._free:
                     slot = self._free.pop()
                     for target, part in zip(self._slots[slot], fetch.frames.popleft(), strict=True):
-                        np.copyto(target, np.frombuffer(part.buffer, np.uint8))  # without the interpreter's lock
+                        np.copyto(target, np.frombuffer(part.buffer, np.uint8))  # releases the interpreter lock
                     fetch.arrived += 1
                     self._say(Arrived(fetch, slot))
                 if fetch.complete and fetch.computed:
                     self._end(link, fetch)
 
     def _ask(self) -> None:
-        """Send off what has not been yet, and ask for blocks as far as there is room for them."""
+        """Submit new fetches, and ask for as many blocks as there is room for."""
         links = [link for link in self._links.values() if link.up]
-        under_way = sum(fetch.asked - fetch.arrived for link in links for fetch in link.fetches.values())
+        in_transit = sum(fetch.asked - fetch.arrived for link in links for fetch in link.fetches.values())
         for link in links:
             for fetch in list(link.fetches.values()):
                 if not fetch.submitted:
                     fetch.submitted = link.send(Submit(fetch.request))
-                room = min(len(self._slots), SLOT_SHARES * len(self._slots) - under_way)
+                room = min(len(self._slots), SLOT_SHARES * len(self._slots) - in_transit)
                 end = min(fetch.arrived + room, len(fetch.names))
                 if not fetch.submitted or end <= fetch.asked:
                     continue
                 if link.send(Pull(fetch.request.request_id, fetch.names[fetch.asked : end])):
                     if fetch.asked == fetch.arrived:
                         fetch.heard = time.monotonic()
-                    under_way += end - fetch.asked
+                    in_transit += end - fetch.asked
                     fetch.asked = end
 
     def _end_all(self, link: Link, why: str) -> None:
@@ -321,10 +321,10 @@ def _ring(socket: zmq.Socket[bytes]) -> None:
     try:
         socket.send(b"", zmq.DONTWAIT)
     except zmq.Again:
-        return  # many rings wait to be heard already
+        return  # enough wake-ups are queued already
 
 
 def silence(socket: zmq.Socket[bytes]) -> None:
-    """Take every ring off a socket."""
-    while int(socket.getsockopt(zmq.EVENTS)) & _ARRIVED:  # an exception would cost more than the question
+    """Consume every wake-up on a socket."""
+    while int(socket.getsockopt(zmq.EVENTS)) & _ARRIVED:  # an exception would cost more than this check
         socket.recv(zmq.DONTWAIT)

@@ -1,9 +1,9 @@
 """Requests whose prompt another engine computes: they wait here for their blocks, then go to the engine.
 
-Invariant: a request that waits goes on in any case, with as many of its blocks as have come: when they are all there,
-when the other engine is lost, refuses or is silent for too long, when there is no room for more, when its own time is
-over. The engine computes what is missing, as for any prompt that it knows the beginning of. Blocks are copied in
-between steps, a bounded number at a time. Requests that lack the same block wait for one of them to bring it.
+Invariant: a waiting request always proceeds, with as many of its blocks as have arrived: when all have, when the other
+engine is lost, refuses or is silent for too long, when there is no room for more, or when its own time is up. The
+engine computes what is missing, as for any prompt with a cached prefix. Blocks are copied in between steps, a bounded
+number at a time. Requests that lack the same block wait for one of them to fetch it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.engine.kv.exchange import BlockExchange
 
 MOST_WAITING = 256
-"""Requests beyond these compute their prompts themselves."""
+"""Further requests compute their prompts here."""
 
 log = logging.getLogger("penstock.protocol")
 
@@ -32,23 +32,23 @@ class _Waiting:
     request: Request
     since: float
     known_tokens: int = 0
-    """What was here already."""
+    """Tokens that were cached here already."""
     fetch: Fetch | None = None
-    """None: it waits for what another one fetches."""
+    """None: it waits for what another request fetches."""
     held: list[int] = field(default_factory=list)
-    """Blocks at the beginning of its sequence, kept for it."""
+    """Blocks at the beginning of its sequence, kept from eviction for it."""
     taken: int = 0
     """Blocks of the fetch that have been copied in."""
     followers: list[_Waiting] = field(default_factory=list)
-    """Those that lack the same block."""
+    """Requests that lack the same block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """What the first delta of a request says of its prompt, so that it is true of both engines together."""
+    """Corrections to the first delta of a request, so that it describes the work of both engines."""
 
     cached_tokens: int | None
-    """At most; None: what the engine finds is right."""
+    """An upper bound; None: what the engine finds is right."""
     waited_s: float
 
 
@@ -67,9 +67,9 @@ class Incoming:
         """By the first block that is being fetched."""
         self._accounts: dict[str, _Account] = {}
         self._going: list[Request] = []
-        """What need not wait any more."""
+        """Requests that no longer wait."""
         self._emptying: list[int] = []
-        """Slots whose copy into the cache is under way."""
+        """Slots that are being copied into the cache."""
         self._serial = itertools.count()
 
     @property
@@ -82,27 +82,27 @@ class Incoming:
         return bool(self.fetcher.news or self._emptying or self._going)
 
     def begin(self, request: Request) -> bool:
-        """Have a request's prompt computed elsewhere. False: it had better go to the engine now."""
+        """Have a request's prompt computed elsewhere. False when the engine should take it now."""
         if len(self._waiting) >= MOST_WAITING or not self.fetcher.alive:
             return False
         waiting = _Waiting(request, time.monotonic())
-        if not self._seek(waiting):
+        if not self._fetch_missing(waiting):
             return False
         self._waiting[request.request_id] = waiting
         self.exchange.counts.waiting += 1
         return True
 
     def advance(self) -> list[Request]:
-        """Between two steps: take in what has come. The requests that need not wait any more."""
+        """Called between two steps: takes in blocks that have arrived. Returns the requests that no longer wait."""
         silence(self.fetcher.wake)
         self._take_in()
         now, alive = time.monotonic(), self.fetcher.alive
         for waiting in list(self._waiting.values()):
             limit = waiting.request.timeout_s
             if limit is not None and now - waiting.since > limit:
-                self._stop(waiting, "its time is over")
+                self._stop(waiting, "its time is up")
             elif not alive:
-                self._stop(waiting, "the thread that fetches has ended")
+                self._stop(waiting, "the block fetcher has failed")
         emptying, self._emptying = self._emptying, []
         for slot in emptying:
             if self.exchange.is_idle(slot):
@@ -113,7 +113,7 @@ class Incoming:
         return going
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; whether it waited here."""
+        """Forget a request; returns whether it waited here."""
         self._accounts.pop(request_id, None)
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -124,8 +124,8 @@ class Incoming:
         return True
 
     def settle(self, deltas: Iterable[Delta]) -> None:
-        """Correct what first deltas say: blocks that another engine computed for this request were not cached, and
-        waiting for them was its prefill."""
+        """Correct first deltas: blocks that another engine computed for this request were not cached, and waiting for
+        them was its prefill."""
         if not self._accounts:
             return
         for delta in deltas:
@@ -138,12 +138,12 @@ class Incoming:
                 delta.prefill_s = (delta.prefill_s or 0.0) + account.waited_s
 
     def close(self) -> None:
-        """Nothing waits any more, or never will go on."""
+        """Stop fetching. Requests that still wait are dropped."""
         self.fetcher.close()
         self.exchange.slots.extend(range(self.exchange.num_slots))
 
-    def _seek(self, waiting: _Waiting) -> bool:
-        """Fetch what a request lacks, or wait for another that lacks the same. False: it lacks too little."""
+    def _fetch_missing(self, waiting: _Waiting) -> bool:
+        """Fetch what a request lacks, or wait for another that lacks the same. False when too little is missing."""
         request = waiting.request
         source, names = request.handover, self.exchange.names(request)
         known, block_size = self.exchange.present(names), self._own.block_size
@@ -186,7 +186,7 @@ class Incoming:
         self._place(arrived)
 
     def _place(self, arrived: list[tuple[_Waiting, int]]) -> None:
-        """Blocks that have come into the cache; who finds no room there waits for no more."""
+        """Copy blocks that have arrived into the cache; a request that finds no room there stops waiting."""
         pairs = []
         for waiting, slot in arrived:
             assert waiting.fetch is not None
@@ -205,12 +205,12 @@ class Incoming:
             self._go(waiting, why)
 
     def _go(self, waiting: _Waiting, problem: str = "") -> None:
-        """Let a request go to the engine, which finds its blocks by their names."""
+        """Pass a request on to the engine, which finds its blocks by their hashes."""
         request, counts, fetch = waiting.request, self.exchange.counts, waiting.fetch
         waited = time.monotonic() - waiting.since
         if problem:
             counts.fallbacks += 1
-            log.info("prompt of %s is computed here: %s", request.request_id, problem)
+            log.info("the rest of the prompt of %s is computed here: %s", request.request_id, problem)
         elif fetch is not None:
             counts.handovers += 1
             counts.seconds += time.monotonic() - fetch.began
@@ -222,7 +222,7 @@ class Incoming:
         self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> None:
-        """It waits no more. Who waited for what it fetches sees what is still missing."""
+        """It waits no more. Requests that waited for its blocks look for what they still lack."""
         del self._waiting[waiting.request.request_id]
         self.exchange.counts.waiting -= 1
         self.exchange.release(waiting.held)
@@ -230,5 +230,5 @@ class Incoming:
             del self._by_fetch[waiting.fetch]
             del self._by_block[waiting.fetch.names[0]]
         for follower in waiting.followers:
-            if follower.request.request_id in self._waiting and not self._seek(follower):
+            if follower.request.request_id in self._waiting and not self._fetch_missing(follower):
                 self._go(follower)

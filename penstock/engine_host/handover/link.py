@@ -1,8 +1,8 @@
 """A connection from one engine to another that computes prompts for it. Belongs to the fetching thread.
 
 The other engine sees an ordinary client: `Hello`, `Submit`, `Abort`, and `Pull` for the blocks. Invariant: nothing is
-sent before the other side has introduced itself (`Ready`) and its blocks have been found usable here; whatever ends the
-connection fails what was being fetched over it, at once.
+requested before the other side has introduced itself (`Ready`) and its blocks were found usable here; when the
+connection ends, everything that was being fetched over it fails at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("penstock.protocol")
 
 
 class Link:
-    """One other engine, and what is being fetched from it."""
+    """Another engine, and what is being fetched from it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], to: Handover, *, own: EngineInfo, secret_key: str
@@ -43,14 +43,14 @@ class Link:
         self.used = 0.0
         """When something was last fetched over it."""
         self.steps = 0
-        """Its steps so far, as it last told."""
+        """Its steps so far, as last reported."""
         self._endpoint = to.endpoint
         self._own = own
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, f"engine-{own.instance}".encode())
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # no more comes than was asked for
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # no more arrives than was asked for
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -70,7 +70,7 @@ class Link:
         return True
 
     def watch(self) -> str:
-        """Follow the connection; what has become of it, if it was lost."""
+        """Follow the connection; returns why it was lost, if it was."""
         lost = ""
         while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))["event"]
@@ -81,7 +81,7 @@ class Link:
         return lost
 
     def introduced(self, ready: Ready) -> None:
-        """The other engine says what it is. Engines that differ must not read each other's blocks."""
+        """The other engine has described itself. Engines that differ must not read each other's blocks."""
         theirs, ours = ready.info.kv_format, self._own.kv_format
         if ready.version != PROTOCOL_VERSION:
             self.problem = f"it speaks protocol {ready.version}, this engine {PROTOCOL_VERSION}"
@@ -91,9 +91,9 @@ class Link:
             self.problem = ""
         self.up = not self.problem
         if self.problem:
-            log.error("no prompts are taken from the engine at %s: %s", self._endpoint, self.problem)
+            log.error("the engine at %s cannot compute prompts for this one: %s", self._endpoint, self.problem)
         else:
-            log.info("prompts are taken from the engine at %s", self._endpoint)
+            log.info("the engine at %s computes prompts for this one", self._endpoint)
 
     def close(self) -> None:
         self.send(Goodbye())

@@ -1,8 +1,8 @@
 """Blocks that other engines have asked this one for: sent in the order of asking, as soon as they are computed.
 
-Invariants: nothing waits here. A block is sent once it is in the cache; while the request that computes it lives it may
-still come; otherwise the asker is told that it never will. What is under way is bounded by the exchange's slots: a slot
-is free again when the network has its bytes. Those who ask bound the rest, by asking for no more than they can take.
+Invariants: nothing here blocks. A block is sent once it is in the cache; it may still come while the request that
+computes it runs; otherwise the asker is told that it never will. Blocks in transit are bounded by the exchange's slots:
+a slot is free again when the network has its bytes. Askers bound their queues by asking for no more than they can take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.protocol")
 
 LINGER_S = 0.5
-"""Who asks has room for a few blocks at a time: more may be asked for until nobody has asked for this long."""
+"""An asker has room for a few blocks at a time, so more requests are expected until none came for this long."""
 
 
 class _Asker(NamedTuple):
@@ -40,7 +40,7 @@ class _Parcel(NamedTuple):
 
 
 class Outgoing:
-    """Who waits for which blocks, and those on their way."""
+    """Which blocks each asker waits for, and the blocks in transit."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -51,7 +51,7 @@ class Outgoing:
 
     @property
     def expecting(self) -> bool:
-        """Whether somebody is probably about to ask for more."""
+        """Whether an asker will probably ask for more."""
         return time.monotonic() - self._active < LINGER_S
 
     @property
@@ -63,7 +63,7 @@ class Outgoing:
         self._active = time.monotonic()
 
     def advance(self, exchange: BlockExchange | None, lives: Callable[[str], bool]) -> None:
-        """Between two steps. `lives`: whether a request is still being computed."""
+        """Called between two steps. `lives`: whether a request is still being computed."""
         if exchange is None:
             self._refuse_all()
             return
@@ -82,12 +82,12 @@ class Outgoing:
             self._copying.popleft()
 
     def _copy(self, exchange: BlockExchange, asker: _Asker, lives: Callable[[str], bool]) -> None:
-        """Start with what is there for one asker; the next time it is the last one's turn."""
+        """Start copying what is ready for one asker, which then goes to the end of the line."""
         queue, found = self._queues.pop(asker), list[bytes]()
         while queue and len(found) < len(exchange.slots):
             if exchange.has(queue[0]):
                 found.append(queue.popleft())
-            elif lives(asker.request_id) or not self._say_no(asker, queue[0]):
+            elif lives(asker.request_id) or not self._refuse(asker, queue[0]):
                 break
             else:
                 queue.popleft()
@@ -98,7 +98,7 @@ class Outgoing:
             self._copying.extend(_Parcel(asker, *pair) for pair in zip(found, slots, strict=True))
 
     def _send(self, exchange: BlockExchange, parcel: _Parcel) -> bool:
-        """False: its connection takes no more now."""
+        """False when the connection accepts no more now."""
         head = encode(Block(parcel.to.request_id, parcel.name))
         try:
             tracker = self._socket.send_multipart(
@@ -107,7 +107,7 @@ class Outgoing:
         except zmq.ZMQError as error:
             if error.errno == errno.EAGAIN:
                 return False
-            log.info("engine %r is gone; nothing more is sent to it", parcel.to.identity)
+            log.info("engine %r has disconnected; its blocks are dropped", parcel.to.identity)
             self._queues.pop(parcel.to, None)
             exchange.slots.append(parcel.slot)
             return True
@@ -115,8 +115,8 @@ class Outgoing:
         self._sending.append((tracker, parcel.slot))
         return True
 
-    def _say_no(self, asker: _Asker, name: bytes) -> bool:
-        """False: its connection takes no more now."""
+    def _refuse(self, asker: _Asker, name: bytes) -> bool:
+        """False when the connection accepts no more now."""
         try:
             self._socket.send_multipart(
                 [asker.identity, encode(Block(asker.request_id, name, found=False))], zmq.DONTWAIT
@@ -126,10 +126,10 @@ class Outgoing:
         return True
 
     def _refuse_all(self) -> None:
-        """This engine hands over nothing (any more)."""
+        """This engine has no blocks to hand over (any more)."""
         self._copying.clear()
         self._sending.clear()
         for asker, queue in self._queues.items():
             for name in queue:
-                self._say_no(asker, name)
+                self._refuse(asker, name)
         self._queues.clear()

@@ -25,7 +25,6 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.engine_host.tally import KEEP_S, group_of
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
@@ -34,7 +33,7 @@ from penstock.metering.journal import PATIENCE_S, Journal
 from penstock.metering.ledger import Charge, Ledger, OpenCharge, Settlement, cost_of
 from penstock.metering.prices import PriceBook, Usage
 from penstock.protocol.errors import ApiError, LedgerUnavailable
-from penstock.protocol.messages import Produced
+from penstock.protocol.messages import TALLY_KEEP_S, Produced, charge_of
 from penstock.routing.registry import ModelRegistry
 from penstock.storage import DatabaseError
 from penstock.telemetry.usage_metrics import UsageMetrics
@@ -280,12 +279,12 @@ class Accounts:
             return None
         found: defaultdict[str, list[Produced]] = defaultdict(list)
         for entry in merged(entries):
-            found[group_of(entry.request_id)].append(entry)
+            found[charge_of(entry.request_id)].append(entry)
         return found
 
     def _settle_abandoned(self, entry: OpenCharge, known: dict[str, list[Produced]] | None) -> bool:
         now, charge = time.time(), entry.charge
-        if known is None and now - charge.opened_at < KEEP_S:
+        if known is None and now - charge.opened_at < TALLY_KEEP_S:
             return False  # the engine is asked again, until it would have dropped the counts
         produced = (known or {}).get(charge.id, [])
         if any(run.finish_reason is None for run in produced):
