@@ -1,1 +1,1 @@
-"""What was used and what it costs: prices, and a ledger that survives whatever dies."""
+"""Usage and cost: prices, a crash-safe ledger, and the request log."""

@@ -1,7 +1,7 @@
-"""What an engine calls the requests behind one charge, and what its counts of them come to.
+"""Engine request ids of a charge, and usage from an engine's token counts.
 
-A charge is one HTTP request; each of its choices is a request of the engine. Their ids begin with the charge's, so that
-an engine can be asked about a charge by somebody who never saw the request.
+A charge is one HTTP request; each of its choices is an engine request. Their ids begin with the charge's id, so that
+a gateway that never saw the request can ask an engine about the charge.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _UNCOUNTED = "x"
 
 
 def engine_id(charge: str, prompt: int, choice: int, *, counted: bool = True) -> str:
-    """The charge, the choice's place in it, and a number, since a charge may be tried again. `counted`: its tokens are
-    the client's, and not only a by-product of reading the prompt."""
+    """The charge, the choice's position, and a unique number, since a charge may be retried. `counted`: its tokens are
+    charged, and not only a by-product of processing the prompt."""
     return f"{charge}:{prompt}.{choice}.{next(_serial)}{'' if counted else _UNCOUNTED}"
 
 
 def merged(entries: Iterable[Produced]) -> list[Produced]:
-    """One entry for each request. One that went on elsewhere is known in two places: the later one counts what the
-    earlier one did too, the earlier one knows what was cached when it began."""
+    """One entry per request. A request that moved to another engine has two: the later one includes the tokens of the
+    earlier one, the earlier one knows the cached tokens of its start."""
     found: dict[str, Produced] = {}
     for entry in entries:
         other = found.setdefault(entry.request_id, entry)
@@ -39,7 +39,7 @@ def merged(entries: Iterable[Produced]) -> list[Produced]:
 
 
 def usage_of(entries: Sequence[Produced]) -> Usage:
-    """What was produced for one charge. Of each prompt the first choice says how much of it was cached."""
+    """The usage of one charge. The first choice of each prompt says how much of it was cached."""
     cached = completion = 0
     for entry in entries:
         place = entry.request_id.partition(":")[2]

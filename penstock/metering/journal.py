@@ -1,12 +1,12 @@
-"""Writing to the ledger from a gateway: many requests, few transactions, and nobody waits for more than his own entry.
+"""Writes to the ledger from a gateway with group commit: many requests, few transactions.
 
-Entries gather while a transaction is under way and go together in the next one (group commit). The beginning of a
-charge is written after `GATHER_S`, or when somebody waits for it, so that a short answer is one transaction. How far an
-open charge is goes along with whatever is written next, `NOTE_S` after it was said at the latest: what is left when
-gateway and engine die together is older than that by one transaction at most. While the store is away, or its disk
-full, entries stay and are written when it is back; `lag_s` says how long the oldest has waited. Whoever waits for one
-is told after `patience_s` that it is not written yet, and from then on new charges are refused, before any token
-exists. So the queue is bounded, and nobody hangs.
+Entries collect while a transaction is under way and are written together in the next one. The start of a charge is
+written after `GATHER_S`, or when a request waits for it, so that a short answer takes one transaction. The progress of
+open charges is written with the next transaction, at most `NOTE_S` later: when gateway and engine die together, the
+stored progress is older than that by at most one transaction. While the database is unavailable, or its disk full,
+entries stay queued and are written when it is back; `lag_s` is the age of the oldest. A request that waits for its
+entry fails after `patience_s`, and from then on new charges are refused, before any token exists. So the queue is
+bounded, and no request hangs.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Journal:
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._noting: asyncio.TimerHandle | None = None
-        """While a count waits that no transaction has taken up."""
+        """Set while a progress note waits for a transaction."""
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
-        """While something waits. A timer outlives many entries: one for each would cost as much as writing it."""
+        """Set while an entry waits. One timer serves many entries: one for each would cost as much as writing it."""
         self.store_up = True
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="ledger journal")
 
     async def close(self, within: float = 5.0) -> None:
-        """Write what waits, then stop."""
+        """Writes what is queued, then stops."""
         if self._task is None:
             return
         with suppress(TimeoutError):
@@ -72,14 +72,17 @@ class Journal:
             if timer is not None:
                 timer.cancel()
         if self._waiting:
-            log.error("%d ledger entries could not be written; they are settled at the next start", len(self._waiting))
+            log.error(
+                "ledger entries not written at shutdown; they will be settled later",
+                extra={"entries": len(self._waiting)},
+            )
 
     @property
     def lag_s(self) -> float:
         return self._clock() - self._waiting[0][2] if self._waiting else 0.0
 
     def open(self, charge: Charge) -> asyncio.Future[bool]:
-        """Whether the charge is in the ledger, when it is or has waited too long. Nothing may be delivered before."""
+        """Opens a charge; resolves to True once written, False after `patience_s`. Nothing may be delivered before."""
         if len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s:
             raise LedgerUnavailable
         written = self._add(charge)
@@ -91,32 +94,32 @@ class Journal:
         self._later = None
         if self._waiting and not self._wake.is_set():
             left = GATHER_S - self.lag_s
-            if left > 0:  # what the timer was set for has been written with something else
+            if left > 0:  # the entry of this timer was already written with others
                 self._later = asyncio.get_running_loop().call_later(left, self._gathered)
             else:
                 self._wake.set()
 
     def hurry(self) -> None:
-        """Write what waits now."""
+        """Writes the queued entries now."""
         if self._waiting:
             self._wake.set()
 
     def settle(self, settlement: Settlement) -> asyncio.Future[bool]:
-        """The same for the end of the charge. Never refused: it was admitted."""
+        """Settles a charge, with the same result as `open`. Never refused, because the request was admitted."""
         self._progress.pop(settlement.charge.id, None)
         written = self._add(settlement)
         self._wake.set()
         return written
 
     def amend(self, written: asyncio.Future[bool], settlement: Settlement) -> None:
-        """Put another end in the place of one that has not been written."""
+        """Replaces a settlement that has not been written yet."""
         for index, (_, future, at) in enumerate(self._waiting):
             if future is written:
                 self._waiting[index] = (settlement, future, at)
                 return
 
     def note(self, id: str, cached_tokens: int, completion_tokens: int) -> None:
-        """How far an open charge is; only the newest count matters. It waits for the next transaction, or `NOTE_S`."""
+        """Records the progress of an open charge; written with the next transaction, or after `NOTE_S`."""
         self._progress[id] = (cached_tokens, completion_tokens)
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_S, self._write_notes)
@@ -146,26 +149,26 @@ class Journal:
                 self._wake.set()
 
     async def _write(self) -> bool:
-        """One transaction; what it held stays in the queue until it is done."""
+        """Writes one transaction; its entries stay queued until it is done."""
         count = min(len(self._waiting), MOST_TOGETHER)
         notes = dict(self._progress)
-        if self._noting is not None:  # what is said from here on waits for the next one
+        if self._noting is not None:  # later notes wait for the next transaction
             self._noting.cancel()
             self._noting = None
         entries = [entry for entry, _, _ in itertools.islice(self._waiting, count)]
         try:
-            # Repeating or reordering them changes nothing.
+            # Writes are idempotent and may be reordered.
             await self._ledger.write([*entered(entries, again=not self.store_up), *progressed(notes)])
         except Exception as error:
             self._tell_late()
             if not isinstance(error, DatabaseError):
-                log.exception("writing to the ledger failed")  # the task must outlive it
+                log.exception("writing to the ledger failed; retrying")  # the task must continue
             elif self.store_up:
-                log.error("the ledger cannot be written (%s); entries wait", error)
+                log.error("ledger cannot be written; entries stay queued", extra={"why": str(error)})
             self.store_up = False
             return False
         if not self.store_up:
-            log.info("the ledger is written again")
+            log.info("ledger is writable again")
         self.store_up = True
         for id, tokens in notes.items():
             if self._progress.get(id) == tokens:
@@ -177,7 +180,7 @@ class Journal:
         return True
 
     def _tell_late(self) -> None:
-        """Nobody waits any longer for what has not been written for so long."""
+        """Fails the requests whose entries have waited too long."""
         if self._late is not None:
             self._late.cancel()
             self._late = None

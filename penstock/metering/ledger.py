@@ -1,8 +1,8 @@
-"""The ledger: a charge is opened when a request is admitted and settled once, when it ends; nothing is ever changed.
+"""The ledger: a charge is opened at admission and settled once, when the request ends. Rows are never changed.
 
-Opening and settling are two inserts under the same charge id, so that repeating either changes nothing: whoever settles
-first wins, and a retry after a lost answer cannot bill twice. A third table lists what is open, with the count of its
-tokens that was noted last; it is small however long the ledger is.
+Opening and settling are two inserts under the same charge id, so both are idempotent: the first settlement wins, and a
+retry after a lost reply cannot bill twice. A third table lists open charges with their last recorded token count; it
+stays small however long the ledger is.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ DIMENSIONS = tuple(_COLUMNS)
 
 
 class LedgerError(PenstockError):
-    """The ledger was asked for something it does not have."""
+    """An invalid query to the ledger."""
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """A request at the moment of its admission."""
+    """An admitted request."""
 
     id: str
     request_id: str
@@ -88,7 +88,7 @@ class Charge(msgspec.Struct, frozen=True):
 
 
 class Settlement(msgspec.Struct, frozen=True):
-    """How a charge ended."""
+    """The end of a charge."""
 
     charge: Charge
     settled_at: float
@@ -101,7 +101,7 @@ class Settlement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OpenCharge:
-    """A charge that was never settled, with the tokens last noted."""
+    """A charge that is not settled, with its last recorded token counts."""
 
     charge: Charge
     cached_tokens: int
@@ -110,7 +110,7 @@ class OpenCharge:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Settled charges of one combination of the dimensions asked for."""
+    """The sum of settled charges for one combination of dimensions."""
 
     group: tuple[str | int, ...]
     requests: int
@@ -141,14 +141,14 @@ _PROGRESS = (
 )
 _NOTE = "(CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT))"
 MOST_NOTES = 5_000
-"""Charges in one statement."""
+"""Maximum of charges in one statement."""
 
 
 _values = attrgetter(*Charge.__struct_fields__)
 
 
 def cost_of(charge: Charge, cached_tokens: int, completion_tokens: int) -> int:
-    """Nanodollars, at the prices of the moment it was opened."""
+    """The cost in nanodollars, at the prices when the charge was opened."""
     price = Price(charge.price_input, charge.price_cached, charge.price_output)
     return price.cost(Usage(charge.prompt_tokens, cached_tokens, completion_tokens), percent=charge.percent)
 
@@ -168,8 +168,8 @@ def settled(settlement: Settlement) -> list[Statement]:
 
 
 def entered(entries: Sequence[Charge | Settlement], *, again: bool = False) -> list[Statement]:
-    """Beginnings and ends of charges that are written together. One that has both never was open to anybody else, so
-    what is open need not list it; unless some of it may have been written before (`again`)."""
+    """Statements for starts and ends of charges written together. A charge with both was never visible as open,
+    so it is not listed as open, unless a part may have been written before (`again`)."""
     begun = {entry.id for entry in entries if isinstance(entry, Charge)}
     ended = {entry.charge.id for entry in entries if isinstance(entry, Settlement)}
     both = frozenset[str]() if again else begun & ended
@@ -183,7 +183,7 @@ def entered(entries: Sequence[Charge | Settlement], *, again: bool = False) -> l
 
 
 def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:
-    """Cached and completion tokens so far, by charge: few statements, however many streams there are."""
+    """Statements for the progress of charges (cached and completion tokens): few, however many streams there are."""
     rows = [(id, *tokens) for id, tokens in notes.items()]
     return [
         (_PROGRESS.format(rows=", ".join([_NOTE] * len(part))), [value for row in part for value in row])
@@ -192,10 +192,10 @@ def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:
 
 
 class Ledger:
-    """The tables. Writing is a matter of statements, which `Journal` gathers into transactions."""
+    """The ledger's tables. `Journal` collects the statements into transactions."""
 
     def __init__(self, database: Database, *, durable: bool = True) -> None:
-        """`durable`: every charge waits for the disk; otherwise they reach it with the next heartbeat."""
+        """`durable`: every charge waits for the disk; otherwise charges reach it with the next heartbeat."""
         self._database = database
         self._durable = durable
 
@@ -203,25 +203,25 @@ class Ledger:
         await self._database.migrate("ledger", _VERSIONS)
 
     async def write(self, statements: Sequence[Statement]) -> list[int]:
-        """All or nothing; how many rows each statement added."""
+        """Runs the statements in one transaction; returns how many rows each added."""
         return await self._database.transact(statements, durable=self._durable)
 
     async def beat(self, gateway: str, now: float) -> None:
-        """A gateway is alive, and so are the charges it has open. Those that died long ago are forgotten."""
+        """Records a gateway's heartbeat, which keeps its open charges; deletes gateways that died long ago."""
         alive = (
             "INSERT INTO ledger_gateways (id, seen_at) VALUES (?, ?) "
             "ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at"
         )
         old = "DELETE FROM ledger_gateways WHERE seen_at < ?"
         await self._database.transact([(alive, (gateway, now)), (old, (now - _FORGOTTEN_S,))], durable=False)
-        await self._database.flush()  # beside the charges, which would have to wait for the disk behind this one
+        await self._database.flush()  # in parallel, so that charges need not wait for the disk behind this one
 
     async def leave(self, gateway: str) -> None:
-        """A gateway ends; what it may have left open is anybody's."""
+        """Removes a gateway that ends; any other may settle what it left open."""
         await self._database.execute("DELETE FROM ledger_gateways WHERE id = ?", gateway)
 
     async def open_charges(self, *, abandoned_since: float | None = None) -> list[OpenCharge]:
-        """Charges opened and never settled; with `abandoned_since` only those of gateways not seen after it."""
+        """Open charges; with `abandoned_since`, only those of gateways without a heartbeat after it."""
         columns = ", ".join(f"o.{name}" for name in _opened_columns())
         dead, values = "", list[float]()
         if abandoned_since is not None:
@@ -245,7 +245,7 @@ class Ledger:
         """Sums of settled charges, largest cost first."""
         unknown = [name for name in by if name not in _COLUMNS]
         if unknown:
-            raise LedgerError(f"usage can be shown by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
+            raise LedgerError(f"usage can be grouped by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
         where, values = ["1 = 1"], list[str | float]()
         for condition, value in (("settled_at >= ?", since), ("settled_at < ?", until), ("tenant = ?", tenant)):
             if value is not None:

@@ -1,7 +1,7 @@
-"""What tokens cost. Money is whole nanodollars everywhere, so that sums are exact.
+"""Token prices. Money is integer nanodollars everywhere, so that sums are exact.
 
-A price of one dollar per million tokens is 1,000 nanodollars per token. The most specific entry wins: an entry that
-names the adapter before one that names the model before one that names the tier before one that names nothing.
+One dollar per million tokens is 1,000 nanodollars per token. The most specific entry wins: first one that names the
+adapter, then the model, then the tier, then one that names nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HALF = 50
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. `cached` are those of the prompt that were found in the cache."""
+    """Token counts of one request; `cached` are prompt tokens found in the cache."""
 
     prompt: int = 0
     cached: int = 0
@@ -30,27 +30,27 @@ class Price:
     cached: int = 0
     output: int = 0
     batch_percent: int = HALF
-    """How much of it batches pay."""
+    """Percentage that batches pay."""
 
     @classmethod
     def per_million(cls, input: float, output: float, cached: float | None = None, batch_percent: int = HALF) -> Price:
-        """From dollars per million tokens; cached prompt tokens cost half when not said."""
+        """A price from dollars per million tokens; cached prompt tokens cost half by default."""
         cached = input / 2 if cached is None else cached
         return cls(round(input * 1000), round(cached * 1000), round(output * 1000), batch_percent)
 
     def recalled(self) -> Price:
-        """Of an answer that was not computed but found: everything at the price of cached tokens."""
+        """The price of an answer from the response cache: all tokens at the price of cached tokens."""
         return Price(self.cached, self.cached, self.cached)
 
     def cost(self, usage: Usage, *, percent: int = 100) -> int:
-        """Nanodollars, rounded down; `percent` of the price is charged."""
+        """The cost in nanodollars, rounded down, at `percent` of the price."""
         whole = (usage.prompt - usage.cached) * self.input + usage.cached * self.cached + usage.completion * self.output
         return whole * percent // 100
 
 
 @dataclass(frozen=True, slots=True)
 class PriceEntry:
-    """A price and what it is for; an empty name means any."""
+    """A price and what it applies to; an empty name means any."""
 
     price: Price
     model: str = ""
@@ -63,14 +63,14 @@ def _specific(entry: PriceEntry) -> tuple[bool, bool, bool]:
 
 
 class PriceBook:
-    """Finds the price of a request. `batch_tiers`: those whose requests all run as batches do, last and for less."""
+    """Finds the price of a request. `batch_tiers`: tiers that pay batch prices for all requests."""
 
     def __init__(self, entries: Sequence[PriceEntry], *, batch_tiers: Collection[str] = ()) -> None:
         self._batch_tiers = frozenset(batch_tiers)
         self._entries = sorted(entries, key=_specific)
 
     def add(self, entry: PriceEntry) -> None:
-        """A price more, for a model that has come; it is found after those that were there."""
+        """Adds the price of a model loaded at run time; existing entries take precedence."""
         self._entries.append(entry)
         self._entries.sort(key=_specific)
 
@@ -84,12 +84,12 @@ class PriceBook:
         return Price()
 
     def percent(self, price: Price, tier: str, *, batch: bool) -> int:
-        """How much of `price` a request pays."""
+        """The percentage of `price` that a request pays."""
         return price.batch_percent if batch or tier in self._batch_tiers else 100
 
 
 def dollars(nanos: int) -> str:
-    """For people: as many digits as it takes."""
+    """The amount in dollars as exact text."""
     sign, nanos = ("-" if nanos < 0 else ""), abs(nanos)
     fraction = f"{nanos % NANOS:09d}".rstrip("0")
     return f"{sign}{nanos // NANOS}.{fraction:0<2}"

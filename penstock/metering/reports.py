@@ -1,4 +1,4 @@
-"""Questions to the ledger as people ask them: periods in words, totals as rows."""
+"""Parses periods and dimensions of usage reports, and formats totals as rows."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def moment(text: str, now: float | None = None) -> float:
 
 
 def dimensions(text: str) -> list[Dimension]:
-    """`tenant,model` as a list, checked."""
+    """The validated dimensions in text such as `tenant,model`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in DIMENSIONS]
     if unknown:
-        raise LedgerError(f"usage can be shown by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
+        raise LedgerError(f"usage can be grouped by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
     return cast("list[Dimension]", names)
 
 
 def rows(by: Sequence[Dimension], totals: Sequence[Total]) -> list[dict[str, str | int]]:
-    """One mapping per total: the dimensions, then the sums; money in dollars, as exact text."""
+    """One mapping per total: the dimensions, then the sums; costs are dollars as exact text."""
     return [
         {
             **{name: _shown(name, value) for name, value in zip(by, total.group, strict=True)},

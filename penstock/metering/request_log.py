@@ -1,8 +1,8 @@
-"""The request log: what is kept of every request, written in batches to one sink, behind the requests' backs.
+"""The request log: one entry per request, written in the background in batches to one sink.
 
-`add` puts an entry into a bounded queue and returns; nothing a request does waits for the sink. While the sink is away,
-or slower than requests arrive, entries go to a bounded spool on disk and are replayed in order. What does not fit there
-either is counted as lost. Entries never hold text of prompts or answers.
+`add` puts an entry into a bounded queue and returns; no request waits for the sink. While the sink is unavailable, or
+slower than requests arrive, entries go to a bounded spool on disk and are replayed in order. Entries that do not fit
+there are counted as lost. Entries never contain text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST = 256
-"""Characters kept of a field that a client chose."""
+"""Maximum length of a field whose value the client chooses."""
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """One request, as every sink stores it."""
+    """One request, as stored by every sink."""
 
     request_id: str
     user_id: str | None
@@ -75,27 +75,27 @@ def entry_of(record: RequestRecord) -> LogEntry:
 
 
 def _clean(name: str | None) -> str | None:
-    """No sink has to choke on what somebody named himself: NUL is no text to PostgreSQL."""
+    """Removes characters that a sink cannot store: PostgreSQL rejects NUL in text."""
     return None if name is None else name.replace("\0", "")[:_LONGEST]
 
 
 class SinkError(PenstockError):
-    """The sink did not take a batch; it is tried again later."""
+    """The sink did not accept a batch; it is retried later."""
 
 
 class Sink(ABC):
-    """Where entries go. A sink that is away at the start is one that is away."""
+    """The destination of entries. It may be unavailable at startup."""
 
     @abstractmethod
     async def write(self, entries: Sequence[LogEntry]) -> None:
-        """Store a batch, all of it; raises SinkError otherwise. A batch may come twice."""
+        """Stores a whole batch or raises SinkError. A batch may be written twice."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
 class LogCounts(msgspec.Struct, frozen=True):
-    """Metrics: entries the sink has, entries that went through the spool, entries that are gone."""
+    """Counters: entries written, spooled and lost."""
 
     written: Value
     spooled: Value
@@ -103,7 +103,7 @@ class LogCounts(msgspec.Struct, frozen=True):
 
 
 class RequestLog:
-    """One per gateway process: a queue, a task that sends, and a task that spools what the first cannot send."""
+    """One per gateway process: a queue, a task that sends, and a task that spools what cannot be sent."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RequestLog:
         self._arrived = asyncio.Event()
         self._batch_full = asyncio.Event()
         self._behind = asyncio.Event()
-        """There is something for the spooling task."""
+        """Wakes the spooling task."""
         self._disk = asyncio.Lock()
         self._away = False
         self._closing = False
@@ -142,7 +142,7 @@ class RequestLog:
         ]
 
     def add(self, record: RequestRecord) -> None:
-        """Never waits, never fails."""
+        """Queues an entry. Never waits, never fails."""
         waiting = len(self._queue)
         if waiting >= self._capacity or self._closing:
             self._counts.lost.inc()
@@ -155,7 +155,7 @@ class RequestLog:
                 self._behind.set()
 
     async def close(self, within: float = 5.0) -> None:
-        """Write what waits, or keep it on disk for the next start."""
+        """Writes queued entries, or spools them for the next start."""
         if not self._tasks:
             return
         self._closing = True
@@ -168,7 +168,7 @@ class RequestLog:
                 ) and not self._away:
                     await asyncio.sleep(0.01)
         sender, spiller = self._tasks
-        async with self._disk:  # what it is putting on the disk would be put there a second time, and beside itself
+        async with self._disk:  # otherwise entries being spooled right now would be spooled twice
             sender.cancel()
         self._behind.set()
         await asyncio.gather(sender, spiller, return_exceptions=True)
@@ -195,7 +195,7 @@ class RequestLog:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._flush_s):
                     await self._batch_full.wait()
-        async with self._disk:  # behind a spill that is under way, whose entries are older
+        async with self._disk:  # after a spill that is under way, whose entries are older
             if not self._spool.empty:
                 return
             self._sending = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch))]
@@ -211,7 +211,7 @@ class RequestLog:
         for line in lines:
             try:
                 entries.append(_decoder.decode(line))
-            except msgspec.DecodeError:  # half a line: the process died while writing it
+            except msgspec.DecodeError:  # a partial line: the process died while writing it
                 self._counts.lost.inc()
         if not entries or await self._write(entries):
             await self._on_disk(lambda: self._spool.drop(segment))
@@ -221,18 +221,18 @@ class RequestLog:
             await self.sink.write(entries)
         except SinkError as error:
             if not self._away:
-                log.warning("the request log cannot be written (%s); entries go to the disk", error)
+                log.warning("request log sink is unavailable; entries are spooled to disk", extra={"why": str(error)})
             self._away = True
             self._behind.set()
             return False
         if self._away:
-            log.info("the request log is written again")
+            log.info("request log sink is available again")
         self._away = False
         self._counts.written.inc(len(entries))
         return True
 
     async def _spill(self) -> None:
-        """While the sender is stuck or behind: move the queue to the disk, so that it never fills."""
+        """Moves the queue to disk while the sender is stuck or behind, so that it never fills."""
         while not self._closing:
             await self._behind.wait()
             self._behind.clear()
@@ -260,7 +260,7 @@ class RequestLog:
         try:
             kept = await (asyncio.to_thread(put, lines) if locked else self._on_disk(lambda: put(lines)))
         except OSError as error:
-            log.error("the spool of the request log cannot be written: %s", error)
+            log.error("request log spool cannot be written; entries are lost", extra={"why": str(error)})
             kept = 0
         self._counts.spooled.inc(kept)
         self._counts.lost.inc(len(entries) - kept)

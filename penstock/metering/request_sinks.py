@@ -1,6 +1,6 @@
-"""Sinks by URL: a table of SQLite or PostgreSQL, a Kafka topic, a ClickHouse table. The drivers are optional parts.
+"""Request log sinks by URL: a SQLite or PostgreSQL table, a Kafka topic, a ClickHouse table. Drivers are extras.
 
-The drivers of Kafka and ClickHouse block, so they run on a thread, each call bounded by its own time limits.
+The Kafka and ClickHouse drivers block, so they run on a thread; each call has a time limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_NAME = "request_log"
 
 
 def open_sink(url: str, *, retention_s: float | None) -> Sink:
-    """Nothing is connected yet; a URL or a driver that cannot work is a ConfigError."""
+    """Creates a sink without connecting; ConfigError for an invalid URL or a missing driver."""
     scheme = urlsplit(url).scheme
     if scheme in ("sqlite", "postgresql", "postgres"):
         return RequestStore(lambda: open_database(url), retention_s=retention_s)
@@ -31,7 +31,7 @@ def open_sink(url: str, *, retention_s: float | None) -> Sink:
     if scheme in ("clickhouse", "clickhouses"):
         return ClickHouseSink(url, retention_s=retention_s)
     raise ConfigError(
-        f"request_log.url: {redacted(url)} is no sink; use sqlite:///PATH, postgresql://..., "
+        f"request_log.url: {redacted(url)} is not a sink; use sqlite:///PATH, postgresql://..., "
         "kafka://HOST:PORT/TOPIC or clickhouse://USER:PASSWORD@HOST:PORT/DATABASE"
     )
 
@@ -88,7 +88,7 @@ class KafkaSink(Sink):
 
 
 class _Quiet:
-    """librdkafka reports every attempt to connect; that the sink is away is logged once, by the request log."""
+    """Silences librdkafka, which logs every attempt to connect; the request log reports an unavailable sink once."""
 
     def log(self, *args: Any) -> None:
         return
@@ -112,7 +112,7 @@ _TYPES = {
 
 
 def clickhouse_schema(retention_s: float | None) -> str:
-    """The table. A block that is inserted twice, after a lost acknowledgement, is stored once."""
+    """The table. A block that is inserted twice, after a lost acknowledgement, is deduplicated."""
     columns = ", ".join(f"{name} {_TYPES[name]}" for name in FIELDS)
     ttl = "" if retention_s is None else f" TTL toDateTime(timestamp) + INTERVAL {int(retention_s)} SECOND"
     return (
@@ -122,7 +122,7 @@ def clickhouse_schema(retention_s: float | None) -> str:
 
 
 class ClickHouseSink(Sink):
-    """The table `request_log` of the database in the URL, made when it is not there. `clickhouses://` is over TLS."""
+    """The table `request_log` of the database in the URL, created if missing. `clickhouses://` uses TLS."""
 
     def __init__(self, url: str, *, retention_s: float | None, client: Any = None) -> None:
         parts = urlsplit(url)
@@ -163,6 +163,6 @@ class ClickHouseSink(Sink):
 def _row(entry: LogEntry) -> list[Any]:
     values = {name: getattr(entry, name) for name in FIELDS}
     values["tenant"] = entry.tenant or ""
-    # The driver takes whole ticks of the column's microseconds as they are; a float would be cut to seconds.
+    # The driver accepts integer microseconds as they are; it would truncate a float to seconds.
     values["timestamp"] = round(entry.timestamp * 1e6)
     return list(values.values())

@@ -1,6 +1,6 @@
-"""The request log in a table of SQLite or PostgreSQL, where it can also be read back.
+"""The request log in a SQLite or PostgreSQL table, from which it can also be read.
 
-The time a request arrived and its id together are its identity, so that a batch which comes twice is stored once.
+Arrival time and request id form the primary key, so a batch that is written twice is stored once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PRUNE = (
     "(SELECT timestamp, request_id FROM request_log WHERE timestamp < ? ORDER BY timestamp LIMIT ?)"
 )
 ROWS_TOGETHER = 64
-"""Of one transaction: charges of requests wait for the same thread, and must not wait for long."""
+"""Maximum rows per transaction: charges share the database's thread and must not wait long."""
 PRUNE_EVERY_S = 60.0
 PRUNE_TURNS = 16
-"""Transactions that remove what is too old, after each batch until nothing is: twice as many rows as a batch brings."""
+"""Transactions per batch that delete expired rows: twice as many rows as a batch adds."""
 
 
 class RequestStore(Sink):
-    """See `Sink`. `open` is called when something is to be written or read and no connection exists yet."""
+    """See `Sink`. `open` is called on first use."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RequestStore(Sink):
         owned: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`owned`: the database is closed with the log."""
+        """`owned`: whether the database is closed with the log."""
         self._open = open
         self._owned = owned
         self._retention_s = retention_s
@@ -66,7 +66,7 @@ class RequestStore(Sink):
                 await database.transact(merged(rows), durable=False)
             now = self._clock()
             if self._retention_s is not None and now - self._pruned_at > PRUNE_EVERY_S:
-                # What is left over is found the next time; by then a sink that is behind has caught up.
+                # The rest is deleted with the next batches, when a sink that is behind has caught up.
                 for _ in range(PRUNE_TURNS):
                     old = (_PRUNE, (now - self._retention_s, ROWS_TOGETHER))
                     if await database.transact([old], durable=False) != [ROWS_TOGETHER]:
@@ -83,7 +83,7 @@ class RequestStore(Sink):
         finish_reason: str | None = None,
         limit: int = 100,
     ) -> list[LogEntry]:
-        """Requests that arrived after `since`, newest first."""
+        """Entries of requests that arrived after `since`, newest first."""
         where, values = "timestamp >= ?", list[float | str]([since])
         for column, value in (("tenant", tenant), ("finish_reason", finish_reason)):
             if value is not None:

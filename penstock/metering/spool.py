@@ -1,8 +1,8 @@
-"""A bounded queue of encoded entries on disk, for when they cannot go where they belong.
+"""A bounded queue of encoded entries on disk, for entries that the sink cannot accept now.
 
-A folder of numbered segments, one line per entry. Segments are replayed oldest first and removed when they have been
-delivered; a crash in between delivers one twice, never none. Each process has a slot of its own under the folder, held
-by a lock: a process that starts again takes over the slot, and the entries, of one that died.
+A folder of numbered segments, one line per entry. Segments are replayed oldest first and deleted after delivery; a
+crash in between delivers a segment twice, never not at all. Each process has its own slot under the folder, held by a
+lock: a restarted process takes over the slot and the entries of one that died.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import BinaryIO
 SEGMENT_BYTES = 256 * 1024
 MOST_SLOTS = 1024
 _MIDDLE = 10**9
-"""Segments count up from here; what has to go before all of them counts down."""
+"""Segment numbers count up from here; segments put back in front count down."""
 
 
 class Spool:
-    """One slot. Its methods touch the disk: call them off the event loop, one at a time."""
+    """One slot. Its methods access the disk: call them off the event loop, one at a time."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -29,7 +29,7 @@ class Spool:
         for path in self._folder.glob("*.jsonl"):
             self._segments[int(path.stem)] = path.stat().st_size
         self._open: int | None = None
-        """The segment that may still grow."""
+        """The segment that is still open for appending."""
 
     @property
     def size(self) -> int:
@@ -40,7 +40,7 @@ class Spool:
         return not self._segments
 
     def append(self, lines: Sequence[bytes]) -> int:
-        """Keep lines behind all others; how many fitted."""
+        """Appends lines; returns how many fitted."""
         fitting = self._fitting(lines)
         if fitting:
             if self._open is None or self._segments[self._open] >= SEGMENT_BYTES:
@@ -49,21 +49,21 @@ class Spool:
         return len(fitting)
 
     def put_back(self, lines: Sequence[bytes]) -> int:
-        """Keep lines before all others: they were taken first."""
+        """Puts lines back in front of all others, because they were taken first."""
         fitting = self._fitting(lines)
         if fitting:
             self._write(min(self._segments, default=_MIDDLE) - 1, fitting)
         return len(fitting)
 
     def oldest(self) -> tuple[int, list[bytes]]:
-        """The segment that goes next, and its lines. Nothing is added to it any more."""
+        """The next segment to deliver, and its lines; it is closed for appending."""
         segment = min(self._segments)
         if segment == self._open:
             self._open = None
         return segment, self._path(segment).read_bytes().splitlines()
 
     def drop(self, segment: int) -> None:
-        """A segment was delivered."""
+        """Deletes a delivered segment."""
         self._path(segment).unlink(missing_ok=True)
         del self._segments[segment]
 

@@ -1,4 +1,4 @@
-"""Function calling: the formats models write calls in, one incremental parser for them, grammars, prompts.
+"""Function calling: call formats of model families, an incremental parser, grammars and prompts.
 
-Nothing here knows an API's wire shapes; every endpoint that offers tools uses the same parts.
+Nothing here knows an API's wire format; every endpoint with tools uses the same parts.
 """

@@ -1,4 +1,4 @@
-"""What a model's message turns out to be, piece by piece: text and function calls."""
+"""The parsed parts of a model's message: text and function calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words for the user."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The model calls a function."""
+    """A function call begins."""
 
     index: int
     name: str
@@ -23,7 +23,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments' JSON, as the model wrote it."""
+    """A piece of the arguments' JSON, as the model wrote it."""
 
     index: int
     text: str
@@ -31,7 +31,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is over. Its arguments are complete unless the message was cut or malformed."""
+    """A function call ends. Its arguments are complete unless the message was truncated or malformed."""
 
     index: int
 
@@ -54,7 +54,7 @@ class Parsed:
 
 
 def gather(events: Iterable[Event]) -> Parsed:
-    """What events add up to."""
+    """The whole message from its events."""
     said: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     for event in events:

@@ -1,6 +1,6 @@
-"""How model families write function calls, as data.
+"""The formats in which model families write function calls, as data.
 
-All of them write JSON objects with a name and arguments; they differ in what stands around them.
+All write JSON objects with a name and arguments; they differ in the surrounding text.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """What stands around the JSON of function calls."""
+    """The text around the JSON of function calls."""
 
     name: FormatName
     opener: str
-    """What calls begin with."""
+    """Text before the calls."""
     closer: str = ""
-    """What they end with; empty when they end with the message."""
+    """Text after the calls; empty if they end with the message."""
     bare: bool = False
-    """A message may also begin with the JSON itself, without the opener."""
+    """Whether a message may begin with the JSON itself, without the opener."""
     listed: bool = False
-    """Calls are written as one JSON list; otherwise as one object after another."""
+    """Whether calls are one JSON list; otherwise they are consecutive objects."""
     arguments: str = "arguments"
-    """The key under which arguments are written. (Both names are read.)"""
+    """The key of the arguments when writing; both names are accepted when reading."""
     before: str = ""
     after: str = ""
-    """Between the opener, the JSON and the closer."""
+    """Separator between opener, JSON and closer."""
     between: str = ", "
-    """Between two calls."""
+    """Separator between two calls."""
     short_ids: bool = False
-    """Ids of calls are nine letters or digits."""
+    """Whether call ids must be nine letters or digits."""
 
     def new_id(self) -> str:
-        """An id for a call the model just made."""
+        """An id for a new call."""
         length = 9 if self.short_ids else 24
         mark = "".join(secrets.choice(_ALPHABET) for _ in range(length))
         return mark if self.short_ids else f"call_{mark}"
 
     def known_id(self, given: str) -> str:
-        """A client's id for an earlier call, in the form the model's template takes."""
+        """A client's call id, converted to what the model's template accepts."""
         if not self.short_ids or _SHORT_ID.fullmatch(given):
             return given
         return hashlib.sha256(given.encode()).hexdigest()[:9]
@@ -67,7 +67,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
 
 
 def detect(template: str) -> ToolFormat:
-    """The format a chat template speaks of; the list form of SmolLM2 when it speaks of none."""
+    """The format that a chat template mentions; by default the list format of SmolLM2."""
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral"]
     if "<tool_call>" in template:

@@ -1,9 +1,9 @@
-"""A model's message into text and function calls, as it arrives.
+"""Parses a model's message into text and function calls, incrementally.
 
-Invariants: the events of any sequence of pushes, then `flush`, add up to the same message, however the text was cut;
-and nothing is reported that later turns out otherwise. So text that may be the beginning of a call is held back, and
-what turns out not to be a call is handed out as text. White space between text and calls belongs to neither. Once a
-call has been reported, what follows it in the same brackets is either another call or dropped.
+Invariants: the events of any sequence of pushes, then `flush`, add up to the same message, however the text was split;
+and nothing is reported that later proves wrong. So text that may be the beginning of a call is held back, and released
+as text if it is not. White space between text and calls belongs to neither. Once a call has been reported, what
+follows it in the same brackets is either another call or dropped.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from penstock.tools.formats import ToolFormat
 from penstock.tools.scanner import CallScanner, Malformed
 
 _PIECE = 4096
-"""Characters read at a time, so that a long message costs no more than its length."""
+"""Characters parsed at a time, so that the cost stays linear for long messages."""
 _SEPARATORS = ";,"
 """Between objects that are not in a list."""
 
 
 class ToolCallParser:
-    """Parses one message. Streams push what arrives; a whole message is one push."""
+    """Parses one message. Streams push text as it arrives; a whole message is a single push."""
 
     __slots__ = ("_buffer", "_events", "_form", "_names", "_raw", "_scanner", "_state", "calls")
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        """`names`: the functions offered. A call of any other is text."""
+        """`names`: the offered functions; a call of any other is text."""
         self.calls = 0
         """Calls reported so far."""
         self._form = form
         self._names = names
         self._buffer = ""
-        """What has not been read yet."""
+        """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
-        """What was read of a value without a call so far, to be handed out as text if there is none in it."""
+        """The parsed part of a value without a call so far; becomes text if it contains none."""
         self._scanner: CallScanner | None = None
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._start if form.bare else self._text
 
     def push(self, text: str) -> list[Event]:
-        """What is certain after `text`."""
+        """The events that are certain after `text`."""
         for at in range(0, len(text), _PIECE):
             self._buffer += text[at : at + _PIECE]
             while self._buffer and self._state():
@@ -48,7 +48,7 @@ class ToolCallParser:
         return self._take()
 
     def flush(self) -> list[Event]:
-        """The rest, when no more text follows."""
+        """The remaining events, when no more text follows."""
         rest, self._buffer = self._buffer, ""
         if self._scanner is not None:
             if self._scanner.begun:
@@ -130,7 +130,7 @@ class ToolCallParser:
         return True
 
     def _after(self) -> bool:
-        """After a complete value: what closes it, or another one."""
+        """After a complete value: the closer, or another value."""
         rest, closer = self._buffer.lstrip(), self._form.closer
         if not rest or closer.startswith(rest):
             return False
@@ -148,7 +148,7 @@ class ToolCallParser:
         return True
 
     def _drop(self) -> bool:
-        """What follows a malformed call, up to what closes it."""
+        """Skips text after a malformed call, up to the closer."""
         closer = self._form.closer
         found = self._buffer.find(closer) if closer else -1
         if found < 0:
@@ -160,7 +160,7 @@ class ToolCallParser:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark` without completing it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-length:]):
             return length

@@ -1,6 +1,6 @@
-"""Conversations with function calls, for the model's chat template.
+"""Prepares conversations with function calls for the model's chat template.
 
-A template that knows tools gets them in its own terms. For one that does not, the functions and the format are
+A template with tool support gets tools in its own format. For other templates, the functions and the format are
 explained in the system prompt, and calls and results in the history become text.
 """
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 def native(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
-    """Messages for a template that knows tools: arguments as objects, ids it accepts, results with their name."""
+    """Messages for a template with tool support: arguments as objects, accepted ids, results with their name."""
     names: dict[str, str] = {}
     prepared: list[Message] = []
     for message in messages:
@@ -38,7 +38,7 @@ def _native_call(call: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """Templates write arguments as JSON themselves. A call that was cut short stays a string."""
+    """The arguments as an object, which templates write as JSON themselves; a truncated call stays a string."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -46,7 +46,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat) -> list[Message]:
-    """Messages for a template that knows no tools."""
+    """Messages for a template without tool support."""
     prepared: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -85,7 +85,7 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
 
 
 def instructions(tools: Sequence[Tool], form: ToolFormat) -> str:
-    """What a model without tool support in its template is told."""
+    """Instructions for a model whose template has no tool support."""
     listing = "\n".join(json.dumps(tool.described()["function"], ensure_ascii=False) for tool in tools)
     example = {"function": {"name": "function_name", "arguments": '{"argument_name": "value"}'}}
     return (

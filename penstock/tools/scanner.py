@@ -1,8 +1,8 @@
-"""Reading the JSON of function calls as it arrives: `{"name": ..., "arguments": {...}}`, one object or a list.
+"""Scans the JSON of function calls incrementally: `{"name": ..., "arguments": {...}}`, one object or a list.
 
-A machine over characters: what it reports depends on the text alone, never on where the text was cut. Arguments are
-passed on as written, as soon as the name is known; if they come before it they wait for it. Whatever does not fit is a
-failure, reported at the character that does not fit.
+A state machine over characters: its events depend on the text alone, never on where it was split. Arguments are passed
+on as written once the name is known; if they come first, they are buffered. Invalid text is an error, reported at
+the first invalid character.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Step = Callable[[str, int], int]
 
 
 class Malformed(Exception):
-    """The text is not a call. `at`: the first character that does not fit."""
+    """The text is not a call. `at`: the first invalid character."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -34,11 +34,11 @@ class CallScanner:
     """Scans one value: an object, or a list of objects. `done` once it is complete."""
 
     def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
-        """`names`: functions that exist. `first`: index of the next call. Events go to `emit`."""
+        """`names`: known functions. `first`: index of the next call. Events go to `emit`."""
         self.done = False
         self.index = first
         self.begun = False
-        """A call has been reported and has not ended."""
+        """Whether a reported call has not ended."""
         self._names = names
         self._emit = emit
         self._listed = False
@@ -46,7 +46,7 @@ class CallScanner:
         self._name: str | None = None
         self._key = ""
         self._waiting: list[str] = []
-        """Arguments that came before the name."""
+        """Arguments before the name."""
         self._has_arguments = self._argued = False
         self._string: list[str] = []
         self._escaped = False
@@ -54,10 +54,10 @@ class CallScanner:
         self._nesting: list[str] = []
         self._quoted = False
         self._keep = False
-        """The nested value being read is the arguments."""
+        """Whether the nested value being scanned is the arguments."""
 
     def scan(self, text: str, at: int) -> int:
-        """Read on from `text[at]`; where it stopped, because the text or the value ended. Raises `Malformed`."""
+        """Scans from `text[at]`; returns where it stopped, at the end of the text or the value. Raises `Malformed`."""
         while at < len(text) and not self.done:
             at = self._step(text, at)
         return at
@@ -292,7 +292,7 @@ class CallScanner:
 
 
 def _skip(text: str, at: int) -> tuple[int, str]:
-    """Past white space: where, and the character there; none at the end of the text."""
+    """Skips white space; returns the position and the character there (empty at the end of the text)."""
     match = _SPACE.match(text, at)
     assert match is not None
     at = match.end()
@@ -300,5 +300,5 @@ def _skip(text: str, at: int) -> tuple[int, str]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8: escapes may leave half a surrogate pair."""
+    """Whether a string can be encoded as UTF-8: escapes may leave half a surrogate pair."""
     return not any("\ud800" <= char <= "\udfff" for char in value)

@@ -1,6 +1,6 @@
-"""The functions of one request: what is offered, what the model must do with them, and how it writes calls.
+"""The tools of one request: the offered functions, the tool choice, and the call format.
 
-From it come the grammar that enforces what was asked for, and the parser that reads what the model wrote.
+It provides the grammar that enforces the tool choice, and the parser for the model's calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.tools.parser import ToolCallParser
 
 Use = Literal["auto", "required"]
 MAX_CALLS = 32
-"""Most calls in one message where a grammar decides."""
+"""Maximum of calls in one message under a grammar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -26,12 +26,12 @@ class Tool:
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments object; None: it takes none."""
+    """JSON schema of the arguments object; None: no arguments."""
     strict: bool = False
-    """Arguments must be valid under the schema, also when the model is free to call or not."""
+    """Whether arguments must satisfy the schema even if the model is free to call or not."""
 
     def described(self) -> dict[str, Any]:
-        """In the form chat templates read."""
+        """The tool in the format of chat templates."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
         function["parameters"] = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
@@ -39,16 +39,16 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """Functions offered in one request. Without any there is no toolbox."""
+    """The functions offered in one request; a request without tools has no toolbox."""
 
     tools: tuple[Tool, ...]
     form: ToolFormat
     use: Use = "auto"
     only: str | None = None
-    """The one function that must be called."""
+    """The function that must be called, if any."""
     parallel: bool = True
     opener_id: int | None = None
-    """The opener's token, where it is a control token."""
+    """The opener's token, if it is a control token."""
     allowed: tuple[Tool, ...] = field(init=False)
     """The functions that may be called."""
 
@@ -61,11 +61,11 @@ class Toolbox:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar is needed for what was asked."""
+        """Whether the request needs a grammar."""
         return self.use == "required" or not self.parallel or any(tool.strict for tool in self.allowed)
 
     def grammar(self, answer: Grammar | None = None) -> Grammar:
-        """What the message may be: calls, or, where the model is free to choose, text or an `answer` of its own."""
+        """The grammar of the message: calls, or, if the model is free to choose, text or an `answer`."""
         rules = [f"call_{index}: {self._call(tool, index)}" for index, tool in enumerate(self.allowed)]
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(self.allowed))))
         parts = [
@@ -90,18 +90,18 @@ class Toolbox:
 
     @property
     def _opening(self) -> str:
-        """What stands before the first call's JSON. Where it may be left out, it is."""
+        """The text before the first call's JSON; omitted where that is allowed."""
         return "" if self.form.bare else f"{self._opener} {_text(self.form.before)}"
 
     def _free(self) -> list[str]:
-        """Any text, then calls or not."""
+        """Any text, optionally followed by calls."""
         before = _text(self.form.before)
         if self.form.bare:
             tagged = "" if self.opener_id is None else f"({self._opener} calls)?"
             return [r"ANYTHING: /[^{\s](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
         if self.opener_id is not None:
             return ["ANYTHING: /(?s:.*)/", f"start: ANYTHING ({self._opener} {before} calls)?"]
-        # A lazy lexeme ends where the opener first does, so that the opener cannot be taken for text.
+        # A lazy lexeme ends with the first opener, so the opener cannot match as text.
         return [
             "ANYTHING: /(?s:.*)/",
             f"opened[lazy]: ANYTHING {self._opener}",
@@ -119,7 +119,7 @@ class Toolbox:
         return f"call {end} {self._more(f'{between} {self._opener} {_text(form.before)} call {end}')}"
 
     def _more(self, call: str) -> str:
-        """Further calls, where there may be several."""
+        """Further calls, if several are allowed."""
         return f"({call}){{0,{MAX_CALLS - 1}}}" if self.parallel else ""
 
     def _call(self, tool: Tool, index: int) -> str:
@@ -128,5 +128,5 @@ class Toolbox:
 
 
 def _text(text: str) -> str:
-    """A literal, or nothing."""
+    """A literal, or nothing for empty text."""
     return literal(text) if text else ""

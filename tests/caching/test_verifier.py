@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from bench.semantic_cache import Decider, Prepared, load_pairs
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
+from penstock.bench.semantic_cache import Decider, Prepared, load_pairs
 from penstock.caching.question import parse_question
 from penstock.caching.verifier import Leftover, compare, match_leftover
 

@@ -296,6 +296,6 @@ async def test_clickhouse_that_is_away_is_a_sink_error() -> None:
 
 
 def test_a_url_that_names_no_sink_is_refused_without_its_password() -> None:
-    with pytest.raises(ConfigError, match="no sink") as refused:
+    with pytest.raises(ConfigError, match="not a sink") as refused:
         open_sink("mysql://me:secret@host/db", retention_s=None)
     assert "secret" not in str(refused.value)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.gateway.http.port import check_port
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import LINE_LIMIT, Child, describe_exit
 from penstock.supervisor.health import is_ready, local_url
@@ -88,19 +87,6 @@ def test_a_base_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     link.symlink_to(target)
     with pytest.raises(ConfigError, match="not a folder owned by this user"):
         RuntimeFolder(link)
-
-
-def test_a_port_in_use_is_a_clear_error_and_a_free_one_is_fine() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use .* --port {port + 1}"):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
-
-
-def test_an_address_of_another_machine_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        check_port("192.0.2.1", 8000)
 
 
 @pytest.mark.parametrize(

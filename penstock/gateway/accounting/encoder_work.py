@@ -14,7 +14,7 @@ from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
-from penstock.gateway.app.exchange import ClientGone, Exchange
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.routing.encoders import Encoders
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 
@@ -71,7 +71,7 @@ class EncoderWork:
                 except asyncio.CancelledError:
                     task.cancel()
                     if left:
-                        raise ClientGone from None
+                        raise ClientDisconnected from None
                     raise
             counted.billable = True
             exchange.record.prompt_tokens = tokens

@@ -15,7 +15,7 @@ from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.cors import Cors
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
-from penstock.gateway.app.exchange import ClientGone, Exchange, Receive, Send, StalledReader
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange, Receive, Send, StalledReader
 from penstock.gateway.app.router import Router
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.http.request import Message, Scope
@@ -148,7 +148,7 @@ class App:
                 self._metrics.failed(exchange.route, error.status, error.code or error.type)
                 exchange.record.finish_reason = "error"
                 await exchange.reply_error(error)
-            except ClientGone:
+            except ClientDisconnected:
                 raise
             except Exception:
                 log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
@@ -159,7 +159,7 @@ class App:
         except asyncio.CancelledError:
             exchange.record.finish_reason = "abort"
             raise
-        except ClientGone as gone:
+        except ClientDisconnected as gone:
             gone.__traceback__ = None  # it refers to the generation, which refers to it
             exchange.record.finish_reason = "abort"
             exchange.status = CLIENT_CLOSED

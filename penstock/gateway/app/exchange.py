@@ -43,7 +43,7 @@ def new_id() -> str:
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
 
 
-class ClientGone(PenstockError):
+class ClientDisconnected(PenstockError):
     """The client disconnected or stopped reading, so there is nobody to answer."""
 
 
@@ -121,7 +121,7 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             part = message.get("body", b"")
             size += len(part)
             if size <= limit:
@@ -148,7 +148,7 @@ class Exchange:
     def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:
         """In this context `fail` is called as soon as the client disconnects, whatever the handler is doing."""
         on_disconnect = self.scope[ON_DISCONNECT]
-        on_disconnect(lambda: fail(ClientGone()))
+        on_disconnect(lambda: fail(ClientDisconnected()))
         try:
             yield
         finally:
@@ -189,7 +189,7 @@ class Exchange:
         try:
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
         except ConnectionResetError:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         self.status = status
 
     async def _guarded(self, message: Message) -> None:
@@ -197,7 +197,7 @@ class Exchange:
         try:
             await _within(self.stalled_reader_s, self._send(message))
         except ConnectionResetError:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         except TimeoutError:
             raise StalledReader from None
 
@@ -219,7 +219,7 @@ class Exchange:
         return f"req_{new_id()}"
 
 
-class StalledReader(ClientGone):
+class StalledReader(ClientDisconnected):
     """The client keeps its connection open but has not read anything for too long."""
 
 

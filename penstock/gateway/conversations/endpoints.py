@@ -1,4 +1,4 @@
-"""/v1/conversations: what is kept of a caller's conversations; each belongs to a tenant and a user."""
+"""/v1/conversations: the stored conversations of a caller; each belongs to a tenant and a user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 class ConversationQuery(msgspec.Struct, forbid_unknown_fields=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
-    """Whose conversation, for a key that several users share."""
+    """The user of the conversation, for a key that several users share."""
 
 
 class ConversationsQuery(ConversationQuery):
@@ -90,7 +90,7 @@ def _asked(exchange: Exchange) -> tuple[Owner, str]:
 
 
 def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
-    """A key that belongs to a user sees that user's; one that several share says whose it means, as requests do."""
+    """The user of the key; a key that several users share names the user in the query."""
     caller, user = exchange.caller, asked.user
     if caller.user and user not in (None, caller.user):
         raise PermissionDenied(f"The API key {caller.key} belongs to the user `{caller.user}`.")
@@ -119,4 +119,4 @@ async def _guard(work: Awaitable[T]) -> T:
     try:
         return await work
     except DatabaseError as error:
-        raise ServiceUnavailable("The store of conversations cannot be reached at the moment.") from error
+        raise ServiceUnavailable("The conversation store is unavailable at the moment.") from error

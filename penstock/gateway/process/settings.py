@@ -1,4 +1,4 @@
-"""What the gateway needs to know, derived from the configuration."""
+"""The settings of a gateway process, derived from the configuration."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class ModelSettings:
     adapters: tuple[str, ...] = ()
     """Names of its configured LoRA adapters."""
     time_slice: str = ""
-    """The group of models with which it takes turns."""
+    """The time-slice group: its models take turns on the device."""
     input_price: float = 0.0
-    """Money per million prompt tokens."""
+    """Dollars per million prompt tokens."""
     output_price: float = 0.0
     cost_per_hour: float = 0.0
-    """Dollars that the hardware of one engine costs."""
+    """Dollars per hour that the hardware of one engine costs."""
     tool_format: str = "auto"
     downgrade_to: str = ""
-    """What answers best-effort callers while too many wait."""
+    """The model that answers best-effort callers while this one is saturated."""
     fallback: tuple[str, ...] = ()
     overflow_at: int | None = None
     max_in_flight: int = 4096
-    """Requests running or waiting in its engine; more are refused."""
+    """The most requests running or waiting in its engine; further ones are refused."""
     silence_s: float = 75.0
-    """An engine that says nothing for this long is taken for dead: longer than its own watchdog."""
+    """An engine that is silent for this long is considered dead; longer than its own watchdog."""
     handover: HandoverPolicy = HandoverPolicy()  # noqa: RUF009
 
     @classmethod
@@ -99,41 +99,41 @@ class GatewaySettings:
     models: tuple[ModelSettings, ...]
     encoders: tuple[EncoderConfig, ...] = ()
     worker: Worker | None = None
-    """None: this process has the port for itself."""
+    """None: this is the only process on the port."""
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
-    """How long headers, then the body, may take to arrive."""
+    """How long the headers, and then the body, may take to arrive."""
     cors_origins: tuple[str, ...] = ()
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
-    """Where /v1/admin is answered; None: where everything is."""
+    """The port of /v1/admin; None: the same port as everything else."""
     drain_s: float = 30.0
     keep_alive_s: float = 10.0
-    """A stream with nothing to say sends a comment this often."""
+    """A silent stream sends a comment at this interval."""
     hold_status_s: float = 15.0
     """How long the status line waits for the first token."""
     engine_wait_s: float = 10.0
     """How long a request waits for an engine that is not up."""
     time_slice_s: float = 10.0
-    """How long a model that takes turns stays awake at least."""
+    """How long a model of a time-slice group stays awake at least."""
     stalled_reader_s: float = 60.0
-    """A client that takes nothing from its socket for this long is gone."""
+    """A client that reads nothing for this long is considered disconnected."""
     default_max_tokens: int | None = None
     max_tokens: int | None = None
     time_limit_s: float | None = 30.0
     max_choices: int = 16
     store_url: str | None = None
-    """Where tenants and keys are; None: nowhere, and everybody is let in."""
+    """The database of tenants and keys; None: there is none, and no key is needed."""
     durable_charges: bool = False
-    """Every charge waits for the disk."""
+    """Every charge is synced to disk before it counts as written."""
     keep_responses_s: float = 30 * 86400.0
     responses_per_tenant: int = 10_000
     gateway_timeout_s: float = 20.0
+    """A gateway without a sign of life for this long is considered dead."""
     ledger_wait_s: float = 5.0
-    """A gateway that shows no sign of life for this long has died."""
     default_tier: str = ""
     key_fresh_s: float = 5.0
     key_grace_s: float = 3600.0
@@ -177,7 +177,7 @@ class GatewaySettings:
         )
 
     def price_book(self) -> PriceBook:
-        """The configured prices; a model's own are what is left when no entry is for it."""
+        """The configured prices; a model's own price applies where no entry matches."""
         own = [model.price for model in self.models]
         own += [
             PriceEntry(Price.per_million(remote.input_price, remote.output_price), model=remote.name)
@@ -197,7 +197,7 @@ class GatewaySettings:
         return PriceBook([*listed, *own], batch_tiers=last)
 
     def how_resilient(self) -> Resilience:
-        """What a model's replicas do when one of them fails."""
+        """How a model's replicas handle failures."""
         config = self.resilience
         return Resilience(
             attempts=config.attempts,

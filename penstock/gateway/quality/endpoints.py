@@ -1,4 +1,4 @@
-"""POST /v1/feedback: what a user thinks of an answer; GET /v1/admin/feedback: what all of them think."""
+"""POST /v1/feedback: rate an answer; GET /v1/admin/feedback: the ratings of all users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailabl
 from penstock.storage import DatabaseError
 
 COMMENT = 4000
-"""Characters of a comment."""
+"""The most characters of a comment."""
 
 
 class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -79,4 +79,4 @@ class FeedbackEndpoints:
 
 
 def _away() -> ServiceUnavailable:
-    return ServiceUnavailable("The store of feedback cannot be reached at the moment.")
+    return ServiceUnavailable("The feedback store is unavailable at the moment.")

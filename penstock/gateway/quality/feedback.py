@@ -1,7 +1,7 @@
-"""What users think of answers: one vote per answer, kept with the model that gave it and the endpoint it came from.
+"""Users' ratings of answers: one vote per answer, stored with the model and the endpoint that gave it.
 
-An answer's id ends with the id of its charge, so the ledger says whose it is: a tenant can vote on its own answers and
-on nobody else's, and nothing has to be remembered for answers that nobody votes on.
+An answer's id ends with the id of its charge, so the ledger tells which tenant it belongs to: a tenant can vote on its
+own answers only, and nothing is stored for answers without a vote.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VERSIONS = (
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """A vote as it is stored."""
+    """A stored vote."""
 
     response_id: str
     tenant: str
@@ -54,7 +54,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Which votes; None is any."""
+    """A filter of votes; None matches any."""
 
     since: float | None = None
     tenant: str | None = None
@@ -75,7 +75,7 @@ class Feedback:
         await self._database.migrate("feedback", _VERSIONS)
 
     async def vote(self, tenant: str, user: str, response_id: str, rating: Rating, comment: str) -> Vote | None:
-        """Store a vote, in place of an earlier one on the same answer; None when this tenant has no such answer."""
+        """Store a vote, replacing an earlier one on the same answer; None when this tenant has no such answer."""
         match = _ID.fullmatch(response_id)
         if match is None:
             return None
@@ -104,7 +104,7 @@ class Feedback:
         return [Vote(*row) for row in rows]
 
     async def totals(self, only: Selection) -> list[dict[str, Any]]:
-        """Votes up and down by model and route, and the share of those up."""
+        """Votes up and down by model and route, and the share of votes up."""
         where, values = _where(only)
         rows = await self._database.fetch(
             "SELECT model, adapter, route, CAST(SUM(CASE WHEN rating = 'up' THEN 1 ELSE 0 END) AS BIGINT), COUNT(*) "

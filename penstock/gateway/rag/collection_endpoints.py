@@ -1,7 +1,7 @@
-"""/v1/collections: a tenant's documents, and searching them.
+"""/v1/collections: the collections of a tenant, and search.
 
-A collection is named by its id or its name, and always looked up among the caller's own: one that belongs to somebody
-else is answered exactly as one that does not exist.
+A collection is addressed by its id or its name, and looked up among the caller's own: a collection of another tenant is
+answered exactly like one that does not exist.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CollectionRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 class PageQuery(Struct, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=PAGE)] = PAGE
     after: Annotated[str, Meta(max_length=128)] = ""
-    """The last id of the page before."""
+    """The last id of the previous page."""
 
 
 _collection_request = msgspec.json.Decoder(CollectionRequest)
@@ -142,7 +142,7 @@ async def guarded(work: Any) -> Any:
 
 
 def storable(text: str) -> str:
-    """What every store can hold."""
+    """The text without what some stores cannot hold: NUL and lone surrogates."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 

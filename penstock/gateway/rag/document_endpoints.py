@@ -1,4 +1,4 @@
-"""/v1/collections/{collection}/documents: sent as JSON, as forms or as they are, and read in the background."""
+"""/v1/collections/{collection}/documents: sent as JSON, a form or a plain file, processed in the background."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ DOCUMENT_FORM: dict[str, Any] = {
 }
 _ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _LINK = re.compile(r"(?:https?://|(?![^/?#]*:))[^\x00-\x20\x7f]*|", re.I)
-"""Citations carry it, and clients make it something to click on: no scheme that runs what it names."""
+"""Clients turn the URLs of citations into links, so schemes that execute code (`javascript:`) are refused."""
 
 
 class DocumentRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A document as JSON; files are sent as they are, under their own content type."""
+    """A document as JSON; files are sent with their own content type instead."""
 
     name: DocumentName
     text: str
@@ -51,7 +51,7 @@ class DocumentRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class FileQuery(Struct, forbid_unknown_fields=True):
-    """What a file that is sent as it is says about itself."""
+    """Describes a file that is sent as the request body."""
 
     name: DocumentName = "document"
     url: Link = ""
@@ -59,7 +59,7 @@ class FileQuery(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A document as it arrived."""
+    """A document as it was received."""
 
     body: bytes
     name: str
@@ -144,12 +144,12 @@ class DocumentEndpoints:
         await exchange.reply_json({**_document(document), "unchanged": not queued})
 
     async def _sent(self, exchange: Exchange) -> _Sent:
-        """A document in whichever of the three forms it came: JSON, a form with a file, or the file itself."""
+        """Read a document that was sent as JSON, as a form with a file, or as the file itself."""
         said = (exchange.header(b"content-type") or b"").decode("latin-1")
         kind, limit = said.partition(";")[0].strip().lower(), self._knowledge.config.document_limit
         body = await exchange.body(limit + (FORM_ROOM if kind == FORM else 0))
         if kind in ("application/json", FORM):
-            decode_query(NoQuery, exchange.scope)  # such a document says everything in its body
+            decode_query(NoQuery, exchange.scope)  # these formats have no query parameters
         if kind == "application/json":
             request = decode(_document_request, body)
             media_type = request.media_type if request.media_type in MEDIA_TYPES else None

@@ -1,7 +1,7 @@
-"""The library of this gateway: opened with the first request that needs it, embedding with the gateway's own encoders.
+"""The collections of this gateway: opened by the first request that needs them, embedded with the gateway's encoders.
 
-A gateway whose library holds nothing pays nothing for it. One that finds documents still waiting to be read, from
-before a restart or from another gateway, opens at start.
+A gateway without collections pays nothing for them. If collections exist at the start, they are opened at once, so that
+documents that were queued before a restart or by another gateway are processed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 OFF = "off"
 SQLITE = "sqlite:///"
 BULK = 1
-"""Priority of documents at the encoder: behind everybody who waits for an answer."""
+"""Priority of documents at the encoder: below requests that wait for an answer."""
 
 
 class KnowledgeLibrary:
-    """Opens the library once, for whoever comes first."""
+    """Opens the library once, on first use."""
 
     def __init__(
         self, config: KnowledgeConfig, store_url: str | None, encoders: Encoders, metrics: KnowledgeMetrics
@@ -52,7 +52,7 @@ class KnowledgeLibrary:
         self._shared: Database | None = None
 
     async def start(self, store: Database | None) -> None:
-        """Take up what waits, if there is a library. `store`: the gateway's, where collections may be as well."""
+        """Open an existing library and process queued documents. `store`: the gateway's database, which may hold it."""
         if self._url is None or self._encoder() is None:
             return
         try:
@@ -64,8 +64,8 @@ class KnowledgeLibrary:
             if exists:
                 await self._open(self._url)
         except (DatabaseError, KnowledgeError) as error:
-            # Whoever asks for a collection is told; everybody else has nothing to do with it.
-            log.warning("collections are away: %s", error)
+            # Requests for collections report the error; other requests do not depend on it.
+            log.warning("collections are unavailable: %s", error)
 
     async def close(self) -> None:
         if self._library is not None:
@@ -105,7 +105,7 @@ class KnowledgeLibrary:
         )
 
     def encoder(self) -> Encoder:
-        """What questions are embedded with."""
+        """The encoder of questions and documents."""
         found = self._encoder()
         if found is None:
             raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
@@ -116,7 +116,7 @@ class KnowledgeLibrary:
 
 
 class EncoderEmbedder:
-    """An encoder as `penstock.knowledge.embedder.Embedder` has it."""
+    """Adapts an encoder to `penstock.knowledge.embedder.Embedder`."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -138,14 +138,14 @@ class EncoderEmbedder:
 
 
 class CrossEncoder(Reranker):
-    """An encoder that reads the question and a passage together."""
+    """A reranker that reads the question and a passage together."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
     async def ready(self, question: Question) -> Scorer:
         encoder = self._encoder
-        await encoder.open()  # the first to ask has it started, while the candidates are searched for
+        await encoder.open()  # started on first use, while candidates are searched
 
         async def score(store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
             return (await encoder.rerank(question.text, [one.stored.chunk.embedded for one in candidates])).values
@@ -154,7 +154,7 @@ class CrossEncoder(Reranker):
 
 
 def library_url(config: KnowledgeConfig, store_url: str | None) -> str | None:
-    """Where collections are: where the configuration says, else with everything else that is kept; None: nowhere."""
+    """Where collections are stored: as configured, by default beside the gateway's store; None: nowhere."""
     if config.url == OFF or (not config.url and store_url is None):
         return None
     if config.url:

@@ -1,4 +1,4 @@
-"""/v1/tools: what a caller's requests may name in `server_tools`. /v1/admin/tools: register and remove tool servers."""
+"""/v1/tools: the tools that requests may name in `server_tools`. /v1/admin/tools: register and remove tool servers."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ async def _guard(work: Awaitable[T]) -> T:
         message = str(error)
         raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
     except DatabaseError as error:
-        raise ServiceUnavailable("The store of tools cannot be reached at the moment.") from error
+        raise ServiceUnavailable("The tool store is unavailable at the moment.") from error

@@ -1,7 +1,7 @@
-"""Functions that the server runs itself for the model: HTTP tools and MCP servers, registered per tenant.
+"""Server-side tools: HTTP tools and MCP servers, registered per tenant, which the gateway runs for the model.
 
-Invariant: whatever a tool does (answer late, with too much, from a private address, not at all), a call ends in time
-with an `Outcome` that the model can read; only a request that names a tool which does not exist is an error.
+Invariant: whatever a tool does (answers late, too much, from a private address, or not at all), a call ends in time
+with an `Outcome` that the model can read; only a request for a tool that does not exist is an error.
 """
 
 from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer

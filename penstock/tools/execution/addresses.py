@@ -1,7 +1,7 @@
-"""Where tools may connect to: public addresses, and the private networks that the configuration names.
+"""SSRF protection: tools may connect to public addresses and to the private networks in the configuration.
 
-A host name is resolved here, its address checked, and the connection made to exactly that address: a name that resolves
-differently a moment later leads nowhere else. TLS still verifies the name.
+A host name is resolved here, its address checked, and the connection made to exactly that address, so a name that
+resolves differently a moment later has no effect. TLS still verifies the name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 R = TypeVar("R")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PUBLIC_6 = ipaddress.ip_network("2000::/3")
-"""All that is given out of IPv6. What lies outside is local, obsolete (site-local, IPv4-compatible) or not in use."""
+"""The allocated part of IPv6. The rest is local, obsolete (site-local, IPv4-compatible) or unused."""
 
 
 class Addresses:
     """Decides which addresses may be connected to."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """`networks`: private ones that are allowed all the same, as `10.1.0.0/16`."""
+        """`networks`: private networks that are allowed, such as `10.1.0.0/16`."""
         try:
             self._allowed = [ipaddress.ip_network(network) for network in networks]
         except ValueError as error:
@@ -54,10 +54,10 @@ class Addresses:
             address = ipaddress.ip_address(str(where[0]).partition("%")[0])
             if self.allows(address):
                 return str(address)
-        raise ToolError(f"the host {host} is at a private address, which tools may not reach")
+        raise ToolError(f"the host {host} has a private address, which tools may not reach")
 
     async def pin(self, request: Any) -> None:
-        """Make an HTTP request go to an address that was checked, under the name it was meant for."""
+        """Directs an HTTP request to a checked address and keeps the host name."""
         url = request.url
         port = url.port or (443 if url.scheme == "https" else 80)
         address = await self.resolve(url.host, port)
@@ -66,14 +66,14 @@ class Addresses:
 
 
 def trusted() -> ssl.SSLContext:
-    """The certificate authorities of this machine ($SSL_CERT_FILE among them) and those that httpx brings along."""
+    """The certificate authorities of this machine (including $SSL_CERT_FILE) and those shipped with httpx."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
-    """HTTP to checked addresses. One per tool server: connections are reused by address, and so must not be shared
+    """HTTP to checked addresses. One per tool server: connections are reused by address, so they must not be shared
     between names."""
 
     def __init__(self, addresses: Addresses) -> None:
@@ -89,7 +89,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
 
 def _embedded(address: Address) -> Address | None:
-    """The IPv4 address that an IPv6 one stands for."""
+    """The IPv4 address embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in _NAT64:

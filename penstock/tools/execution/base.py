@@ -1,4 +1,4 @@
-"""What a tool server is: functions with schemas, and a way to call them."""
+"""The interface of tool servers: functions with schemas, and a way to call them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.errors import PenstockError
 
 
 class ToolError(PenstockError):
-    """A tool server cannot be used as it was described, or cannot be reached."""
+    """A tool server is described wrongly, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Something a server can do for the model."""
+    """A function of a tool server."""
 
     name: str
     description: str = ""
@@ -25,30 +25,30 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to, in words for the model."""
+    """The result of a call, as text for the model."""
 
     text: str
     ok: bool = True
 
 
 class ToolServer(ABC):
-    """A place where functions run."""
+    """Runs functions."""
 
     @abstractmethod
     async def functions(self) -> tuple[Function, ...]:
-        """What it offers now; `ToolError` when that cannot be found out."""
+        """Its current functions; `ToolError` when they cannot be listed."""
 
     @abstractmethod
     async def call(self, function: str, arguments: dict[str, Any]) -> Outcome:
-        """Run a function. What goes wrong is an outcome; only a server that is away may raise `ToolError`."""
+        """Runs a function. Failures are outcomes; only an unreachable server raises `ToolError`."""
 
     async def close(self) -> None:
-        """Let go of connections and processes; nothing by default."""
+        """Closes connections and processes; does nothing by default."""
         return
 
 
 def clipped(text: str, most_bytes: int) -> str:
-    """At most so many bytes of a text, with a word about what is missing."""
+    """The text truncated to `most_bytes`, with a note about the missing part."""
     data = text.encode("utf-8", "replace")
     if len(data) <= most_bytes:
         return text

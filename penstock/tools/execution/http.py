@@ -1,5 +1,5 @@
-"""Functions of an HTTP API, described by OpenAPI. Redirects are not followed: they could lead anywhere, with the
-server's credentials; what comes back is bounded, and read as it is sent (no compression, which hides its size)."""
+"""Functions of an HTTP API described by OpenAPI. Redirects are not followed, because they could send the server's
+credentials anywhere; replies are bounded and not compressed, because compression hides their size."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class HttpTools(ToolServer):
         timeout_s: float,
         most_bytes: int,
     ) -> None:
-        """`url`: where the API is; the document's first server when empty."""
+        """`url`: base URL of the API; empty: the document's first server."""
         base = url or base_url(document)
         if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
-            raise ToolError(f"{base!r} is no address of an HTTP API; give `url`, or `servers` in the document")
+            raise ToolError(f"{base!r} is not the URL of an HTTP API; give `url`, or `servers` in the document")
         self._operations: dict[str, Operation] = {found.function.name: found for found in operations(document)}
         self._most_bytes = most_bytes
         self._timeout_s = timeout_s
@@ -51,7 +51,7 @@ class HttpTools(ToolServer):
         operation = self._operations[function]
         try:
             path, query, headers, body = operation.request(arguments)
-            async with asyncio.timeout(self._timeout_s):  # all of it; the client's own limit is per read
+            async with asyncio.timeout(self._timeout_s):  # for the whole call; the client's limit is per read
                 return await self._ask(operation.method, path, query, {**outgoing_headers(), **headers}, body)
         except ToolError as error:
             return Outcome(f"Error: {error}.", ok=False)

@@ -1,7 +1,7 @@
-"""Functions of an MCP server: a process that we start and talk to over its standard streams, or one at a URL.
+"""Functions of an MCP server: a child process over stdio, or a server at a URL.
 
-One task owns the connection, which opens when it is first needed and stays. When it breaks, whoever waits is told, and
-the next call opens a new one, at most once in `RETRY_S`.
+One task owns the connection, which is opened on first use and kept. When it fails, pending calls fail, and the next
+call opens a new one, at most once in `RETRY_S`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServ
 log = logging.getLogger(__name__)
 
 START_S = 30.0
-"""How long a server may take to start and say what it offers."""
+"""Time limit for starting a server and listing its functions."""
 FRESH_S = 60.0
-"""How long its list of functions is believed."""
+"""How long its list of functions is cached."""
 RETRY_S = 2.0
 _PAGES = 16
 _FRAMING = 16
-"""Times as many bytes may come over HTTP as a result may have: JSON escapes, events and other messages take room."""
+"""Maximum HTTP bytes per byte of a result: JSON escapes, events and other messages add overhead."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -54,7 +54,7 @@ class McpTools(ToolServer):
                 async with asyncio.timeout(START_S):
                     self._listed = await _list(client)
             except Exception as error:
-                raise ToolError(f"the MCP server {self._name} does not say what it offers: {_why(error)}") from error
+                raise ToolError(f"the MCP server {self._name} does not list its functions: {_why(error)}") from error
             self._listed_at = time.monotonic()
         return self._listed
 
@@ -74,7 +74,7 @@ class McpTools(ToolServer):
             return Outcome(clipped(f"Error: {error}", self._most_bytes), ok=False)
         except Exception as error:
             self._drop()
-            raise ToolError(f"the MCP server {self._name} broke off: {_why(error)}") from error
+            raise ToolError(f"the MCP server {self._name} closed the connection: {_why(error)}") from error
         return Outcome(clipped(_text(result), self._most_bytes), ok=not result.is_error)
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class McpTools(ToolServer):
     async def _open(self) -> Any:
         if self._task is None or self._task.done():
             if time.monotonic() - self._opened_at < RETRY_S:
-                raise ToolError(f"the MCP server {self._name} is not up")
+                raise ToolError(f"the MCP server {self._name} is not available")
             self._opened_at = time.monotonic()
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._own(self._client), name=f"MCP server {self._name}")
@@ -99,7 +99,7 @@ class McpTools(ToolServer):
             raise ToolError(f"the MCP server {self._name} did not start within {START_S:g} s") from None
 
     async def _own(self, ready: asyncio.Future[Any]) -> None:
-        """Hold the connection; it must be closed by the task that opened it."""
+        """Holds the connection; it must be closed by the task that opened it."""
         try:
             await asyncio.to_thread(importlib.import_module, "mcp")
             async with self._connect() as client:
@@ -110,12 +110,12 @@ class McpTools(ToolServer):
                 ready.set_exception(ToolError(f"the MCP server {self._name} was stopped"))
             raise
         except Exception as error:
-            log.warning("the MCP server %s cannot be used: %s", self._name, _why(error))
+            log.warning("MCP server cannot be used", extra={"server": self._name, "why": _why(error)})
             if not ready.done():
                 ready.set_exception(ToolError(f"the MCP server {self._name} cannot be used: {_why(error)}"))
         finally:
             if ready.done() and not ready.cancelled():
-                ready.exception()  # somebody may have stopped waiting for it
+                ready.exception()  # the waiting call may have been cancelled
 
     def _drop(self) -> None:
         if self._task is not None:
@@ -124,7 +124,7 @@ class McpTools(ToolServer):
 
 
 def stdio(command: Sequence[str], env: Mapping[str, str]) -> Connect:
-    """A server that is a process of ours; it sees a minimal environment and `env`."""
+    """A server in a child process, with a minimal environment and `env`."""
     _check_library()
 
     def connect() -> AbstractAsyncContextManager[Any]:
@@ -138,8 +138,8 @@ def stdio(command: Sequence[str], env: Mapping[str, str]) -> Connect:
 def streamable_http(
     url: str, headers: Mapping[str, str], addresses: Addresses, *, timeout_s: float, most_bytes: int
 ) -> Connect:
-    """A server at a URL, at an address that was checked. What it answers to a request is bounded and not compressed,
-    which would hide its size."""
+    """A server at a URL with a checked address. Replies are bounded and not compressed, because compression hides
+    their size."""
     _check_library()
 
     @asynccontextmanager
@@ -174,7 +174,7 @@ def streamable_http(
                 response = await self._inner.handle_async_request(request)
                 if response.headers.get("content-encoding", "identity") != "identity":
                     await response.aclose()
-                    raise httpx2.DecodingError("the server sent a compressed answer, which was not asked for")
+                    raise httpx2.DecodingError("the server sent a compressed reply, which was not requested")
                 if request.method == "POST":
                     response.stream = Bounded(response.stream)
                 return response
@@ -191,7 +191,7 @@ def streamable_http(
 
 
 def _check_library() -> None:
-    """It is looked for, not imported: that takes a second, and is done in a thread when a server is first used."""
+    """Checks that the library is installed without importing it: the import takes a second and is done in a thread."""
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("MCP servers need a library: pip install 'penstock[mcp]'")
 
@@ -209,7 +209,7 @@ async def _list(client: Any) -> tuple[Function, ...]:
 
 
 def _text(result: Any) -> str:
-    """What a result says; pictures and sounds only that they are there."""
+    """The text of a result; images and audio are only mentioned."""
     parts = [
         block.text if block.type == "text" else f"[{block.type}, which this model cannot read]"
         for block in result.content
@@ -220,7 +220,7 @@ def _text(result: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """The first real reason inside groups of errors."""
+    """The first underlying error of an exception group, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

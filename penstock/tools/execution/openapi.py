@@ -1,5 +1,5 @@
-"""An OpenAPI document, or a part of one, as functions: what the model sees of each operation, and how arguments become
-a request. Parameters and the properties of a JSON body are arguments side by side; a body that is no object, or whose
+"""Turns an OpenAPI document into functions: the schema that the model sees, and how arguments become
+a request. Parameters and properties of a JSON body become arguments on one level; a body that is no object, or whose
 properties clash with parameters, is the argument `body`.
 """
 
@@ -18,21 +18,21 @@ _NAME = re.compile("[^a-zA-Z0-9-]+")
 _PLACES = ("path", "query", "header")
 _DEPTH = 32
 _MOST_VALUES = 50_000
-"""Values of all schemas, with references replaced: what is written in a few lines must not fill the memory."""
+"""Maximum of values in all schemas after resolving references: a few lines must not be able to fill the memory."""
 MOST_OPERATIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing that can be asked of an HTTP API."""
+    """One operation of an HTTP API."""
 
     function: Function
     method: str
     path: str
     places: Mapping[str, str]
-    """Where each argument goes: path, query, header, or `body` for a property of it."""
+    """The place of each argument: path, query, header, or `body` for a property of the body."""
     whole_body: bool = False
-    """The argument `body` is the body itself."""
+    """Whether the argument `body` is the whole body."""
 
     def request(self, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, str], Any]:
         """Path, query, headers and JSON body for a call; `ToolError` says what is wrong with the arguments."""
@@ -43,7 +43,7 @@ class Operation:
         for name, value in arguments.items():
             place = self.places.get(name)
             if place is None:
-                raise ToolError(f"there is no argument `{name[:64]}`; there are {', '.join(self.places) or 'none'}")
+                raise ToolError(f"unknown argument `{name[:64]}`; known: {', '.join(self.places) or 'none'}")
             if place == "path":
                 path = path.replace("{" + name + "}", _segment(name, value))
             elif place == "query":
@@ -121,7 +121,7 @@ def _add_body(
     required: list[str],
     places: dict[str, str],
 ) -> bool:
-    """Add the arguments of the body; True when it is one argument as a whole."""
+    """Adds the arguments of the body; returns whether the body is a single argument."""
     body = spec.get("requestBody")
     if body is None:
         return False
@@ -133,7 +133,7 @@ def _add_body(
     inner = schema.get("properties")
     if schema.get("type", "object") != "object" or not inner or inner.keys() & places.keys():
         if "body" in places:
-            raise ToolError("a parameter is called `body`, and so is the body")
+            raise ToolError("a parameter is called `body`, which is also the name of the body")
         properties["body"], places["body"] = schema, "body"
         if body.get("required"):
             required.append("body")
@@ -145,7 +145,7 @@ def _add_body(
 
 
 class _Document:
-    """A document whose references are replaced by what they refer to; one that leads back to itself is anything."""
+    """Resolves the references of a document; a recursive reference accepts any value."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -154,7 +154,7 @@ class _Document:
     def resolved(self, value: Any, inside: tuple[str, ...] = ()) -> Any:
         self._left -= 1
         if self._left < 0 or len(inside) > _DEPTH:
-            raise ToolError("the references of the document make it too large")
+            raise ToolError("the document is too large after resolving its references")
         if isinstance(value, list):
             return [self.resolved(item, inside) for item in value]
         if not isinstance(value, Mapping):
@@ -166,12 +166,12 @@ class _Document:
 
     def _found(self, reference: str) -> Any:
         if not reference.startswith("#/"):
-            raise ToolError(f"the reference {reference!r} leads out of the document")
+            raise ToolError(f"the reference {reference!r} points outside the document")
         found: Any = self._root
         for part in reference[2:].split("/"):
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, Mapping) or part not in found:
-                raise ToolError(f"the reference {reference!r} leads nowhere")
+                raise ToolError(f"the reference {reference!r} cannot be resolved")
             found = found[part]
         return found
 
@@ -184,7 +184,7 @@ def _segment(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it is written in a URL or header."""
+    """The value as text in a URL or header."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Every tool server there is, and which functions of them a request may offer its model.
+"""All tool servers, and the functions that a request may offer its model.
 
-A tenant sees the servers that name it or nobody in particular. Those of the configuration are fixed; those of the store
-are looked at again when they are used and `fresh_s` have passed, so that all gateways soon agree.
+A tenant may use the servers that name it, and those that name nobody. Servers from the configuration are fixed; those
+in the store are read again on use after `fresh_s`, so that all gateways soon agree.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOST_OFFERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A function as a request offers it to its model."""
+    """A function offered to the model in a request."""
 
     name: str
-    """What the model calls it: the function's own name, with the server's before it where two are alike."""
+    """Its name for the model: the function's own, prefixed with the server's name in case of a clash."""
     server: str
     function: Function
     strict: bool
-    """Whether the engine can hold the model to the schema."""
+    """Whether the schema can be enforced by a grammar."""
 
     @property
     def full_name(self) -> str:
@@ -67,7 +67,7 @@ class ToolRegistry:
         networks: Sequence[str] = (),
         fresh_s: float = 5.0,
     ) -> None:
-        """`networks`: private ones that tools may reach."""
+        """`networks`: private networks that tools may reach."""
         self.store = store
         self.addresses = Addresses(networks)
         self._fresh_s = fresh_s
@@ -78,7 +78,7 @@ class ToolRegistry:
         self._servers: dict[str, _Registered] = {}
         for entry in servers:
             if entry.name in self._servers:
-                raise ConfigError(f"tool_servers: two are called {entry.name}")
+                raise ConfigError(f"tool_servers: the name {entry.name} is used twice")
             spec = of_config(entry)
             self._servers[entry.name] = _Registered(spec, server_of(entry, spec, self.addresses), stored=False)
 
@@ -86,31 +86,31 @@ class ToolRegistry:
         await asyncio.gather(*(entry.server.close() for entry in self._servers.values()))
 
     async def specs(self) -> list[tuple[ToolSpec, bool]]:
-        """Every server, and whether it can be removed."""
+        """All servers, each with whether it can be removed."""
         await self._refresh()
         return [(entry.spec, entry.stored) for entry in self._servers.values()]
 
     async def available(self, tenant: str) -> dict[str, tuple[Function, ...]]:
-        """What a tenant may use, by server; one that is away offers nothing."""
+        """The functions that a tenant may use, by server; an unreachable server has none."""
         await self._refresh()
         found = {name: entry for name, entry in self._servers.items() if entry.open_to(tenant)}
         lists = await asyncio.gather(*(_functions(entry) for entry in found.values()), return_exceptions=True)
         for name, given in zip(found, lists, strict=True):
             if isinstance(given, BaseException):
-                log.warning("the tool server %s offers nothing: %s", name, given)
+                log.warning("functions of a tool server cannot be listed", extra={"server": name, "why": str(given)})
         return {
             name: () if isinstance(given, BaseException) else given for name, given in zip(found, lists, strict=True)
         }
 
     async def offers(self, tenant: str, wanted: Sequence[str]) -> dict[str, Offer]:
-        """The functions that a request names, by what the model calls them: `server` or `server.function`, or `*`."""
+        """The functions that a request names (`server`, `server.function` or `*`), by their names for the model."""
         await self._refresh()
         chosen: dict[tuple[str, str], Function] = {}
         for name in wanted:
             for server, function in await self._named(tenant, name):
                 chosen[server, function.name] = function
         if len(chosen) > MOST_OFFERS:
-            raise ToolError(f"{len(chosen)} functions are offered; at most {MOST_OFFERS} can be")
+            raise ToolError(f"{len(chosen)} functions are offered; the maximum is {MOST_OFFERS}")
         names = [function for _, function in chosen]
         offers: dict[str, Offer] = {}
         for (server, called), function in chosen.items():
@@ -126,12 +126,12 @@ class ToolRegistry:
             return await entry.server.call(offer.function.name, arguments)
         except ToolError as error:
             return Outcome(f"Error: {error}.", ok=False)
-        except Exception:  # one tool's surprise is not the end of a request
-            log.exception("the tool %s failed", offer.full_name)
+        except Exception:  # an unexpected failure of one tool must not end the request
+            log.exception("tool call failed", extra={"tool": offer.full_name})
             return Outcome("Error: the tool failed.", ok=False)
 
     async def register(self, spec: ToolSpec) -> tuple[Function, ...]:
-        """Keep a server for good; what it offers. `ToolError` when it cannot be used, and nothing is kept."""
+        """Stores a server and returns its functions. `ToolError`, without storing it, when it cannot be used."""
         known = self._servers.get(spec.name)
         if known is not None and not known.stored:
             raise ToolError(f"the configuration has a tool server `{spec.name}`")
@@ -177,7 +177,7 @@ class ToolRegistry:
             try:
                 grammars.check(grammars.json_schema(function.parameters or {}))
             except GrammarError as error:
-                log.info("the schema of the tool %s is not enforced: %s", function.name, error)
+                log.info("schema of a tool cannot be enforced", extra={"tool": function.name, "why": str(error)})
                 return False
             return True
 
@@ -196,7 +196,7 @@ class ToolRegistry:
             try:
                 specs = {spec.name: spec for spec in await self.store.all()}
             except DatabaseError as error:
-                log.warning("tool servers cannot be read from the store: %s", error)
+                log.warning("tool servers cannot be read from the store", extra={"why": str(error)})
                 return
             self._read_at = time.monotonic()
             gone = [name for name, entry in self._servers.items() if entry.stored and specs.get(name) != entry.spec]
@@ -207,7 +207,7 @@ class ToolRegistry:
                     try:
                         self._servers[name] = _Registered(spec, spec.server(self.addresses), stored=True)
                     except (ToolError, ConfigError) as error:
-                        log.warning("the tool server %s cannot be used: %s", name, error)
+                        log.warning("tool server cannot be used", extra={"server": name, "why": str(error)})
 
 
 async def _functions(entry: _Registered) -> tuple[Function, ...]:

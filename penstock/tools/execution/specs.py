@@ -1,4 +1,4 @@
-"""What is known of a tool server before it is used: from the configuration, or stored through the admin API."""
+"""Descriptions of tool servers, from the configuration or stored through the admin API."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ NAME = "[a-zA-Z0-9_-]{1,64}"
 
 
 class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """POST /v1/admin/tools, and what the store has of it."""
+    """The body of POST /v1/admin/tools, as it is stored."""
 
     name: Annotated[str, Meta(pattern=f"^{NAME}$")]
     tenants: Annotated[list[str], Meta(max_length=1024)] = []
-    """Who may use it; everybody when empty."""
+    """Tenants that may use it; empty: all."""
     openapi: dict[str, Any] | None = None
-    """An HTTP API: an OpenAPI document, or the part of one that counts."""
+    """An HTTP API: an OpenAPI document, or the relevant part of one."""
     url: Annotated[str, Meta(max_length=2048)] = ""
-    """Where the API is; the document's first server when empty."""
+    """Base URL of the API; empty: the document's first server."""
     mcp_url: Annotated[str, Meta(max_length=2048)] = ""
-    """An MCP server, over HTTP."""
+    """URL of an MCP server over HTTP."""
     headers: Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32)] = {}
-    """Sent with every call, credentials for instance. Shown to nobody."""
+    """Headers sent with every call, such as credentials. Never shown."""
     allow: Annotated[list[str], Meta(max_length=1024)] = []
-    """The functions that may be called; all when empty."""
+    """Functions that may be called; empty: all."""
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 15.0
     max_bytes: Annotated[int, Meta(ge=256, le=2**24)] = 32 * 1024
 
     def described(self) -> dict[str, Any]:
-        """For whoever may see it: without what is secret."""
+        """The description without secrets."""
         kind = "mcp" if self.mcp_url else "http"
         shown = {"name": self.name, "object": "tool_server", "kind": kind, "tenants": list(self.tenants)}
         return {**shown, "url": self.mcp_url or self.url or None, "headers": sorted(self.headers), "allow": self.allow}
 
     def server(self, addresses: Addresses) -> ToolServer:
-        """Raises `ToolError` when it cannot be one."""
+        """The tool server; `ToolError` when the description is invalid."""
         if (self.openapi is None) == (not self.mcp_url):
-            raise ToolError("a tool server is either `openapi` or `mcp_url`")
+            raise ToolError("a tool server needs either `openapi` or `mcp_url`")
         if self.openapi is not None:
             return HttpTools(
                 self.openapi,
@@ -74,12 +74,12 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
 
 
 def of_config(config: ToolServerConfig, environ: Mapping[str, str] = os.environ) -> ToolSpec:
-    """The same from the configuration. Headers may name environment variables, so that files hold no secrets."""
+    """A description from the configuration. Headers may name environment variables, so that files hold no secrets."""
     headers: dict[str, str] = {}
     for line in config.headers:
         name, colon, value = line.partition(":")
         if not colon:
-            raise ConfigError(f"tool_servers: {config.name}: a header is written as `Name: value`")
+            raise ConfigError(f"tool_servers: {config.name}: a header must be written as `Name: value`")
         headers[name.strip()] = _expanded(value.strip(), environ, config.name)
     try:
         return ToolSpec(
@@ -98,9 +98,11 @@ def of_config(config: ToolServerConfig, environ: Mapping[str, str] = os.environ)
 
 
 def server_of(config: ToolServerConfig, spec: ToolSpec, addresses: Addresses) -> ToolServer:
-    """What the configuration describes: unlike the admin API, it may also start a process."""
+    """The tool server of a configuration entry, which, unlike the admin API, may also start a process."""
     if not re.fullmatch(NAME, config.name):
-        raise ConfigError(f"tool_servers: {config.name!r} is no name: letters, digits, `_` and `-`, at most 64")
+        raise ConfigError(
+            f"tool_servers: {config.name!r} is not a valid name: use letters, digits, `_` and `-`, at most 64"
+        )
     if sum(map(bool, (config.openapi, config.mcp_url, config.command))) != 1:
         raise ConfigError(f"tool_servers: {config.name}: give one of openapi, mcp_url, command")
     try:
@@ -133,7 +135,7 @@ def _document(config: ToolServerConfig) -> dict[str, Any]:
 def _expanded(text: str, environ: Mapping[str, str], name: str) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1] not in environ:
-            raise ConfigError(f"tool_servers: {name}: the environment has no {match[1]}")
+            raise ConfigError(f"tool_servers: {name}: the environment variable {match[1]} is not set")
         return environ[match[1]]
 
     return _VARIABLE.sub(value, text)
@@ -143,7 +145,7 @@ _decoder = msgspec.json.Decoder(ToolSpec)
 
 
 class ToolSpecStore:
-    """Tool servers that were registered through the admin API."""
+    """Tool servers registered through the admin API."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

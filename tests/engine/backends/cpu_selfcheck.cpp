@@ -14,8 +14,8 @@ using namespace pk::PK_SET;
 PK_FUNCTION(Context*, pk_create)(int, int);
 PK_FUNCTION(void, pk_destroy)(Context*);
 PK_FUNCTION(const char*, pk_isa)();
-PK_FUNCTION(void, pk_add_rms_norm)(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t, float, int,
-                            int, int);
+PK_FUNCTION(void, pk_add_rms_norm)(Context*, const void*, void*, const void*, const void*, void*, int64_t, int64_t,
+                                   float, int, int, int);
 PK_FUNCTION(void, pk_silu_mul)(Context*, const void*, void*, int64_t, int64_t, int);
 PK_FUNCTION(int, pk_rope_and_cache)(Context*, const RopeArgs*);
 PK_FUNCTION(void, pk_attention)(Context*, const AttentionArgs*);

@@ -1,4 +1,4 @@
-"""FP8 linears: every weight has the value the checkpoint says, in a byte, and a row the same bits in any company."""
+"""FP8 linears: every weight has the value the checkpoint says, in a byte, and results are batch-invariant."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_products_are_those_of_the_stored_weights(handle: Handle, dtype: torch.d
                 assert bool(((got.double() - want).abs() <= step * size).all())
 
 
-def test_a_row_is_the_same_bits_in_any_company(handle: Handle) -> None:
+def test_results_are_batch_invariant(handle: Handle) -> None:
     weight, scale, _ = random_weights(100, 256, 2)
     layer = Float8Linear(handle, weight, scale)
     x = torch.randn(13, 256)

@@ -14,10 +14,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.errors import ConfigError
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.reply_schemas import REPLIES
-from penstock.gateway.http.port import check_port
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events, eventually, until
@@ -258,17 +256,6 @@ async def test_a_client_that_does_not_read_cannot_hold_up_the_end(serving: Servi
         gateway.stop.set()
     assert time.monotonic() - started < 60, "it hangs"
     stuck.close()
-
-
-def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        with pytest.raises(ConfigError, match="in use by another program"):
-            check_port("127.0.0.1", other.getsockname()[1])
-    with pytest.raises(ConfigError, match="not an address of this machine"):
-        check_port("no.such.host.invalid", 80)
 
 
 def test_the_gateway_does_not_import_torch() -> None:

@@ -81,7 +81,7 @@ async def test_a_result_is_bounded(registry: ToolRegistry) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({}, "`city` is missing"), ({"city": ".."}, "may not be"), ({"city": "x", "zip": 1}, "no argument `zip`"),
+    [({}, "`city` is missing"), ({"city": ".."}, "may not be"), ({"city": "x", "zip": 1}, "unknown argument `zip`"),
      ({"city": {"a": 1}}, "an object cannot"), ({"city": "x", "X-Mood": "☀"}, "ASCII"),
      ({"city": "x", "X-Mood": "a\r\nX-Other: b"}, "cannot be reached")],
 )  # fmt: skip
@@ -128,8 +128,8 @@ def test_documents_that_cannot_be_used_are_refused() -> None:
         ({}, "no `paths`"),
         ({"paths": {"/x": {}}}, "0 operations"),
         (document(parameters=[{"name": "a", "in": "cookie"}]), "cookie"),
-        (document(parameters=[{"$ref": "other.yaml#/x"}]), "leads out"),
-        (document(parameters=[{"$ref": "#/nothing"}]), "leads nowhere"),
+        (document(parameters=[{"$ref": "other.yaml#/x"}]), "points outside"),
+        (document(parameters=[{"$ref": "#/nothing"}]), "cannot be resolved"),
         (document(requestBody={"content": {"text/xml": {}}}), "not JSON"),
         ({"paths": {"/x": {"get": {"operationId": "a"}, "put": {"operationId": "a"}}}}, "two operations"),
     ):
@@ -156,7 +156,7 @@ def test_a_configuration_that_cannot_work_is_said_at_the_start(tmp_path: Path) -
         (ToolServerConfig(name="a b", openapi="{}"), "Expected|name"),
         (ToolServerConfig(name="a"), "give one of"),
         (ToolServerConfig(name="a", openapi=str(tmp_path / "missing.yaml")), "missing.yaml"),
-        (ToolServerConfig(name="a", openapi='{"paths": {"/x": {"get": {}}}}'), "no address"),
+        (ToolServerConfig(name="a", openapi='{"paths": {"/x": {"get": {}}}}'), "not the URL"),
         (ToolServerConfig(name="a", mcp_url="http://x", headers=("nonsense",)), "Name: value"),
         (ToolServerConfig(name="a", mcp_url="http://x", headers=("K: ${NOT_THERE_AT_ALL}",)), "NOT_THERE"),
     ):

@@ -1,4 +1,4 @@
-"""Dense linears on the native library whose results do not depend on how many rows are computed together.
+"""Batch-invariant dense linears on the native library.
 
 The vendor's matmul chooses its kernel by the number of rows; this one has a single order of summation. Weights are
 float32 whatever the activations are.

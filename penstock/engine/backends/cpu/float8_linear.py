@@ -1,8 +1,8 @@
-"""Linear layers on FP8 (e4m3) weights as checkpoints store them: a byte per weight, widened where it is multiplied.
+"""Linear layers on FP8 (e4m3) weights as checkpoints store them: a byte per weight, widened when it is multiplied.
 
-A scale belongs to an output, or to an output and a group of inputs. Few rows are multiplied in float32 by the native
-kernel, which gives a row the same bits in any company. Many rows go to the vendor's matmul, with the weights of this
-one layer widened for the moment: each is used often enough to pay for that.
+Scales are per output, or per output and group of inputs. Few rows are multiplied in float32 by the native kernel, which
+is batch-invariant. Many rows go to the vendor's matmul, with the weights of this one layer widened temporarily: each is
+used often enough to pay for that.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from penstock.engine.models.weights import Quantizer, Weights
 
 
 class Float8Quantizer:
-    """See `Quantizer`. What is not FP8 goes to `rest`, or stays dense; the head, too, whose rounding would go straight
-    into the logits."""
+    """See `Quantizer`. Weights that are not FP8 go to `rest`, or stay dense; so does the head, whose rounding would go
+    straight into the logits."""
 
     def __init__(self, handle: Handle, rest: Quantizer | None, *, rounding: bool, many: bool) -> None:
-        """`rounding`: round what the checkpoint has in more bits. `many`: see `Float8Linear.take_many`."""
+        """`rounding`: round weights that the checkpoint has in more bits. `many`: see `Float8Linear.take_many`."""
         self._handle = handle
         self._rest = rest
         self._rounding = rounding

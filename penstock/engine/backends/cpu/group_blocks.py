@@ -1,8 +1,8 @@
-"""Integers in groups for the CPU kernels, whatever layout they were published in.
+"""Per-group integer weights of any published layout, converted for the CPU kernels.
 
 The kernels have blocks of 32: int8 with a float16 scale, or 4 bits with a float16 scale and minimum. A larger group
-is several blocks with the same numbers. What does not fit exactly is rounded: a minimum or a scale to float16 (less
-than 1/2000 of itself), and 8-bit weights with a minimum to symmetric int8.
+becomes several blocks with the same scale. Values that do not fit exactly are rounded: a minimum or a scale to float16
+(by less than 1/2000 of itself), and 8-bit weights with a minimum to symmetric int8.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.engine.models.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear
 
 Finish = Callable[[QuantLinear], QuantLinear]
-"""Sets what does not depend on the weights."""
+"""Chooses the forms of a linear."""
 
 
 def linear_of_groups(handle: Handle, parts: list[IntGroups], bias: Tensor | None, finish: Finish) -> Linear | None:
-    """One linear of matrices with the same inputs; None when a group is not made of whole blocks."""
+    """One linear of matrices with the same inputs; None if a group is not a multiple of a block."""
     if any(part.group % BLOCK for part in parts):
         return None
     whole = stack(parts)

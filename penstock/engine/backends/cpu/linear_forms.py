@@ -37,7 +37,7 @@ _INDEX: Final = {form.name: index for index, form in enumerate(FORMS)}
 
 
 class FirstRows:
-    """From how many rows on a linear uses each form; 0 means never. `integer` takes what is left."""
+    """From how many rows on a linear uses each form; 0 means never. `integer` is used where no other form is."""
 
     __slots__ = ("array",)
 

@@ -47,7 +47,7 @@ class Tuner:
         first_rows = linear.first_rows
         if linear.per_channel is not None:
             first_rows.clear()
-            # A single row takes no arithmetic to speak of, and the fewest bytes: what is measured here lies in caches.
+            # A single row is bound by bytes, of which packed weights have fewer; here, in caches, that does not show.
             first_rows["per_channel"] = self._crossover(linear, "per_channel", torch.bfloat16, _FEW[1:])
         elif linear.bits < 16 and self._handle.has_matrix:
             first_rows["bfloat16"] = 0
@@ -89,7 +89,7 @@ def _measure(linear: QuantLinear, form: FormName, dtype: torch.dtype, choices: t
     for rows in choices:
         x = torch.randn(rows, linear.in_features, generator=generator).to(dtype)
         times = []
-        for first_row in (0, 1):  # never, then from the first row on
+        for first_row in (0, 1):  # without the form, then with it
             linear.first_rows[form] = first_row
             times.append(_least_seconds(linear, x))
         if times[1] < times[0]:

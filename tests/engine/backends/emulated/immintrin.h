@@ -5,9 +5,6 @@
 
 #pragma once
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -501,9 +498,3 @@ inline void multiply_byte_tiles(int c, int a, int b) {
 #define _tile_stored(n, base, stride) emulated::store_tile(n, base, stride)
 #define _tile_zero(n) emulated::zero_tile(n)
 #define _tile_dpbf16ps(c, a, b) emulated::multiply_tiles(c, a, b)
-
-// The kernel is asked for the right to use tiles: granted.
-#if !defined(SYS_arch_prctl)
-#define SYS_arch_prctl 0
-#endif
-#define syscall(...) 0L

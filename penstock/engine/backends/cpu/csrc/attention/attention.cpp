@@ -1,8 +1,8 @@
 // Paged attention straight from the cache blocks: one new token per sequence (decode) and many (prefill).
 //
-// A decode task is (sequence, kv head, 256 consecutive keys, or 128 where threads would stand idle); a prefill task is
+// A decode task is (sequence, kv head, 256 consecutive keys, or 128 where threads would be idle); a prefill task is
 // (sequence, kv head, tile of queries). With `fixed` the split depends only on the sequence, never on the batch or on
-// the number of threads, so a sequence gets the same bits in any company.
+// the number of threads: results are batch-invariant.
 
 #include "attention/amx/decode_int8.h"
 #include "attention/decode.h"
@@ -30,7 +30,7 @@ void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 }
 
 #if defined(PK_AMX)
-// Calls f with a null pointer of the class that decodes such a cache on tiles; false where there is none.
+// Calls f with a null pointer to the class that decodes such a cache on tiles; false where there is none.
 template <class F>
 bool on_tiles(const AttentionArgs& a, F&& f) {
 #if defined(PK_BYTE_TILES)
@@ -57,7 +57,7 @@ int part_of(const AttentionArgs& a, int threads) {
 
 }  // namespace
 
-// Whether this CPU multiplies keys and values of an int8 cache as they lie there.
+// Whether keys and values of an int8 cache are multiplied without widening them.
 PK_FUNCTION(int, pk_attention_has_bytes)() {
 #if defined(PK_BYTE_TILES)
     return 1;
@@ -140,7 +140,7 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
 
     dispatch_cache(a.cache_dtype, [&](auto* c) {
         using C = elem<decltype(c)>;
-        // Tasks from `first` on as `some` does several of them; those from `then` on will probably be the thread's next.
+        // Runs the tasks from `first` on with `some`; those from `then` on will probably be the thread's next.
         const auto decode = [&](int first, int then, auto&& some) {
             const int count = std::min(span, n - first);
             some(tasks + first, count, tasks + then, std::clamp(n - then, 0, span),
@@ -151,7 +151,7 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
                     merge_parts(a, tasks[j], partials + merge.first * partial, merge.parts);
             }
         };
-        // Calls f with what does several tasks of a thread, one call after another.
+        // Calls f with the function that runs several tasks of a thread.
         const auto with_decoder = [&](int thread, auto&& f) {
             float* const mine = ctx->scratch[thread].floats(0);
 #if defined(PK_AMX)

@@ -32,7 +32,7 @@ PK_INLINE void reduce4(vf a, vf b, vf c, vf d, float* out) {
 }
 
 // scores[g * kPart + j] = q[g] . k[j] for `count` consecutive keys. A block's keys are a short run, on which the
-// hardware prefetcher barely starts: the next run (`ahead`) and the values of this one are asked for line by line.
+// hardware prefetcher barely starts: the next run (`ahead`) and the values of this one are prefetched line by line.
 template <int G, class C>
 void score_keys(const float* q, int qs, const C* k, const C* ahead, const C* values, int dim, int count,
                 float* scores) {
@@ -158,17 +158,17 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
     load_queries(a, a.query_starts[task.sequence], task.kv_head * group, group, q, width);
 
 #if defined(PK_INT8_SCORES)
-    // Digits take the place of the floats they were made from, row by row: half the bytes.
-    const bool by_digits = std::is_same<C, s8>::value && dim % 16 == 0 && dim <= kWidestHead && group <= kMostDigits;
-    Digits digits[kMostDigits];
-    if (by_digits)
+    // Split queries take the place of the floats they were made from, row by row: half the bytes.
+    const bool in_int8 = std::is_same<C, s8>::value && dim % 16 == 0 && dim <= kWidestHead && group <= kMostSplitHeads;
+    SplitQuery split[kMostSplitHeads];
+    if (in_int8)
         for (int g = 0; g < group; ++g) {
             int8_t made[2 * kWidestHead];
-            digits[g] = split_digits(q + g * width, dim, made);
+            split[g] = split_query(q + g * width, dim, made);
             int8_t* to = reinterpret_cast<int8_t*>(q + g * width);
             std::memcpy(to, made, 2 * dim);
-            digits[g].high = to;
-            digits[g].low = to + dim;
+            split[g].high = to;
+            split[g].low = to + dim;
         }
 #endif
     const int keys = task.end - task.begin;
@@ -189,8 +189,8 @@ void decode_part(const AttentionArgs& a, const Task& task, float* scratch, float
             by_group(group - g, [&](auto n) {
 #if defined(PK_INT8_SCORES)
                 if constexpr (std::is_same<C, s8>::value)
-                    if (by_digits)
-                        return score_int8_keys<decltype(n)::value>(digits + g, k, ahead, v, dim, run,
+                    if (in_int8)
+                        return score_int8_keys<decltype(n)::value>(split + g, k, ahead, v, dim, run,
                                                                    scores + g * kPart + at);
 #endif
                 score_keys<decltype(n)::value>(q + g * width, width, k, ahead, v, dim, run, scores + g * kPart + at);

@@ -1,5 +1,5 @@
-// What a library handle owns: the pool, one lock (one call at a time per handle), and scratch memory that
-// only ever grows, so that a step in steady state allocates nothing.
+// What a handle owns: the pool, one lock (one call at a time per handle), and scratch memory that only ever grows, so
+// that a step in steady state allocates nothing.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Handles, and what this build was compiled for.
+// Handles, and the name of the instruction set.
 
 #include "common/context.h"
 #include "common/simd.h"

@@ -1,4 +1,4 @@
-// Hashes behind random draws; `reference/noise.py` defines them.
+// Hashes behind sampling; `reference/noise.py` defines them.
 
 #pragma once
 

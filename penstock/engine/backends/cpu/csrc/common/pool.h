@@ -72,8 +72,8 @@ class Pool {
         await_workers();
     }
 
-    // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread). A thread gets the same rows in every
-    // call that has as many, as far as it can: what it wrote in the last one is still in its cache.
+    // Splits [0, rows) into pieces of at least `grain` rows: body(begin, end, thread). As far as possible a thread gets the
+    // same rows in every call with as many rows: what it wrote last time is still in its cache.
     template <class F>
     void rows(int64_t rows, int64_t grain, F&& body) {
         const int64_t pieces = std::min(int64_t(threads()) * 4, rows / std::max<int64_t>(grain, 1));
@@ -89,9 +89,9 @@ class Pool {
     // Where the share of a thread begins in `spread`.
     int64_t share(int64_t rows, int thread) const { return rows * thread / threads(); }
 
-    // Every thread goes through a share of [0, rows) from its front, so that what it asks memory for ahead is what it
-    // comes to; who is done early takes from the backs of others, a `piece` at a time.
-    // body(next, thread): next(&begin, &end) while there is more.
+    // Work stealing: every thread goes through its share of [0, rows) from the front, so that prefetching is of use; a
+    // thread that is done early steals from the back of another share, a `piece` at a time.
+    // body(next, thread): next(&begin, &end) returns false when no rows are left.
     template <class F>
     void spread(int64_t rows, int64_t piece, F&& body) {
         const int shares = int(std::min<int64_t>(threads(), (rows + piece - 1) / piece));
@@ -107,7 +107,7 @@ class Pool {
         });
     }
 
-    // The same, in pieces small enough that nobody waits long for the last one, on a core that others use too.
+    // The same, in pieces small enough that no thread waits long for the last one, even on a shared core.
     template <class F>
     void spread(int64_t rows, F&& body) {
         spread(rows, std::max<int64_t>(1, rows / (int64_t(threads()) * 8)), std::forward<F>(body));
@@ -140,8 +140,7 @@ class Pool {
         for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(body_, i, thread);
     }
 
-    // Watches for a moment, then keeps looking but lets others have the core: on a shared one the thread we wait
-    // for may be behind us in the queue.
+    // Spins for a moment, then goes on but yields the core: on a shared one the thread we wait for may be queued behind us.
     template <class F>
     bool spin_until(F&& happened) const {
         const auto began = Clock::now();

@@ -1,6 +1,6 @@
-// What makes a library function recordable: a second entry that takes its arguments as 64-bit words.
+// Makes a function recordable: a second entry point that takes its arguments as 64-bit words.
 //
-// `PK_RECORDABLE(name)` stands after the definition, so the words are read back with the very types of the function.
+// `PK_RECORDABLE(name)` follows the definition, so that the words are read back with the function's own types.
 
 #pragma once
 

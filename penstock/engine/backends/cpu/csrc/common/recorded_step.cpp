@@ -1,7 +1,7 @@
-// Runs a recorded list of calls: a whole forward pass for the price of one call from Python.
+// Runs a recorded step: the list of calls of a whole forward pass, for the price of one call from Python.
 //
-// Invariant: what differs between two steps is the numbers of tokens and of sequences, and the contents of buffers
-// whose addresses stay; so a tape is patched in a few places and otherwise only read.
+// Invariant: two runs differ in the numbers of tokens and of sequences, and in the contents of buffers whose addresses
+// stay; so a recorded step is patched in a few places and otherwise only read.
 
 #include "common/noise.h"
 #include "common/recorded_call.h"
@@ -9,8 +9,8 @@
 using namespace pk::PK_SET;
 
 // 0: done. Otherwise 256 * (index of the call) + the code with which it stopped.
-PK_FUNCTION(int64_t, pk_run)(Context* ctx, RecordedCall* calls, int64_t length, const CountPatch* patches, int64_t patched,
-                      const int64_t* counts, int timed) {
+PK_FUNCTION(int64_t, pk_run)(Context* ctx, RecordedCall* calls, int64_t length, const CountPatch* patches,
+                             int64_t patched, const int64_t* counts, int timed) {
     for (int64_t i = 0; i < patched; ++i) {
         const int64_t count = counts[patches[i].count];
         std::memcpy(patches[i].at, &count, size_t(patches[i].bytes));  // little-endian: the low bytes come first
@@ -29,12 +29,12 @@ PK_FUNCTION(int64_t, pk_run)(Context* ctx, RecordedCall* calls, int64_t length, 
 }
 
 struct Decode {
-    int64_t token;  // negative: the one its row sampled last
+    int64_t token;  // negative: the last one sampled for its row
     int64_t position, row;
 };
 
-// The inputs of a step in which each of `count` sequences computes one token and samples behind it.
-// The union of their rows' flags; negative when a position lies outside its block table.
+// Fills in the inputs of a step in which each of `count` sequences computes one token and samples the next.
+// Returns the union of their rows' flags; negative when a position lies outside its block table.
 PK_FUNCTION(int, pk_load_decodes)(const DecodeArgs* args, const Decode* decodes, int64_t count) {
     const DecodeArgs& a = *args;
     int flags = 0;
@@ -57,8 +57,9 @@ PK_FUNCTION(int, pk_load_decodes)(const DecodeArgs* args, const Decode* decodes,
     return flags;
 }
 
-// Each row remembers the token sampled for it; of several the last.
-PK_FUNCTION(void, pk_keep)(Context* ctx, const int64_t* tokens, const int32_t* rows, int64_t* last_tokens, int64_t count) {
+// Stores the token sampled for each row; of several the last.
+PK_FUNCTION(void, pk_keep)(Context* ctx, const int64_t* tokens, const int32_t* rows, int64_t* last_tokens,
+                           int64_t count) {
     Guard hold(ctx->busy);
     for (int64_t i = 0; i < count; ++i) last_tokens[rows[i]] = tokens[i];
 }
@@ -66,7 +67,7 @@ PK_RECORDABLE(pk_keep)
 
 // Rows of a table by index. 1: an index outside it; nothing is written then.
 PK_FUNCTION(int, pk_embed)(Context* ctx, const int64_t* ids, const void* table, void* out, int64_t rows, int64_t size,
-                    int64_t row_bytes) {
+                           int64_t row_bytes) {
     Guard hold(ctx->busy);
     for (int64_t r = 0; r < rows; ++r)
         if (uint64_t(ids[r]) >= uint64_t(size)) return 1;

@@ -1,10 +1,10 @@
-// Choosing a token from float32 logits, of a whole row or of one stretch of it after the other.
+// Sampling a token from float32 logits, of a whole row or piece by piece.
 //
-// Gumbel-max draws from softmax(logit / temperature) as argmax(logit / temperature + g), where the noise of
+// Gumbel-max samples from softmax(logit / temperature) as argmax(logit / temperature + g), where the noise of
 // entry i is a function of (row key, i) alone: g = -log(-log(u)), u = (k | 1) / 2^24, k the top 24 bits of
 // splitmix64's output function applied to key + i * 0x9E3779B97F4A7C15. Because -log(u) >= 1 - u, entry i can
 // only win when 1 - u < exp(value_i - best); that test needs no logarithm and rejects nearly every entry.
-// So the stretches of a row may come in any order: the winner is the same.
+// The pieces of a row may come in any order: the winner is the same.
 
 #pragma once
 
@@ -24,37 +24,37 @@ PK_INLINE float uniform(uint64_t key, int64_t i) {
 inline int64_t argmax_row(const float* x, int64_t n) {
     int64_t best = 0;
     float top = -INFINITY;
-    constexpr int64_t kStride = 1024;  // compare whole stretches first; look inside only where one wins
+    constexpr int64_t kStride = 1024;  // compare whole pieces first; look inside only where one wins
     for (int64_t begin = 0; begin < n; begin += kStride) {
         const int64_t end = std::min(n, begin + kStride);
         vf m = splat(-INFINITY);
         int64_t i = begin;
         for (; i + VL <= end; i += VL) m = vmax(m, load(x + i));
-        float stretch = hmax(m);
-        for (; i < end; ++i) stretch = x[i] > stretch ? x[i] : stretch;
-        if (!(stretch > top)) continue;
-        top = stretch;
-        for (i = begin; i < end && x[i] != stretch; ++i) {
+        float most = hmax(m);
+        for (; i < end; ++i) most = x[i] > most ? x[i] : most;
+        if (!(most > top)) continue;
+        top = most;
+        for (i = begin; i < end && x[i] != most; ++i) {
         }
         best = i;
     }
     return best;
 }
 
-// The best entry so far; of equals the first.
-struct Draw {
+// The best entry so far; of equal ones the first.
+struct GumbelMax {
     float top = -INFINITY;
-    int64_t best = 0;
+    int64_t token = 0;
 
     PK_INLINE void offer(float value, int64_t i) {
-        if (value > top || (value == top && i < best)) {
+        if (value > top || (value == top && i < token)) {
             top = value;
-            best = i;
+            token = i;
         }
     }
 
-    // Entries x [n] of the row with this key, the first of which is number `first`. Temperature 0: the largest.
-    void stretch(const float* x, int64_t n, int64_t first, float temperature, uint64_t key) {
+    // Takes in the entries x [n] of the row with this key, of which the first has index `first`. Temperature 0: the largest.
+    void include(const float* x, int64_t n, int64_t first, float temperature, uint64_t key) {
         const int64_t likely = argmax_row(x, n);
         if (!(temperature > 0)) return offer(x[likely], first + likely);
         const float inverse = 1.0f / temperature;
@@ -76,14 +76,14 @@ struct Draw {
     }
 };
 
-// All rows of logits [rows, n].
+// A token for every row of logits [rows, n].
 inline void sample_rows(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys, int64_t* out,
                       int64_t rows, int64_t n) {
     ctx->pool.rows(rows, 1, [&](int64_t begin, int64_t end, int) {
         for (int64_t r = begin; r < end; ++r) {
-            Draw draw;
-            draw.stretch(logits + r * n, n, 0, temperatures[r], keys[r]);
-            out[r] = draw.best;
+            GumbelMax best;
+            best.include(logits + r * n, n, 0, temperatures[r], keys[r]);
+            out[r] = best.token;
         }
     });
 }

@@ -55,7 +55,7 @@ PK_FUNCTION(void, pk_widen)(Context* ctx, const void* x, float* out, int64_t row
 
 // `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`.
 PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
-                        float eps, int dtype, int wide, int weight_dtype) {
+                               float eps, int dtype, int wide, int weight_dtype) {
     Guard hold(ctx->busy);
     const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
     dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
@@ -73,8 +73,9 @@ PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, 
 
 // `residual` is of `dtype`, as x and the result are, or of float32 when `wide`. With `x_weight` (of the same type as
 // `weight`), x is normalized before it is added.
-PK_FUNCTION(void, pk_add_rms_norm)(Context* ctx, const void* x, void* residual, const void* weight, const void* x_weight,
-                            void* out, int64_t rows, int64_t n, float eps, int dtype, int wide, int weight_dtype) {
+PK_FUNCTION(void, pk_add_rms_norm)(Context* ctx, const void* x, void* residual, const void* weight,
+                                   const void* x_weight, void* out, int64_t rows, int64_t n, float eps, int dtype,
+                                   int wide, int weight_dtype) {
     Guard hold(ctx->busy);
     const float* scale = as_floats(ctx->shared, weight, n, weight_dtype);
     const float* x_scale = as_floats(ctx->tasks, x_weight, n, weight_dtype);

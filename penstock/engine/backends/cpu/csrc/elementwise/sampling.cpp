@@ -1,4 +1,4 @@
-// What is done to rows of float32 logits: masks, greedy, log-sum-exp, and draws (draws.h).
+// Operations on rows of float32 logits: masks, argmax, log-sum-exp, and sampling (gumbel.h).
 
 #include <limits>
 
@@ -12,7 +12,7 @@ namespace {
 float logsumexp_row(const float* x, int64_t n) {
     const float max = x[argmax_row(x, n)];
     if (!std::isfinite(max)) return max;
-    double total = 0;  // vocabularies are long: float32 partial sums per stretch, float64 across
+    double total = 0;  // vocabularies are long: float32 partial sums per piece, float64 across
     for (int64_t begin = 0; begin < n; begin += 4096) {
         const int64_t end = std::min(n, begin + 4096);
         vf sum = splat(0);
@@ -43,7 +43,7 @@ void mask_row(float* logits, const uint32_t* bits, int64_t n) {
 }  // namespace
 
 PK_FUNCTION(void, pk_mask_logits)(Context* ctx, float* logits, const int64_t* at, const uint32_t* bits, int64_t count,
-                           int64_t n) {
+                                  int64_t n) {
     Guard hold(ctx->busy);
     const int64_t words = (n + 31) / 32;
     ctx->pool.rows(count, 1, [&](int64_t begin, int64_t end, int) {
@@ -65,8 +65,8 @@ PK_FUNCTION(void, pk_logsumexp)(Context* ctx, const float* logits, float* out, i
     });
 }
 
-PK_FUNCTION(void, pk_gumbel_argmax)(Context* ctx, const float* logits, const float* temperatures, const uint64_t* keys,
-                             int64_t* out, int64_t rows, int64_t n) {
+PK_FUNCTION(void, pk_gumbel_argmax)(Context* ctx, const float* logits, const float* temperatures,
+                                    const uint64_t* keys, int64_t* out, int64_t rows, int64_t n) {
     Guard hold(ctx->busy);
     sample_rows(ctx, logits, temperatures, keys, out, rows, n);
 }

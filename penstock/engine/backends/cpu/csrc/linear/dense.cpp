@@ -1,7 +1,7 @@
-// Dense float32 linears whose every sum runs over the input in one order: y[r][n] is the same bits in any company.
+// Dense float32 linears, batch-invariant: every sum runs over the input in one order.
 //
 // W is cut into tiles of 16 output columns, stored input by input, so a row's sums advance together through the depth:
-// how many rows are computed side by side only decides how often a loaded weight is used.
+// the number of rows computed together only decides how often a loaded weight is used.
 
 #include "common/context.h"
 #include "common/simd.h"

@@ -1,8 +1,8 @@
 // Linears on FP8 (e4m3) weights as a checkpoint stores them: a byte per weight in memory, widened in registers.
 //
 // W is cut into tiles of 16 outputs, stored input by input; a scale belongs to an output and a group of inputs (one group
-// per row, or one per 128). Products and sums are float32, in one order whatever the number of rows: a row's result is
-// the same bits in any company. Decoding is exact, so the only rounding is that of float32 sums.
+// per row, or one per 128). Products and sums are float32, in one order whatever the number of rows: results are
+// batch-invariant. Decoding is exact, so the only rounding is that of float32 sums.
 
 #include "common/context.h"
 #include "common/kv_formats.h"
@@ -140,8 +140,8 @@ PK_FUNCTION(void, pk_float8)(Context* ctx, const Float8Args* args) {
 }
 
 // The weights as [columns, depth], for a library that multiplies many rows faster than this one.
-PK_FUNCTION(void, pk_float8_widen)(Context* ctx, const uint8_t* weights, const float* scales, void* out, int64_t columns,
-                            int64_t depth, int64_t groups, int dtype) {
+PK_FUNCTION(void, pk_float8_widen)(Context* ctx, const uint8_t* weights, const float* scales, void* out,
+                                   int64_t columns, int64_t depth, int64_t groups, int dtype) {
     Guard hold(ctx->busy);
     dispatch(dtype, [&](auto* o) {
         ctx->pool.rows((columns + kTile - 1) / kTile, 1, [&](int64_t begin, int64_t end, int) {

@@ -1,7 +1,7 @@
-// Linears in integers: activations as int8 digits, exact products, sums over blocks in float32.
+// Linears in integers: activations in int8 or int16, exact products, sums over blocks in float32.
 //
-// With two digits, what the first int8 leaves over becomes a second one with a scale 253 times smaller, and a row counts
-// as two: about 16 bits of activation for twice the arithmetic. Small models need that to keep their answers.
+// An int16 activation is split into two int8 parts: the remainder of the first becomes a second one with a scale 253 times
+// smaller, and a row counts as two. Small models need that to keep their answers; int8 is half the arithmetic.
 //
 // One to four rows read the packed weights directly, once: bytes decide. More rows first expand a tile of 4-bit
 // weights to int8 inside the core's cache and then reuse it for every group of rows: arithmetic decides.
@@ -35,8 +35,8 @@ PK_INLINE int32_t total(vi v) {
 #endif
 }
 
-// Rounds v / scale to int8, row `m` of a record; v keeps what is left over.
-PK_INLINE void quantize_digit(vf (&v)[kDepth / VL], float scale, float inverse, Record& r, int m) {
+// Rounds v / scale to int8, row `m` of a record; v keeps the remainder.
+PK_INLINE void quantize_part(vf (&v)[kDepth / VL], float scale, float inverse, Record& r, int m) {
     constexpr int N = kDepth / VL;
     const vf magic = splat(12582912.0f);
     vi q[N], sum[2] = {vi{}, vi{}};
@@ -56,7 +56,7 @@ PK_INLINE void quantize_digit(vf (&v)[kDepth / VL], float scale, float inverse, 
 
 // A block of one row. A value that is not finite makes the block's scale NaN, so that it is seen in the result.
 template <class T>
-PK_INLINE void quantize_block(const T* x, Record& r, int m, int digits) {
+PK_INLINE void quantize_block(const T* x, Record& r, int m, int parts) {
     constexpr int N = kDepth / VL;
     vf v[N];
     vi top = vi{};  // magnitudes order as their bits do, with infinities and NaNs on top
@@ -70,18 +70,18 @@ PK_INLINE void quantize_block(const T* x, Record& r, int m, int digits) {
     const bool finite = bits < 0x7f800000, nonzero = max > 1e-30f;
     const float inverse = nonzero && finite ? 127.0f / max : 0.0f;
     const float scale = !finite ? NAN : nonzero ? max * (1.0f / 127.0f) : 0.0f;
-    quantize_digit(v, scale, inverse, r, m);
-    // What is left is at most half a step, and a little more by rounding: 253 instead of 254 keeps it inside int8.
-    if (digits == 2) quantize_digit(v, scale * (1.0f / 253.0f), finite ? inverse * 253.0f : 0.0f, r, m + 1);
+    quantize_part(v, scale, inverse, r, m);
+    // The remainder is at most half a step, and a little more by rounding: 253 instead of 254 keeps it inside int8.
+    if (parts == 2) quantize_part(v, scale * (1.0f / 253.0f), finite ? inverse * 253.0f : 0.0f, r, m + 1);
 }
 
-// `rows` rows into one group of records, where each takes `digits` of the kRows places.
+// `rows` rows into one group of records, where each takes `parts` of the kRows places.
 template <class T>
-void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks, int digits) {
+void quantize_rows(const T* x, Record* records, int64_t rows, int64_t blocks, int parts) {
     for (int64_t b = 0; b < blocks; ++b) {
-        if (rows * digits < kRows) std::memset((void*)&records[b], 0, sizeof(Record));
+        if (rows * parts < kRows) std::memset((void*)&records[b], 0, sizeof(Record));
         for (int64_t i = 0; i < rows; ++i)
-            quantize_block(x + (i * blocks + b) * kDepth, records[b], int(i) * digits, digits);
+            quantize_block(x + (i * blocks + b) * kDepth, records[b], int(i) * parts, parts);
     }
 }
 
@@ -170,7 +170,7 @@ void linear_tiles(const LinearArgs& a, const Record* records, int64_t blocks, in
             }
         }
         const int64_t bytes = tile_bytes(blocks, a.bits), share = round_up(bytes * group / a.rows, 64);
-        const bool ahead = a.rows > 2 * group && t + 1 < end;  // ask for the next tile in small portions
+        const bool ahead = a.rows > 2 * group && t + 1 < end;  // prefetch the next tile in small portions
         for (int64_t row = 0; row < a.rows; row += group) {
             const Record* r = records + row / group * blocks;
             if (ahead) prefetch(tile.q + bytes + row / group * share, share);

@@ -1,28 +1,25 @@
-// Linear layers on quantized weights: y = x W^T + b with W in blocks of 32 along the input.
+// Linear layers on quantized weights: y = x W^T + b with per-group W, in blocks of 32 along the input.
 //
-// Activations are quantized here, per row and block, to int8 digits (linear_digits.h). On CPUs with matrix tiles, more
-// than a few rows take a second form of the weights, int8 by columns, where memory allows (linear_columns.h); else a few
-// rows take the blocks' integers (linear_blocks.h) and many the widened weights (linear_matrix.h) to the tiles, and dense
-// weights always go there; on those with float16 vectors, more than a few rows take these (linear_half.h). From how many on is
-// measured at load.
+// There are several ways to compute one (forms.def); which one is the fastest depends on the number of rows. From how many
+// rows on each is used is measured at load (tuner.py) and given with every call.
 
 #include "common/recorded_call.h"
 #include "elementwise/gumbel.h"
-#include "linear/amx/per_group.h"
+#include "linear/amx/bfloat16.h"
 #include "linear/amx/per_channel.h"
+#include "linear/amx/per_group.h"
 #include "linear/integer.h"
 #include "linear/neon/float16.h"
-#include "linear/amx/bfloat16.h"
 #include "linear/pack.h"
 
 using namespace pk::PK_SET;
 
-// Bytes of the packed form.
+// Bytes of packed weights.
 PK_FUNCTION(int64_t, pk_linear_bytes)(int64_t columns, int64_t depth, int bits) {
     return round_up(columns, kColumns) / kColumns * tile_bytes(depth / kDepth, bits);
 }
 
-// Whether this CPU has matrix tiles.
+// Whether this instruction set has matrix tiles.
 PK_FUNCTION(int, pk_linear_has_matrix)() {
 #if defined(PK_AMX)
     return 1;
@@ -53,7 +50,7 @@ PK_FUNCTION(int, pk_linear_fits_float16)(const uint8_t* weights, int64_t columns
 
 // Quantizes float32 rows (bits 16: rounds them to bfloat16). 0: done; 1: a weight is not finite or too large for a float16 scale.
 PK_FUNCTION(int, pk_linear_pack_floats)(Context* ctx, const float* w, uint8_t* out, int64_t columns, int64_t depth,
-                                 int bits) {
+                                        int bits) {
     Guard hold(ctx->busy);
     const Packer p{out, depth / kDepth, bits};
     std::memset(out, 0, size_t(PK_OF_SET(pk_linear_bytes)(columns, depth, bits)));
@@ -73,7 +70,7 @@ PK_FUNCTION(int, pk_linear_pack_floats)(Context* ctx, const float* w, uint8_t* o
 // Repacks GGUF blocks without changing a value: 2 = Q4_0, 3 = Q4_1, 8 = Q8_0 (GGUF's own numbers).
 // 0: done; 1: a scale is not finite.
 PK_FUNCTION(int, pk_linear_pack_gguf)(Context* ctx, const uint8_t* raw, uint8_t* out, int64_t columns, int64_t depth,
-                               int kind) {
+                                      int kind) {
     Guard hold(ctx->busy);
     const int bits = kind == 8 ? 8 : 4, stride = kind == 8 ? 34 : kind == 3 ? 20 : 18;
     const Packer p{out, depth / kDepth, bits};
@@ -97,30 +94,30 @@ PK_FUNCTION(int, pk_linear_pack_gguf)(Context* ctx, const uint8_t* raw, uint8_t*
     return bad.load();
 }
 
-// Bytes of the form by columns.
+// Bytes of the per-channel copy.
 PK_FUNCTION(int64_t, pk_linear_per_channel_bytes)(int64_t columns, int64_t depth) {
 #if defined(PK_AMX)
-    return round_up(columns, kColumns) / kColumns * column_tile_bytes(depth);
+    return round_up(columns, kColumns) / kColumns * per_channel_tile_bytes(depth);
 #else
     (void)columns, (void)depth;
     return 0;
 #endif
 }
 
-// The form by columns of packed few-bit weights, stretched depth by depth unless `stretch` is null.
-PK_FUNCTION(void, pk_linear_pack_per_channel)(Context* ctx, const uint8_t* weights, const float* stretch, uint8_t* out, int64_t columns,
-                              int64_t depth, int bits) {
+// The per-channel copy of packed few-bit weights, multiplied by `input_scale` [depth] unless that is null.
+PK_FUNCTION(void, pk_linear_pack_per_channel)(Context* ctx, const uint8_t* weights, const float* input_scale,
+                                              uint8_t* out, int64_t columns, int64_t depth, int bits) {
 #if defined(PK_AMX)
     Guard hold(ctx->busy);
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
     ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
-        vf* turned = reinterpret_cast<vf*>(ctx->scratch[thread].floats(column_steps(depth) * kStep * VL));
+        vf* rotated = reinterpret_cast<vf*>(ctx->scratch[thread].floats(per_channel_steps(depth) * kStep * VL));
         for (int64_t t = begin; t < end; ++t)
-            pack_column_tile(tile_at(weights, blocks, bits, t), bits, blocks, stretch, turned,
-                             out + t * column_tile_bytes(depth));
+            pack_per_channel_tile(tile_at(weights, blocks, bits, t), bits, blocks, input_scale, rotated,
+                             out + t * per_channel_tile_bytes(depth));
     });
 #else
-    (void)ctx, (void)weights, (void)stretch, (void)out, (void)columns, (void)depth, (void)bits;
+    (void)ctx, (void)weights, (void)input_scale, (void)out, (void)columns, (void)depth, (void)bits;
 #endif
 }
 

@@ -1,7 +1,7 @@
-// What the ways of computing a linear share: the arguments of a call and the layout of the packed weights.
+// What the forms of a linear share: the layout of the packed weights, prefetching, writing outputs.
 //
 // W is cut into tiles of 16 output columns. A tile is its quantized blocks (layout in dot.h), then the blocks'
-// float16 scales, then, for the 4-bit form, their float16 minima: w = scale * q + minimum.
+// float16 scales, then, for 4 bits, their float16 minima: w = scale * q + minimum.
 
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // Tokens come in tiles that share a slot, so a row of A or B is read once for up to four tokens at a time. First all
 // products with A, in rows; then all products with B, in columns: two passes of the pool per call. Matrices come from
-// memory, each used for a token or two, in runs too short for the hardware to foresee: they are asked for ahead of use.
+// memory, each used for a token or two, in runs too short for the hardware prefetcher: they are prefetched.
 // An adapter is one buffer whose parts begin at multiples of its rank (adapters/layout.py): A [parts * rank, inputs],
 // B [rank, outputs].
 
@@ -109,7 +109,7 @@ void in_groups(int count, F&& body) {
     if (count - m == 1) body(m, std::integral_constant<int, 1>());
 }
 
-// Whether an adapter of the step touches the site: else the pool need not be woken.
+// Whether an adapter of the step changes this site; if not, the pool need not be woken.
 bool touched(const LoraArgs& a) {
     const LoraStep& step = *a.step;
     for (int32_t tile = 0; tile < step.tiles; ++tile)

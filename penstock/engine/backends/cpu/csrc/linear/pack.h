@@ -1,4 +1,4 @@
-// Packing weights into tiles of blocks (linear.h), or of bfloat16 (amx.h).
+// Packing weights into tiles of blocks (linear.h), or of bfloat16 (amx/weight_tiles.h).
 
 #pragma once
 

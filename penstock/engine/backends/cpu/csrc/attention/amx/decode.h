@@ -1,7 +1,7 @@
-// What decode on AMX tiles shares, whatever the cache holds: tokens by groups of 16, tasks that share tile shapes.
+// What decode on AMX tiles shares for every cache format: tokens in groups of 16, tasks that share tile shapes.
 //
 // A task is a (sequence, kv head, part of the keys). Tasks are done a few at a time, step by step: setting the shape of
-// tiles takes as long as multiplying hundreds of keys. What the thread needs next is on its way meanwhile.
+// tiles takes as long as multiplying hundreds of keys. The data of the thread's next tasks is prefetched meanwhile.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 namespace pk::PK_SET {
 
 constexpr int kTogether = 4;  // tasks, at most
-constexpr int kTogetherKeys = 1024;  // and keys, about: what tasks note on the way stays in the cores' own caches
+constexpr int kTogetherKeys = 1024;  // and keys, about: intermediate results stay in the core's own caches
 constexpr int kGroups = kPart / kTileGroup;
-constexpr int kSharing = 8;  // query heads that share keys, at most: two digits of each are 16 rows
+constexpr int kSharing = 8;  // query heads that share keys, at most: two halves of each are 16 rows
 
 inline bool by_groups(const AttentionArgs& a) {
     return a.dtype == 2 && a.head_dim % 64 == 0 && a.heads / a.kv_heads <= kSharing && a.block_size % kTileGroup == 0;
@@ -57,24 +57,24 @@ struct TokenGroups {
     }
 };
 
-// The keys and values of a task that comes later, asked for a few lines at a time in step with the work: a core has only
-// so many reads under way, and one that asks for more stands still until they are done.
-class Ahead {
+// Prefetches the keys and values of a later task, a few lines at a time in step with the work: a core has a limited
+// number of outstanding reads, and stalls when it issues more.
+class PrefetchTask {
   public:
-    Ahead() = default;
-    explicit Ahead(const TokenGroups* of) : of_(of), lines_(of ? of->bytes / 64 : 0) {}
+    PrefetchTask() = default;
+    explicit PrefetchTask(const TokenGroups* of) : of_(of), lines_(of ? of->bytes / 64 : 0) {}
 
     // Eight lines; a group's keys, and its values, are a multiple of that.
-    PK_INLINE void ask() {
+    PK_INLINE void prefetch() {
         if (left_ == 0 && !open_group()) return;
         PK_UNROLL for (int i = 0; i < 8; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
         at_ += 512;
         left_ -= 8;
     }
 
-    // A quarter of what a group of tokens has: each of the four steps that its work takes asks for as much.
-    PK_INLINE void ask_quarter() {
-        for (int i = 0; i < lines_; i += 16) ask();
+    // A quarter of a group of tokens: each of the four steps of its work prefetches as much.
+    PK_INLINE void prefetch_quarter() {
+        for (int i = 0; i < lines_; i += 16) prefetch();
     }
 
   private:
@@ -100,7 +100,7 @@ class DecodeTask {
         group = a->heads / a->kv_heads;
         dim = a->head_dim;
         cached = &own;
-        ahead = Ahead(following);
+        ahead = PrefetchTask(following);
     }
 
     const bf16* query(int g) const {
@@ -108,7 +108,7 @@ class DecodeTask {
                int64_t(task->kv_head * group + g) * dim;
     }
 
-    // Of group i: the tokens that are there.
+    // The tokens of group i that belong to the task.
     __mmask16 there(int i) const {
         const int key = task->begin / kTileGroup * kTileGroup + i * kTileGroup;
         const int from = std::max(0, task->begin - key), to = std::min(kTileGroup, task->end - key);
@@ -117,18 +117,18 @@ class DecodeTask {
 
     static constexpr int kPerVector = VL / LANES;  // keys of a vector of scores
 
-    // Numbers of keys j * kPerVector ... of a group, each in all lanes of its key.
+    // The numbers of keys j * kPerVector ... of a group, each in all lanes of its key.
     PK_INLINE static vf by_key(vf numbers, int j) {
         alignas(64) int32_t of[VL];
         PK_UNROLL for (int i = 0; i < VL; ++i) of[i] = j * kPerVector + i / LANES;
         return (vf)_mm512_permutexvar_ps(_mm512_load_si512(of), (__m512)numbers);
     }
 
-    // Scores [key][lane], of what score(i, j) gives in `score_unit`, vector j of group i; keys that are not there get none.
-    // The largest of every lane, in all its places.
+    // Stores scores [key][lane] from score(i, j), vector j of group i in `score_unit`; keys outside the task are masked.
+    // Returns the largest of every lane, in all its places.
     template <class F>
     PK_INLINE vf keep_scores(float* scores, F&& score) {
-        vf top = splat(kUnseen);
+        vf top = splat(kMasked);
         for (int i = 0; i < cached->count; ++i) {
             const __mmask16 seen = there(i);
             const vf limit = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_set1_ps(INFINITY));
@@ -138,13 +138,13 @@ class DecodeTask {
                 store(scores + (i * LANES + j) * VL, x);
                 top = vmax(top, x);
             }
-            ahead.ask_quarter();
+            ahead.prefetch_quarter();
         }
         return across_keys(top, LANES, [](vf x, vf y) { return vmax(x, y); });
     }
 
-    // The largest score and the sum of weights, behind the head's numbers.
-    void note(float* partial, vf top, vf total) const {
+    // Stores the largest score and the sum of weights behind the head's numbers.
+    void store_totals(float* partial, vf top, vf total) const {
         const int width = padded(dim), stride = width + VL;
         total = across_keys(total, LANES, [](vf x, vf y) { return x + y; });
         for (int g = 0; g < group; ++g) {
@@ -156,7 +156,7 @@ class DecodeTask {
     const AttentionArgs* a;
     const Task* task;
     const TokenGroups* cached;
-    Ahead ahead;  // what this thread will probably need then
+    PrefetchTask ahead;  // what this thread will probably need next
     int group, dim;
 };
 
@@ -178,7 +178,7 @@ class DecodeRun {
         if (Part::kReshapes || !shaped_) parts[0].shape_for_keys();
         shaped_ = true;
         for (int i = 0; i < count; ++i) parts[i].multiply_keys();
-        for (int i = 0; i < count; ++i) parts[i].soften(partial(i));
+        for (int i = 0; i < count; ++i) parts[i].softmax(partial(i));
         if constexpr (Part::kReshapes) {
             uint8_t* const panels = reinterpret_cast<uint8_t*>(scratch_ + kTogether * Part::floats(a));
             parts[0].shape_for_values();

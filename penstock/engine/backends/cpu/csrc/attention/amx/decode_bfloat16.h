@@ -1,7 +1,7 @@
-// One new token against a bfloat16 cache on AMX tiles.
+// Decode attention on AMX tiles: one new token against a bfloat16 cache.
 //
-// Keys are tiles as they lie in the cache; values are interleaved by two tokens on their way to a tile. Softmax weights
-// are two bfloat16 digits, so that their rounding is below that of the values.
+// Keys are tiles as they lie in the cache; values are interleaved by two tokens into tiles. Softmax weights are split into
+// two bfloat16 numbers, high and low, so that their rounding is below that of the values.
 
 #pragma once
 
@@ -28,7 +28,7 @@ class DecodeHalves : private DecodeTask<LANES> {
                float* scratch) {
         this->open(args, task_, own, following);
         scores = scratch;                                             // [key][lane]
-        weights = reinterpret_cast<uint8_t*>(scores + kPart * LANES);  // [panel][digit][head][32 keys]
+        weights = reinterpret_cast<uint8_t*>(scores + kPart * LANES);  // [panel][half][head][32 keys]
         queries = weights + kHalfPanels * kTileBytes;                 // [dim / 2][lane][2]
         std::memset(queries, 0, size_t(dim) * LANES * 2);
         for (int g = 0; g < group; ++g) {
@@ -43,7 +43,7 @@ class DecodeHalves : private DecodeTask<LANES> {
     void multiply_keys() {
         for (int i = 0; i < cached->count; i += 4) {
             const int left = cached->count - i;
-            for (int j = 0; j < std::min(left, 4); ++j) ahead.ask_quarter();
+            for (int j = 0; j < std::min(left, 4); ++j) ahead.prefetch_quarter();
             zero_sums();
             for (int s = 0; s < dim; s += 32) {
                 _tile_loadd(6, queries + s / 2 * LANES * 4, LANES * 4);
@@ -66,14 +66,14 @@ class DecodeHalves : private DecodeTask<LANES> {
         }
     }
 
-    void soften(float* partial) {
+    void softmax(float* partial) {
         const vf top = this->keep_scores(
             scores, [&](int i, int j) { return load(scores + (i * LANES + j) * VL) * splat(score_unit(*a)); });
         // Of 64 numbers [key][lane] of two vectors: [lane][key].
         constexpr int kRun = 64 / LANES;
-        alignas(64) uint16_t turn[64], rows[64];
-        for (int i = 0; i < 64; ++i) turn[i] = uint16_t(i % kRun * LANES + i / kRun);
-        const __m512i first = _mm512_load_si512(turn), second = _mm512_load_si512(turn + 32);
+        alignas(64) uint16_t order[64], rows[64];
+        for (int i = 0; i < 64; ++i) order[i] = uint16_t(i % kRun * LANES + i / kRun);
+        const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 32);
         const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
         std::memset(weights, 0, size_t((cached->count + 1) / 2) * kTileBytes);
         vf total = splat(0);
@@ -87,25 +87,25 @@ class DecodeHalves : private DecodeTask<LANES> {
                     high[j] = _mm512_castsi512_ps(_mm512_and_si512((__m512i)weight, upper));
                     low[j] = _mm512_sub_ps((__m512)weight, high[j]);
                 }
-                for (int digit = 0; digit < 2; ++digit) {
-                    const __m512* w = digit ? low : high;
+                for (int half = 0; half < 2; ++half) {
+                    const __m512* w = half ? low : high;
                     const __m512i x = (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]), y = (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]);
                     _mm512_store_si512(rows, _mm512_permutex2var_epi16(x, first, y));
                     _mm512_store_si512(rows + 32, _mm512_permutex2var_epi16(x, second, y));
                     for (int g = 0; g < group; ++g)
-                        std::memcpy(panel + (digit * group + g) * 64 + part * kRun * 2, rows + g * kRun, kRun * 2);
+                        std::memcpy(panel + (half * group + g) * 64 + part * kRun * 2, rows + g * kRun, kRun * 2);
                 }
             }
-            ahead.ask_quarter();
+            ahead.prefetch_quarter();
         }
-        // A key that is not there weighed 2^-126: less than any sum can show.
-        this->note(partial, top, total);
+        // A masked key got a weight of 2^-126: less than any sum can show.
+        this->store_totals(partial, top, total);
     }
 
-    // Registers 0..3: sums of both digits by 16 numbers each; 4: weights; 5, 6: values.
+    // Registers 0..3: sums of both halves, 16 numbers each; 4: weights; 5, 6: values.
     void shape_for_values() const { shape_groups({2 * group, 64}, {2 * group, 64}, {16, 64}, {16, 64}); }
 
-    // The panel that comes next is filled before this one is used: stores have time to arrive before tiles load them.
+    // The next panel is filled before this one is used, so that its stores are done before tiles load it.
     void add_values(uint8_t* panels, float* partial) {
         for (int d = 0; d < dim; d += 64) {
             zero_sums();
@@ -141,15 +141,15 @@ class DecodeHalves : private DecodeTask<LANES> {
         interleave(i + 1, d, panel + 8 * 64);
     }
 
-    // 64 numbers of 16 values as rows of four right-hand tiles, by twos of tokens. A weight of zero does not save what is
-    // not a number: tokens that are not there are zeros.
+    // 64 numbers of 16 values as rows of four right-hand tiles, by twos of tokens. A weight of zero times NaN is
+    // NaN: tokens outside the task are zeros.
     void interleave(int i, int d, uint8_t* to) {
         const __mmask16 seen = i < cached->count ? this->there(i) : __mmask16(0);
         const uint8_t* row = seen ? cached->values[i] + d * 2 : nullptr;
         const auto load_row = [&](int token, int half) {
             return seen >> token & 1 ? _mm512_loadu_si512(row + token * dim * 2 + half * 64) : _mm512_setzero_si512();
         };
-        if (d == 0 && seen) ahead.ask_quarter();
+        if (d == 0 && seen) ahead.prefetch_quarter();
         PK_UNROLL for (int pair = 0; pair < 8; ++pair, to += 64) {
             PK_UNROLL for (int half = 0; half < 2; ++half) {
                 const __m512i x = load_row(2 * pair, half), y = load_row(2 * pair + 1, half);

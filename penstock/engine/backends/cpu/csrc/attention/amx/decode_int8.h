@@ -1,9 +1,9 @@
-// One new token against an int8 cache: half the bytes of bfloat16, and no key or value is widened.
+// Decode attention on AMX tiles: one new token against an int8 cache, at half the bytes of bfloat16 and without widening.
 //
-// Keys are AMX tiles as they lie in the cache, 16 tokens of 64 bytes. Queries, and the weights that softmax makes of the
-// scores, are 16-bit integers in two int8 digits: products and their sums are exact, so that the only rounding beyond
-// the cache's own is to one part in 65,535 of the largest. Values, interleaved by four tokens, are multiplied by vectors:
-// the few weights of a group of heads would leave most of a tile empty, and sums stay where they are needed.
+// Keys are AMX tiles as they lie in the cache, 16 tokens of 64 bytes. Queries and softmax weights are int16, split into two
+// int8 halves: products and their sums are exact, so that the only rounding beyond the cache's own is to one part in 65,535
+// of the largest. Values, interleaved by four tokens, are multiplied by vectors: the few weights of a group of heads would
+// leave most of a tile empty, and sums stay where they are needed.
 
 #pragma once
 
@@ -38,10 +38,10 @@ class DecodeBytes : private DecodeTask<LANES> {
     void start(const AttentionArgs& args, const Task& task_, const TokenGroups& own, const TokenGroups* following,
                float* scratch) {
         this->open(args, task_, own, following);
-        sums = reinterpret_cast<int32_t*>(scratch);                      // [key][digit][lane]
+        sums = reinterpret_cast<int32_t*>(scratch);                      // [key][half][lane]
         scores = scratch;                                                // [key][lane], written behind what is read
-        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [64 / LANES keys][digit][keys / 4][lane][4]
-        queries = weights + kPart * LANES * 2;                           // [dim / 4][digit][lane][4]
+        weights = reinterpret_cast<uint8_t*>(sums + kPart * LANES * 2);  // [64 / LANES keys][half][keys / 4][lane][4]
+        queries = weights + kPart * LANES * 2;                           // [dim / 4][half][lane][4]
         split_queries();
     }
 
@@ -51,7 +51,7 @@ class DecodeBytes : private DecodeTask<LANES> {
     void multiply_keys() {
         for (int i = 0; i < cached->count; i += 4) {
             const int left = cached->count - i;
-            for (int j = 0; j < std::min(left, 4); ++j) ahead.ask_quarter();
+            for (int j = 0; j < std::min(left, 4); ++j) ahead.prefetch_quarter();
             zero_sums();
             for (int s = 0; s < dim; s += kByteDepth) {
                 _tile_loadd(6, queries + s / 4 * LANES * 8, LANES * 8);
@@ -79,10 +79,10 @@ class DecodeBytes : private DecodeTask<LANES> {
         }
     }
 
-    // Sums to scores, scores to the digits of weights.
-    void soften(float* partial) {
+    // Sums to scores, scores to weights.
+    void softmax(float* partial) {
         const vf top = finish_scores();
-        this->note(partial, top, weigh(top));
+        this->store_totals(partial, top, weigh(top));
     }
 
     void add_values(float* partial) {
@@ -114,18 +114,18 @@ class DecodeBytes : private DecodeTask<LANES> {
         }
         for (int d = 0; d < dim; d += kByteDepth)
             PK_UNROLL for (int lane = 0; lane < LANES; lane += 4) {
-                __m512i digits[2][4];
+                __m512i halves[2][4];
                 PK_UNROLL for (int i = 0; i < 4; ++i) {
-                    digits[0][i] = digits[1][i] = _mm512_setzero_si512();
+                    halves[0][i] = halves[1][i] = _mm512_setzero_si512();
                     if (lane + i >= group) continue;
                     const bf16* q = this->query(lane + i) + d;
                     __m512i v[4];
                     PK_UNROLL for (int j = 0; j < 4; ++j)
                         v[j] = _mm512_cvtps_epi32((__m512)(load(q + j * VL) * splat(inverse[lane + i])));
-                    digits_of(v, &digits[0][i], &digits[1][i]);
+                    split_int16(v, &halves[0][i], &halves[1][i]);
                 }
                 uint8_t* const to = queries + d / 4 * LANES * 8 + lane * 4;
-                PK_UNROLL for (int digit = 0; digit < 2; ++digit) put_fours(digits[digit], to + digit * LANES * 4);
+                PK_UNROLL for (int half = 0; half < 2; ++half) put_fours(halves[half], to + half * LANES * 4);
             }
     }
 
@@ -150,7 +150,7 @@ class DecodeBytes : private DecodeTask<LANES> {
         alignas(64) int32_t pick[VL];
         alignas(64) float units[VL];
         for (int j = 0; j < VL; ++j) {
-            pick[j] = j / LANES * 2 * LANES + j % LANES;  // of two vectors of sums: the high digits
+            pick[j] = j / LANES * 2 * LANES + j % LANES;  // of two vectors of sums: the high halves
             units[j] = j % LANES < group ? step[j % LANES] * score_unit(*a) : 0.0f;
         }
         const __m512i high = _mm512_load_si512(pick), low = _mm512_add_epi32(high, _mm512_set1_epi32(LANES));
@@ -164,7 +164,7 @@ class DecodeBytes : private DecodeTask<LANES> {
         });
     }
 
-    // Scores to the digits of weights times the values' scales; the weights' sums, lane by lane.
+    // Scores to split weights times the values' scales; returns the sums of the weights, lane by lane.
     vf weigh(vf top) {
         vf scale[kGroups], most = splat(0);
         for (int i = 0; i < cached->count; ++i) {
@@ -175,11 +175,11 @@ class DecodeBytes : private DecodeTask<LANES> {
         value_unit = largest / 65535.0f;
         const vf inverse = splat(largest > 0 ? 65535.0f / largest : 0.0f);
         // What follows leaves numbers 0..15, 32.., 16.., 48.. of 64 in the bytes of a lane.
-        static constexpr Bytes64 kTurn([](int i) {
+        static constexpr Bytes64 kOrder([](int i) {
             const int number = (i / (LANES * 4) * 4 + i % 4) * LANES + i / 4 % LANES, of = number / 16;
             return number % 16 * 4 + (of == 1 ? 2 : of == 2 ? 1 : of);
         });
-        const __m512i turn = _mm512_load_si512(kTurn.at);
+        const __m512i order = _mm512_load_si512(kOrder.at);
         const __m512i upper = _mm512_set1_epi16(short(0xff00)), lower = _mm512_set1_epi16(0xff);
         vf total = splat(0);
         for (int i = 0; i < cached->count; ++i) {
@@ -196,16 +196,16 @@ class DecodeBytes : private DecodeTask<LANES> {
                     return _mm512_mask_blend_epi16(0xaaaaaaaa, whole[j], _mm512_slli_epi32(whole[j + 1], 16));
                 };
                 const __m512i x = both(0), y = both(2);
-                const __m512i digits[2] = {  // first | (second & third)
+                const __m512i halves[2] = {  // first | (second & third)
                     _mm512_ternarylogic_epi32(_mm512_srli_epi16(x, 8), y, upper, 0xf8),
                     _mm512_ternarylogic_epi32(_mm512_slli_epi16(y, 8), x, lower, 0xf8)};
                 uint8_t* const to = weights + first / 4 * 128;
-                _mm512_store_si512(to, _mm512_permutexvar_epi8(turn, digits[0]));
-                _mm512_store_si512(to + 64, _mm512_permutexvar_epi8(turn, digits[1]));
+                _mm512_store_si512(to, _mm512_permutexvar_epi8(order, halves[0]));
+                _mm512_store_si512(to + 64, _mm512_permutexvar_epi8(order, halves[1]));
             }
-            ahead.ask_quarter();
+            ahead.prefetch_quarter();
         }
-        // A key that is not there weighed 2^-126: less than any sum can show.
+        // A masked key got a weight of 2^-126: less than any sum can show.
         return total;
     }
 
@@ -215,33 +215,33 @@ class DecodeBytes : private DecodeTask<LANES> {
     __attribute__((noinline)) void add_heads(int head, int d, float* out) {
         __m512i sum[G][2][2];
         PK_UNROLL for (int g = 0; g < G; ++g)
-            PK_UNROLL for (int digit = 0; digit < 2; ++digit)
-                PK_UNROLL for (int t = 0; t < 2; ++t) sum[g][digit][t] = _mm512_setzero_si512();
+            PK_UNROLL for (int half = 0; half < 2; ++half)
+                PK_UNROLL for (int t = 0; t < 2; ++t) sum[g][half][t] = _mm512_setzero_si512();
         const auto interleaved = [](__m512i x, __m512i y) {
             return LAST ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
         };
         for (int i = 0; i < cached->count; ++i) {
             const uint8_t* row = cached->values[i] + d;
-            if (LAST && head == 0) ahead.ask();
+            if (LAST && head == 0) ahead.prefetch();
             PK_UNROLL for (int quad = 0; quad < 4; ++quad, row += 4 * dim) {
                 const uint8_t* const of = weights + weights_of(i, quad) + head * 4;
                 const __m512i x = interleaved(_mm512_loadu_si512(row), _mm512_loadu_si512(row + dim));
                 const __m512i y = interleaved(_mm512_loadu_si512(row + 2 * dim), _mm512_loadu_si512(row + 3 * dim));
                 const __m512i value[2] = {_mm512_unpacklo_epi16(x, y), _mm512_unpackhi_epi16(x, y)};
                 PK_UNROLL for (int g = 0; g < G; ++g)
-                    PK_UNROLL for (int digit = 0; digit < 2; ++digit) {
+                    PK_UNROLL for (int half = 0; half < 2; ++half) {
                         int32_t four;
-                        std::memcpy(&four, of + digit * 64 + g * 4, 4);
+                        std::memcpy(&four, of + half * 64 + g * 4, 4);
                         const __m512i weight = _mm512_set1_epi32(four);
                         PK_UNROLL for (int t = 0; t < 2; ++t)
-                            sum[g][digit][t] = _mm512_dpbusd_epi32(sum[g][digit][t], weight, value[t]);
+                            sum[g][half][t] = _mm512_dpbusd_epi32(sum[g][half][t], weight, value[t]);
                     }
             }
         }
         PK_UNROLL for (int g = 0; g < G; ++g) write(sum[g], out + g * (padded(dim) + VL) + (LAST ? 8 : 0));
     }
 
-    // Where the high digits of four keys of a group begin; the low ones are 64 bytes behind.
+    // Where the high halves of four keys of a group begin; the low ones are 64 bytes behind.
     static int weights_of(int i, int quad) {
         constexpr int kQuads = 16 / LANES;  // of a vector
         return (i * (LANES / 4) + quad / kQuads) * 128 + quad % kQuads * LANES * 4;

@@ -1,9 +1,9 @@
-// Many new tokens against a cache of bfloat16 or int8 (widened on the way) on AMX tiles. Keys are tiles as they lie in the
-// cache: rows of 32 numbers. One new token per sequence is in attention_halves.h and attention_bytes.h.
+// Prefill attention on AMX tiles: many new tokens against a cache of bfloat16, or of int8 that is widened when read. Keys
+// are tiles as they lie in the cache: rows of 32 numbers. Decode is in decode_bfloat16.h and decode_int8.h.
 //
 // Scores are computed transposed, keys x queries, so that a lane is a query row and softmax needs no sums across lanes;
-// weights come out of it in the order in which tiles want them. Scores are to base 2.
-// Products take bfloat16 and add in float32; softmax and its weights' sum are float32.
+// weights come out of it in the order in which tiles need them. Scores are to base 2.
+// Products take bfloat16 and add in float32; softmax and the sum of its weights are float32.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace pk::PK_SET {
 
 constexpr int kTileGroup = 16;  // keys of a tile
 constexpr int kTilePanel = 64;  // keys of a panel: four tiles
-constexpr float kUnseen = -1e30f;
+constexpr float kMasked = -1e30f;
 constexpr float kLog2 = 1.44269504f;  // of e
 
 inline bool by_tiles(const AttentionArgs& a) {
@@ -29,7 +29,7 @@ inline bool by_tiles(const AttentionArgs& a) {
 PK_INLINE __m512i load32(const bf16* p) { return _mm512_loadu_si512(p); }
 PK_INLINE __m512i load32(const s8* p) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + 16), (__m512)load(p)); }
 
-// Keys or values of one sequence and head: those in [from, limit) are there.
+// Keys or values of one sequence and head: those in [from, limit) exist.
 template <class C>
 struct CachedRows {
     const C* base;
@@ -41,7 +41,7 @@ struct CachedRows {
     const C* at(int key) const {
         return base + table[key / block_size] * block_stride + int64_t(key % block_size) * dim;
     }
-    // Tokens key, key + 1, ... one by one; null for those that are not there.
+    // Tokens key, key + 1, ... one by one; null for those that do not exist.
     template <int COUNT>
     void rows(int key, const C* (&row)[COUNT]) const {
         for (int j = 0; j < COUNT;) {
@@ -50,7 +50,7 @@ struct CachedRows {
             for (int i = 0; i < run; ++i, ++j) row[j] = has(key + j) ? first + i * dim : nullptr;
         }
     }
-    // 16 rows, as they lie if they lie together (those at or beyond `limit` are stale then), else copied.
+    // 16 rows: in place if they are contiguous (rows at or beyond `limit` are stale then), else copied.
     const uint8_t* group(int key, uint8_t* copy) const {
         if (std::is_same<C, bf16>::value && has(key) && key % block_size + kTileGroup <= block_size)
             return reinterpret_cast<const uint8_t*>(at(key));
@@ -147,7 +147,7 @@ PK_INLINE vf capped(vf score, float cap) {
     return splat(cap) - splat(2 * cap) / (e + splat(1.0f));
 }
 
-// What products are multiplied by before `finished`: scores to base 2, or as they are where they have to be capped first.
+// The factor of products before `finished`: scores to base 2, or to base e where they are capped first.
 PK_INLINE float score_unit(const AttentionArgs& a) { return a.softcap > 0 ? a.scale : a.scale * kLog2; }
 
 PK_INLINE vf finished(vf score, const AttentionArgs& a) {
@@ -208,8 +208,8 @@ class PrefillTile {
         key_scale = scores + kTilePanel * 16;    // of a panel, in `score_unit`
         value_scale = key_scale + kTilePanel;
         weights = reinterpret_cast<uint8_t*>(value_scale + kTilePanel);
-        turned = weights + 2 * kTileBytes;       // values of a panel, [dim][key]
-        copies = turned + dim * kTilePanel * 2;
+        transposed = weights + 2 * kTileBytes;       // values of a panel, [dim][key]
+        copies = transposed + dim * kTilePanel * 2;
     }
 
     void run() {
@@ -220,7 +220,7 @@ class PrefillTile {
             const uint8_t* left[4] = {};
             for (int i = 0; i < count; ++i)
                 left[i] = keys.group(key + i * kTileGroup, copies + i * kTileGroup * dim * 2);
-            turn_values(key);
+            transpose_values(key);
             if (kBytes) load_scales(key);
             for (int t = 0; t < tiles; ++t) {
                 const int first = positions[t * 16], last = positions[std::min(t * 16 + 15, rows - 1)];
@@ -258,7 +258,7 @@ class PrefillTile {
 
     void start() {
         std::fill(sums, sums + tiles * dim * 16, 0.0f);
-        std::fill(tops, tops + tiles * 16, kUnseen);
+        std::fill(tops, tops + tiles * 16, kMasked);
         std::fill(totals, totals + tiles * 16, 0.0f);
         std::fill(positions + rows, positions + tiles * 16, -1);
         for (int token = 0, r = 0; token < task.end - task.begin; ++token)
@@ -282,8 +282,8 @@ class PrefillTile {
         return _mm512_loadu_si512(q + int64_t(task.kv_head * group) * dim + query_at[row] + step * 32);
     }
 
-    // Interleaving two keys puts numbers 8k..8k+3 of each four-lane part k into one vector and the rest in another.
-    void turn_values(int key) {
+    // Interleaving two tokens puts numbers 8k..8k+3 of each four-lane part k into one vector and the rest in another.
+    void transpose_values(int key) {
         const C* row[kTilePanel];
         values.rows(key, row);
         const auto load_row = [&](int j, int at) {
@@ -300,14 +300,14 @@ class PrefillTile {
                 transpose16(low);
                 transpose16(high);
                 for (int i = 0; i < 16; ++i) {
-                    uint8_t* to = turned + ((at + i / 4 * 8 + i % 4) * kTilePanel + half) * 2;
+                    uint8_t* to = transposed + ((at + i / 4 * 8 + i % 4) * kTilePanel + half) * 2;
                     _mm512_store_si512(to, low[i]);
                     _mm512_store_si512(to + 4 * kTilePanel * 2, high[i]);
                 }
             }
     }
 
-    // Scores of a panel to weights, as right-hand tiles; what is summed so far moves to the new maximum.
+    // Turns the scores of a panel into weights, as right-hand tiles; sums so far are rescaled to the new maximum.
     template <bool MASKED>
     void weigh(int t, int key, int count) {
         const __m512i position = _mm512_loadu_si512(positions + t * 16);
@@ -321,7 +321,7 @@ class PrefillTile {
         vf top = old;
         for (int j = 0; j < count; ++j) {
             vf x = finished(load(scores + j * 16) * splat(kBytes ? key_scale[j] : unit), a);
-            if (MASKED) x = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(kUnseen), seen(j), (__m512)x);
+            if (MASKED) x = (vf)_mm512_mask_mov_ps(_mm512_set1_ps(kMasked), seen(j), (__m512)x);
             store(scores + j * 16, x);
             top = vmax(top, x);
         }
@@ -354,7 +354,7 @@ class PrefillTile {
         for (int d = 0; d < dim; d += 64) {
             const int count = std::min(4, (dim - d) / 16);
             const uint8_t* left[4] = {};
-            for (int i = 0; i < count; ++i) left[i] = turned + (d + i * 16) * kTilePanel * 2;
+            for (int i = 0; i < count; ++i) left[i] = transposed + (d + i * 16) * kTilePanel * 2;
             load_tiles(sum + d * 16, count);
             add_tiles(left, count, kTilePanel * 2, weights, steps);
             store_tiles(sum + d * 16, count, 256, 16);
@@ -383,7 +383,7 @@ class PrefillTile {
     const CachedRows<C> keys, values;
     float *sums, *queries, *tops, *totals, *scores, *key_scale, *value_scale;
     int32_t* positions;
-    uint8_t *weights, *turned, *copies;
+    uint8_t *weights, *transposed, *copies;
     int64_t query_at[kTileRows], out_at[kTileRows];  // of every row, from the task's first
 };
 

@@ -7,16 +7,16 @@
 
 namespace pk::PK_SET {
 
-constexpr int kMostDigits = 32;    // query heads of a group, and
-constexpr int kWidestHead = 1024;  // numbers of a head, that take this way
+constexpr int kMostSplitHeads = 32;  // query heads of a group, and
+constexpr int kWidestHead = 1024;    // numbers of a head, for which this is used
 
-// A query row in two int8 digits, q = unit * (128 * high + low): 15 bits beside keys that have 8.
-struct Digits {
+// A query row in int16 split into two int8, q = unit * (128 * high + low): 15 bits beside keys that have 8.
+struct SplitQuery {
     const int8_t *high, *low;
     float unit;
 };
 
-inline Digits split_digits(const float* q, int dim, int8_t* to) {
+inline SplitQuery split_query(const float* q, int dim, int8_t* to) {
     const float top = largest(q, dim), unit = top > 0 ? top / 16256.0f : 1.0f;
     for (int d = 0; d < dim; ++d) {
         const int value = int(std::lrintf(q[d] / unit)), high = (value + 64) >> 7;
@@ -28,7 +28,7 @@ inline Digits split_digits(const float* q, int dim, int8_t* to) {
 
 // As score_keys, for int8 keys and `dim` a multiple of 16: exact integer products instead of widening every key.
 template <int G>
-void score_int8_keys(const Digits* q, const s8* k, const s8* ahead, const s8* values, int dim, int count,
+void score_int8_keys(const SplitQuery* q, const s8* k, const s8* ahead, const s8* values, int dim, int count,
                      float* scores) {
     for (int j = 0; j < count; j += 2) {
         const bool pair = j + 1 < count;

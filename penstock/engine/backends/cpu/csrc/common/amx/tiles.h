@@ -34,7 +34,7 @@ PK_INLINE void shape_tiles(int first, int second) {
     _tile_loadconfig(&shape);
 }
 
-// Loading a tile does not tell the compiler that memory is read: what was stored for it must be in its place by now.
+// The compiler does not know that loading a tile reads memory: keeps earlier stores before it.
 PK_INLINE void before_tiles() { asm volatile("" ::: "memory"); }
 
 // One row of a weight tile: depths 2r (low) and 2r + 1 (high) of 16 columns.
@@ -57,8 +57,8 @@ PK_INLINE __m512i bytes_of(const __m512i (&numbers)[4]) {
                                        _mm512_packs_epi32(numbers[2], numbers[3])));
 }
 
-// 64 numbers of 16 bits in two int8 digits each, n = 256 high + low.
-PK_INLINE void digits_of(const __m512i (&numbers)[4], __m512i* high, __m512i* low) {
+// 64 numbers of 16 bits, each split into two bytes: n = 256 high + low.
+PK_INLINE void split_int16(const __m512i (&numbers)[4], __m512i* high, __m512i* low) {
     const __m512i near = _mm512_packs_epi32(numbers[0], numbers[1]), far = _mm512_packs_epi32(numbers[2], numbers[3]);
     const __m512i half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
     *high = in_order(_mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(near, half), 8),

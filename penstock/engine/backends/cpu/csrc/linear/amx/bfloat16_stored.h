@@ -1,4 +1,4 @@
-// Linears on AMX tiles for many rows and weights that are stored in bfloat16 (amx.h): nothing is widened, so a sum stays
+// Linears on AMX tiles for many rows and weights that are stored in bfloat16 (weight_tiles.h): nothing is widened, so a sum stays
 // in its register from the first depth to the last, for 32 rows x 32 columns at a time.
 
 #pragma once
@@ -44,11 +44,11 @@ class WideProduct {
                 for (int64_t pair = begin; pair < end; ++pair) {
                     const uint8_t* left = a.weights + 2 * pair * stride;
                     const uint8_t* right = 2 * pair + 1 < tiles ? left + stride : left;
-                    Ask ask{left + kFarAhead, first ? left : a.weights + tiles * stride};
+                    Prefetcher ahead{left + kFarAhead, first ? left : a.weights + tiles * stride};
                     const int lines = int((2 * kTileBytes / 64 + last - first - 1) / (last - first));
                     for (int64_t group = first; group < last; ++group) {
                         zero_sums();
-                        add<O>(group, left, right, done, ask, lines);
+                        add<O>(group, left, right, done, ahead, lines);
                         float* const to = sums[done.sums == sums[0]];
                         store_sums(to);
                         done = {to, group, pair};
@@ -68,14 +68,14 @@ class WideProduct {
         int64_t group = 0, pair = 0;
     };
 
-    // Registers 0, 1: the upper 16 rows by left and right columns; 2, 3: the lower. What is `done` is written meanwhile.
+    // Registers 0, 1: the upper 16 rows by left and right columns; 2, 3: the lower. Finished sums (`done`) are written meanwhile.
     template <class O>
-    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask& ask,
+    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Prefetcher& ahead,
                        int lines) const {
         const uint8_t *x = packed_ + group * 32 * a.depth * 2, *lower = x + 16 * a.depth * 2;
         const int share = int((32 + blocks_ - 1) / blocks_);
         for (int64_t b = 0; b < blocks_; ++b) {
-            ask.lines(lines);
+            ahead.lines(lines);
             _tile_stream_loadd(4, x + b * kTileBytes, 64);
             _tile_loadd(6, left + b * kTileBytes, 64);
             _tile_dpbf16ps(0, 4, 6);

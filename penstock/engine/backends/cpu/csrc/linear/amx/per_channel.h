@@ -1,10 +1,11 @@
-// Linears on AMX tiles in int8: weights with one scale per output column, activations with one per row.
+// Linears in int8 on AMX tiles: per-channel weights (one scale per output), activations with one scale per row.
 //
 // With scales that hold for the whole depth, a sum stays in a tile register from the first product to the last: no
-// scaling, no widening on the way, one byte per weight from memory, and one instruction for 64 depths of 16 rows and 16
-// columns. Sums are exact integers: a row gets the same bits in any company. Two things make a byte enough for either
-// side: weights and rows are turned alike (turning.h), so that no number stands out, and depths that matter more than
-// others may be stretched before that; rows are shrunk by as much. What rounding costs `penstock bench perplexity` says.
+// scaling and no widening in between, one byte per weight from memory, and one instruction for 64 depths of 16 rows and 16
+// columns. Sums are exact integers, so results are batch-invariant. Two things make a byte enough for either side: weights
+// and rows get the same Hadamard rotation (hadamard.h), which removes outliers, and activation-aware scaling may multiply
+// the weights of important inputs before it; rows are divided by the same factors. `penstock bench perplexity` shows what
+// the rounding costs.
 
 #pragma once
 
@@ -21,17 +22,17 @@ namespace pk::PK_SET {
 
 constexpr int64_t kStep = 64;  // depths of a tile of bytes
 
-inline int64_t column_steps(int64_t depth) { return (depth + kStep - 1) / kStep; }
+inline int64_t per_channel_steps(int64_t depth) { return (depth + kStep - 1) / kStep; }
 
 // A tile of 16 columns: its steps, then the columns' scales.
-inline int64_t column_tile_bytes(int64_t depth) { return column_steps(depth) * kTileBytes + kColumns * 4; }
+inline int64_t per_channel_tile_bytes(int64_t depth) { return per_channel_steps(depth) * kTileBytes + kColumns * 4; }
 
-// Calls f(k, values) for depths k .. k + 3 of a tile of the few-bit form, a column per lane; times `stretch`, if any.
+// Calls f(k, values) for depths k .. k + 3 of a packed tile, a column per lane; times `input_scale`, if any.
 template <class F>
-inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* stretch, F&& f) {
+inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* input_scale, F&& f) {
     const auto give = [&](int64_t k, vf (&values)[4]) {
-        if (stretch)
-            PK_UNROLL for (int j = 0; j < 4; ++j) values[j] *= splat(stretch[k + j]);
+        if (input_scale)
+            PK_UNROLL for (int j = 0; j < 4; ++j) values[j] *= splat(input_scale[k + j]);
         f(k, values);
     };
     const auto load_row = [](const uint8_t* from) {
@@ -64,59 +65,59 @@ inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* s
     }
 }
 
-// One tile of the column form from one of the few-bit form. `turned`: memory for as many vectors as its steps have depths.
-inline void pack_column_tile(const Tile& tile, int bits, int64_t blocks, const float* stretch, vf* turned, uint8_t* to) {
-    const int64_t depth = column_steps(blocks * kDepth) * kStep;
-    each_four(tile, bits, blocks, stretch, [&](int64_t k, const vf (&values)[4]) {
-        PK_UNROLL for (int j = 0; j < 4; ++j) turned[k + j] = values[j];
+// One per-channel tile from a packed one. `rotated`: memory for as many vectors as its steps have depths.
+inline void pack_per_channel_tile(const Tile& tile, int bits, int64_t blocks, const float* input_scale, vf* rotated, uint8_t* to) {
+    const int64_t depth = per_channel_steps(blocks * kDepth) * kStep;
+    each_four(tile, bits, blocks, input_scale, [&](int64_t k, const vf (&values)[4]) {
+        PK_UNROLL for (int j = 0; j < 4; ++j) rotated[k + j] = values[j];
     });
-    std::fill(turned + blocks * kDepth, turned + depth, splat(0));
-    turn_lanes(turned, depth);
+    std::fill(rotated + blocks * kDepth, rotated + depth, splat(0));
+    rotate_lanes(rotated, depth);
     vf most = splat(0);
-    for (int64_t k = 0; k < depth; ++k) most = vmax(most, vabs(turned[k]));
-    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * kTurned)));
+    for (int64_t k = 0; k < depth; ++k) most = vmax(most, vabs(rotated[k]));
+    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * kRotation)));
     vf inverse;
     for (int n = 0; n < kColumns; ++n) inverse[n] = most[n] > 0 ? 127.0f / most[n] : 0.0f;
     for (int64_t k = 0; k < depth; k += 4) {
         vi bytes = vi{};
         PK_UNROLL for (int j = 0; j < 4; ++j)
-            bytes |= (((vi)(turned[k + j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
+            bytes |= (((vi)(rotated[k + j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
         std::memcpy(to + k / kStep * kTileBytes + k % kStep / 4 * 64, &bytes, 64);
     }
 }
 
-class ColumnProduct {
+class PerChannelProduct {
   public:
-    // `last`: the end of weights that will be wanted, where that is not the end of these columns.
-    ColumnProduct(const LinearArgs& args, void* packed, const uint8_t* last = nullptr)
+    // `last`: where the weights end that will be read later, if that is not the end of these columns.
+    PerChannelProduct(const LinearArgs& args, void* packed, const uint8_t* last = nullptr)
         : a(args),
           last_(last),
-          steps_(column_steps(a.depth)),
+          steps_(per_channel_steps(a.depth)),
           groups_((a.rows + 31) / 32),
           bytes_(static_cast<uint8_t*>(packed)),
           scales_(reinterpret_cast<float*>(bytes_ + halves() * steps_ * kTileBytes)) {}
 
     static size_t packed_bytes(const LinearArgs& a) {
-        return size_t((a.rows + 15) / 16 * (column_steps(a.depth) * kTileBytes + 16 * 4));
+        return size_t((a.rows + 15) / 16 * (per_channel_steps(a.depth) * kTileBytes + 16 * 4));
     }
     int64_t halves() const { return (a.rows + 15) / 16; }
     int64_t depth() const { return steps_ * kStep; }
     int64_t pairs() const { return a.gate ? tiles() / 2 : (tiles() + 1) / 2; }
 
-    // Rows as tiles of bytes: [16 rows][step]. The weights from `pair` on are asked for meanwhile. `turned`: a row.
-    void pack(int64_t begin, int64_t end, int64_t pair, float* turned) const {
+    // Rows as tiles of bytes: [16 rows][step]. Prefetches the weights from `pair` on meanwhile. `rotated`: a row.
+    void pack(int64_t begin, int64_t end, int64_t pair, float* rotated) const {
         const uint8_t *left = tile_of(pair, 0), *right = a.gate ? tile_of(pair, 1) : left + kEarly / 2;
-        Ask ask[2] = {{left, std::min(end_of(0), left + kEarly / 2)}, {right, std::min(end_of(1), right + kEarly / 2)}};
+        Prefetcher ahead[2] = {{left, std::min(end_of(0), left + kEarly / 2)}, {right, std::min(end_of(1), right + kEarly / 2)}};
         for (int64_t row = begin; row < end; ++row) {
             uint8_t* to = bytes_ + row / 16 * steps_ * kTileBytes + row % 16 * 64;
-            const float most = row < a.rows ? turn(static_cast<const bf16*>(a.x) + row * a.depth, turned) : 0.0f;
+            const float most = row < a.rows ? rotate(static_cast<const bf16*>(a.x) + row * a.depth, rotated) : 0.0f;
             scales_[row] = most < INFINITY ? most / 127.0f : NAN;
             const vf inverse = splat(most > 0 && most < INFINITY ? 127.0f / most : 0.0f);
             for (int64_t k = 0; k < depth(); k += kStep, to += kTileBytes) {
-                ask[0].lines(4);
-                ask[1].lines(4);
+                ahead[0].lines(4);
+                ahead[1].lines(4);
                 if (inverse[0] > 0)
-                    round(turned + k, inverse, to);
+                    round(rotated + k, inverse, to);
                 else
                     _mm512_store_si512(to, _mm512_setzero_si512());
             }
@@ -136,17 +137,17 @@ class ColumnProduct {
                 const int64_t last = std::min(groups_, first + kBlock);
                 for (int64_t pair = begin; pair < end; ++pair) {
                     const uint8_t *left = tile_of(pair, 0), *right = tile_of(pair, 1);
-                    // What comes later goes to the second-level cache, from which tiles load as fast as they multiply.
-                    Ask ask[2] = {{left + kFarAhead, end_of(0)}, {right + kFarAhead, end_of(1)}};
+                    // Weights are prefetched into the second-level cache, from which tiles load as fast as they multiply.
+                    Prefetcher ahead[2] = {{left + kFarAhead, end_of(0)}, {right + kFarAhead, end_of(1)}};
                     const int lines = first ? 0 : int((kTileBytes / 64 + last - first - 1) / (last - first));
                     for (int64_t group = first; group < last; ++group) {
                         zero_sums();
                         int32_t* const to = sums[done.sums == sums[0]];
                         if (a.rows - group * 32 > 16) {
-                            add<O, true>(group, left, right, done, ask, lines);
+                            add<O, true>(group, left, right, done, ahead, lines);
                             store_sums(to);
                         } else {
-                            add<O, false>(group, left, right, done, ask, lines);
+                            add<O, false>(group, left, right, done, ahead, lines);
                             store_upper_sums(to);
                         }
                         done = {to, group, pair, left + steps_ * kTileBytes, right + steps_ * kTileBytes};
@@ -159,7 +160,7 @@ class ColumnProduct {
     }
 
   private:
-    static constexpr int64_t kEarly = 65536;  // bytes of weights asked for while rows are packed
+    static constexpr int64_t kEarly = 65536;  // bytes of weights prefetched while rows are packed
     static constexpr int64_t kBlock = 8;  // groups of rows that stay in the second-level cache while weights go by
 
     // Sums out of the tiles, not yet written; left and right: the columns' scales.
@@ -174,11 +175,11 @@ class ColumnProduct {
     // A pair is two neighbours, the last perhaps the same one twice; or, with a gate, a tile of either half.
     const uint8_t* tile_of(int64_t pair, int side) const {
         const int64_t tile = a.gate ? pair + side * (tiles() / 2) : std::min(2 * pair + side, tiles() - 1);
-        return a.per_channel + tile * column_tile_bytes(a.depth);
+        return a.per_channel + tile * per_channel_tile_bytes(a.depth);
     }
     const uint8_t* end_of(int side) const {
         if (last_) return last_;
-        return a.per_channel + (a.gate && side == 0 ? tiles() / 2 : tiles()) * column_tile_bytes(a.depth);
+        return a.per_channel + (a.gate && side == 0 ? tiles() / 2 : tiles()) * per_channel_tile_bytes(a.depth);
     }
 
     // Rows [from, to) of finished sums as outputs.
@@ -205,7 +206,7 @@ class ColumnProduct {
                              [&](int m, int i) { return value(from + m, i / kColumns); });
     }
 
-    // As if both halves had been written first, to the bit: the product that does without this gives the same numbers.
+    // To the bit as if both halves had been written first and the gate applied then.
     template <class O, class F>
     PK_INLINE void write_gated(const Done& done, int from, int to, F&& value) const {
         const int64_t ffn = a.columns / 2, column = done.pair * kColumns;
@@ -221,17 +222,17 @@ class ColumnProduct {
         }
     }
 
-    PK_INLINE vf shrunk(const bf16* x, int64_t k) const {
+    PK_INLINE vf scaled_input(const bf16* x, int64_t k) const {
         return a.per_channel_inputs ? load(x + k) * load(a.per_channel_inputs + k) : load(x + k);
     }
 
-    // A row turned; its largest magnitude then, infinity or NaN if there is one.
-    float turn(const bf16* x, float* turned) const {
-        const auto at = [&](int64_t k) { return k < a.depth ? shrunk(x, k) : splat(0); };
-        const int across = turned_vectors(depth());
-        const int32_t bits = across == 16  ? turn_row<16>(depth(), turned, at)
-                             : across == 8 ? turn_row<8>(depth(), turned, at)
-                                           : turn_row<4>(depth(), turned, at);
+    // Rotates a row; returns its largest magnitude, infinity or NaN if there is one.
+    float rotate(const bf16* x, float* rotated) const {
+        const auto at = [&](int64_t k) { return k < a.depth ? scaled_input(x, k) : splat(0); };
+        const int across = rotated_vectors(depth());
+        const int32_t bits = across == 16  ? rotate_row<16>(depth(), rotated, at)
+                             : across == 8 ? rotate_row<8>(depth(), rotated, at)
+                                           : rotate_row<4>(depth(), rotated, at);
         float most;
         std::memcpy(&most, &bits, 4);
         return most;
@@ -245,16 +246,16 @@ class ColumnProduct {
     }
 
     // Registers 0, 1: the upper 16 rows by left and right columns; 2, 3: the lower, if there are BOTH. The two tiles of
-    // weights stay in the first-level cache from one group to the next, rows pass through it. What is `done` is written
-    // meanwhile: vectors have nothing else to do while tiles are multiplied.
+    // weights stay in the first-level cache from one group to the next, rows pass through it. Finished sums (`done`) are
+    // written meanwhile: the vector units have nothing else to do while tiles are multiplied.
     template <class O, bool BOTH>
-    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Ask (&ask)[2],
+    PK_INLINE void add(int64_t group, const uint8_t* left, const uint8_t* right, const Done& done, Prefetcher (&ahead)[2],
                        int lines) const {
         const uint8_t *x = bytes_ + group * 2 * steps_ * kTileBytes, *lower = x + steps_ * kTileBytes;
         const int share = int((32 + steps_ - 1) / steps_);
         for (int64_t s = 0; s < steps_; ++s, left += kTileBytes, right += kTileBytes) {
-            ask[0].lines(lines);
-            ask[1].lines(lines);
+            ahead[0].lines(lines);
+            ahead[1].lines(lines);
             _tile_stream_loadd(4, x + s * kTileBytes, 64);
             _tile_loadd(6, left, 64);
             _tile_dpbssd(0, 4, 6);
@@ -276,16 +277,16 @@ class ColumnProduct {
     float* const scales_;
 };
 
-// Rows are packed by all threads; who begins with pair `first(thread)` asks for its weights.
+// All threads pack rows. A thread whose first pair is `first(thread)` prefetches the weights of that pair meanwhile.
 template <class F>
-inline void pack_rows(Context* ctx, const LinearArgs& a, const ColumnProduct& product, F&& first) {
+inline void pack_rows(Context* ctx, const LinearArgs& a, const PerChannelProduct& product, F&& first) {
     ctx->pool.rows(product.halves() * 16, std::max<int64_t>(1, 4096 / a.depth), [&](int64_t begin, int64_t end, int t) {
         product.pack(begin, end, first(t), ctx->scratch[t].floats(product.depth()));
     });
 }
 
 inline void linear_per_channel(Context* ctx, const LinearArgs& a) {
-    const ColumnProduct product(a, ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
+    const PerChannelProduct product(a, ctx->shared.reserve(PerChannelProduct::packed_bytes(a)));
     const int64_t pairs = product.pairs();
     pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pairs, thread); });
     dispatch(a.out_dtype, [&](auto* o) {
@@ -294,42 +295,42 @@ inline void linear_per_channel(Context* ctx, const LinearArgs& a) {
     });
 }
 
-// A draw from the float32 outputs of every row, which are written nowhere but to a core's cache, a few columns at a time.
+// Sampling fused into the product: the float32 outputs exist only in a core's cache, a few columns at a time.
 inline void sample_per_channel(Context* ctx, const LinearArgs& a, const float* temperatures, const uint64_t* keys,
                             int64_t* out) {
     constexpr int64_t kPairs = 8;  // 64 rows of so many are 64 KiB
-    uint8_t* const packed = static_cast<uint8_t*>(ctx->shared.reserve(ColumnProduct::packed_bytes(a)));
-    const ColumnProduct product(a, packed);
+    uint8_t* const packed = static_cast<uint8_t*>(ctx->shared.reserve(PerChannelProduct::packed_bytes(a)));
+    const PerChannelProduct product(a, packed);
     const int64_t pieces = (product.pairs() + kPairs - 1) / kPairs, threads = ctx->pool.threads();
     pack_rows(ctx, a, product, [&](int thread) { return ctx->pool.share(pieces, thread) * kPairs; });
-    Draw* const draws = static_cast<Draw*>(ctx->tasks.reserve(size_t(threads * a.rows) * sizeof(Draw)));
-    std::fill_n(draws, threads * a.rows, Draw());
-    const uint8_t* const last = a.per_channel + round_up(a.columns, kColumns) / kColumns * column_tile_bytes(a.depth);
+    GumbelMax* const found = static_cast<GumbelMax*>(ctx->tasks.reserve(size_t(threads * a.rows) * sizeof(GumbelMax)));
+    std::fill_n(found, threads * a.rows, GumbelMax());
+    const uint8_t* const last = a.per_channel + round_up(a.columns, kColumns) / kColumns * per_channel_tile_bytes(a.depth);
     ctx->pool.spread(pieces, [&](auto& next, int thread) {
         LinearArgs part = a;
         part.out = ctx->scratch[thread].floats(size_t(a.rows * kPairs * kPair));
-        Draw* const mine = draws + thread * a.rows;
+        GumbelMax* const mine = found + thread * a.rows;
         for (int64_t begin, end; next(&begin, &end);)
             for (int64_t piece = begin; piece < end; ++piece) {
                 const int64_t first = piece * kPairs * kPair;
                 part.columns = std::min(kPairs * kPair, a.columns - first);
-                part.per_channel = a.per_channel + first / kColumns * column_tile_bytes(a.depth);
+                part.per_channel = a.per_channel + first / kColumns * per_channel_tile_bytes(a.depth);
                 part.bias = a.bias ? a.bias + first : nullptr;
-                const ColumnProduct some(part, packed, last);
+                const PerChannelProduct some(part, packed, last);
                 bool given = false;
                 some.multiply<float>([&](int64_t* from, int64_t* to) {
                     *from = 0, *to = some.pairs();
                     return !std::exchange(given, true);
                 });
                 for (int64_t r = 0; r < a.rows; ++r)
-                    mine[r].stretch(static_cast<float*>(part.out) + r * part.columns, part.columns, first,
+                    mine[r].include(static_cast<float*>(part.out) + r * part.columns, part.columns, first,
                                     temperatures[r], keys[r]);
             }
     });
     for (int64_t r = 0; r < a.rows; ++r) {
-        Draw draw;
-        for (int64_t t = 0; t < threads; ++t) draw.offer(draws[t * a.rows + r].top, draws[t * a.rows + r].best);
-        out[r] = draw.best;
+        GumbelMax best;
+        for (int64_t t = 0; t < threads; ++t) best.offer(found[t * a.rows + r].top, found[t * a.rows + r].token);
+        out[r] = best.token;
     }
 }
 

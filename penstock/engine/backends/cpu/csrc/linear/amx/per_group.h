@@ -1,9 +1,9 @@
-// Linears on AMX tiles for few rows: a block's integers go to the tiles as they are, its scales follow the product.
+// Per-group linears on AMX tiles for few rows: a block's integers go to the tiles as they are, its scales follow the product.
 //
 // The integers of a block are exact in bfloat16, and a 4-bit one gets there by a table look-up: a third of the work of
 // multiplying it out. One instruction then gives the sums of a block, 16 rows x 32 depths x 16 columns; they are
 // multiplied by the columns' scales and added in float32, and so is minimum x (sum of the activations). Nothing but
-// the activations is rounded, and a row gets the same bits in any company.
+// the activations is rounded, and results are batch-invariant.
 
 #pragma once
 
@@ -145,7 +145,7 @@ class BlockProduct {
     }
 
     // y [R][16 columns] of one group of rows. The stages of a chunk of blocks (widen, multiply, scale) are spread over
-    // three turns, so that none waits for the one before it. Later groups find the tiles widened by the first.
+    // three rounds, so that none waits for the one before it. Later groups find the tiles widened by the first.
     template <int R, class B>
     void sum(const B& form, const Tile& tile, int64_t group, uint8_t* scratch, float* y) const {
         const int64_t n = blocks(), chunks = (n + kChunk - 1) / kChunk;

@@ -16,7 +16,7 @@ namespace pk::PK_SET {
 
 constexpr int kPair = 2 * kColumns;  // columns of a task
 
-// What comes back of numbers that are written as O.
+// Rounds to O and back.
 template <class O>
 PK_INLINE void as_stored(vf& x, vf& y) {
     if constexpr (std::is_same<O, bf16>::value) {
@@ -80,7 +80,7 @@ inline void widen8(const uint8_t* q, const f16* scale, int64_t blocks, uint8_t* 
 
 constexpr int64_t kTilesAhead = 4, kTilesFarAhead = 24;
 
-// Asks for weight tiles that later products of this pass will read: near ones closely, far ones into the second level.
+// Prefetches weight tiles of later products: near ones into the first-level cache, far ones into the second.
 PK_INLINE void prefetch_tile(const uint8_t* tile) {
     for (int i = 0; i < kTileBytes; i += 64) {
         __builtin_prefetch(tile + kTilesAhead * kTileBytes + i);
@@ -95,8 +95,8 @@ struct RowTiles {
     RowTiles from(int64_t block) const { return {at + block * step, step, stride}; }
 };
 
-// Adds rows x times two column tiles to registers 0 and 1 (even blocks), 2 and 3 (odd): one alone would wait for itself.
-// AHEAD: the weights come from memory, so ask for what follows.
+// Adds rows x times two column tiles to registers 0 and 1 (even blocks), 2 and 3 (odd): a single one would wait for its own result.
+// AHEAD: the weights come from memory, so prefetch the next ones.
 template <bool AHEAD>
 PK_INLINE void add_products(const RowTiles& x, const uint8_t* left, const uint8_t* right, int64_t blocks) {
     int64_t b = 0;
@@ -171,8 +171,8 @@ PK_INLINE void store_sums(T* y) {
     _tile_stored(3, y + 16 * kPair + kColumns, kPair * 4);
 }
 
-// Weights a thread will come to, a few lines at a time: one that asks for more than a core has under way stands still.
-struct Ask {
+// Prefetches the weights that a thread reads later, a few lines at a time: a core with too many outstanding reads stalls.
+struct Prefetcher {
     const uint8_t *at, *last;
     PK_INLINE void lines(int n) {
         if (at >= last) return;

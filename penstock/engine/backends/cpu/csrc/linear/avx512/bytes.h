@@ -22,8 +22,8 @@ PK_INLINE vi dot_unsigned(vi acc, vbytes w, vbytes x) {
     return acc + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
 }
 PK_INLINE vi dot_signed(vi acc, vbytes w, vbytes x) {
-    vbytes turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
-    return dot_unsigned(acc, _mm512_abs_epi8(w), turned);
+    vbytes signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    return dot_unsigned(acc, _mm512_abs_epi8(w), signed_x);
 }
 #endif
 

@@ -1,7 +1,7 @@
-// Turning rows by a Hadamard matrix before they are rounded to few bits.
+// Hadamard rotation of rows before they are rounded to few bits.
 //
-// y = H x mixes 64 depths at a time, with H[i][j] = 1 or -1 by the parity of i & j. Products of two rows turned alike are
-// those of the rows times 64, since H H = 64; but a number much larger than its neighbours is spread over all of them, so
+// y = H x mixes 64 depths at a time, with H[i][j] = 1 or -1 by the parity of i & j. The product of two rotated rows is 64
+// times that of the rows, since H H = 64; but a number much larger than its neighbours is spread over all of them, so that
 // it no longer sets a step that is too coarse for the rest. Additions alone: six stages of sums and differences.
 //
 // Which depths are mixed is free, so they are chosen to suit vectors: the same lane of up to 16 vectors in a row, where a
@@ -15,10 +15,10 @@
 
 namespace pk::PK_SET {
 
-constexpr int kTurned = 64;  // depths that are mixed
+constexpr int kRotation = 64;  // depths that a rotation mixes
 
-// Vectors over which lanes are mixed, of rows of `depth`, a multiple of 64: 4, 8 or 16.
-inline int turned_vectors(int64_t depth) {
+// The number of vectors over which lanes are mixed in rows of `depth`, a multiple of 64: 4, 8 or 16.
+inline int rotated_vectors(int64_t depth) {
     const int64_t vectors = depth / VL;
     return int(std::min<int64_t>(16, vectors & -vectors));
 }
@@ -30,23 +30,23 @@ PK_INLINE void butterfly(vf& low, vf& high) {
 }
 
 // One stage: x[i] with x[i + half], for `count` numbers that may be vectors of one lane each.
-PK_INLINE void turn_stage(vf* x, int count, int half) {
+PK_INLINE void hadamard_stage(vf* x, int count, int half) {
     for (int at = 0; at < count; at += 2 * half)
         for (int i = at; i < at + half; ++i) butterfly(x[i], x[i + half]);
 }
 
-// Every lane of every vector turned for itself, depths in the order of a row of `depth`: how weights by columns are.
-inline void turn_lanes(vf* x, int64_t depth) {
-    const int across = turned_vectors(depth), count = across * VL;
+// Rotates every lane on its own, with depths in the order of a row of `depth`: for per-channel weights.
+inline void rotate_lanes(vf* x, int64_t depth) {
+    const int across = rotated_vectors(depth), count = across * VL;
     for (int64_t k = 0; k < depth; k += count) {
-        for (int half = VL; half < count; half *= 2) turn_stage(x + k, count, half);
-        for (int half = 1; half < kTurned / across; half *= 2) turn_stage(x + k, count, half);
+        for (int half = VL; half < count; half *= 2) hadamard_stage(x + k, count, half);
+        for (int half = 1; half < kRotation / across; half *= 2) hadamard_stage(x + k, count, half);
     }
 }
 
-// STAGES stages within a vector: every lane plus or minus the one whose number differs in a bit.
+// STAGES stages within a vector: every lane plus or minus the one whose index differs in one bit.
 template <int STAGES>
-PK_INLINE vf turn_within(vf x) {
+PK_INLINE vf rotate_within(vf x) {
     const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
     __m512 v = (__m512)x;
     v = _mm512_fmadd_ps(v, _mm512_mask_blend_ps(0xaaaa, one, minus), _mm512_permute_ps(v, 0xb1));
@@ -56,17 +56,17 @@ PK_INLINE vf turn_within(vf x) {
     return (vf)v;
 }
 
-// A row of `depth`, from `at(k)` for 16 depths to `out`. The bits of the largest magnitude: infinity's or NaN's if there
-// is one, since magnitudes order as their bits do.
+// Rotates a row of `depth`, read 16 depths at a time from `at(k)`, to `out`. Returns the bits of the largest magnitude:
+// those of infinity or NaN if there is one, since magnitudes order as their bits do.
 template <int ACROSS, class F>
-PK_INLINE int32_t turn_row(int64_t depth, float* out, F&& at) {
+PK_INLINE int32_t rotate_row(int64_t depth, float* out, F&& at) {
     vi top = vi{};
     for (int64_t k = 0; k < depth; k += ACROSS * VL) {
         vf x[ACROSS];
         PK_UNROLL for (int i = 0; i < ACROSS; ++i) x[i] = at(k + i * VL);
-        PK_UNROLL for (int half = 1; half < ACROSS; half *= 2) turn_stage(x, ACROSS, half);
+        PK_UNROLL for (int half = 1; half < ACROSS; half *= 2) hadamard_stage(x, ACROSS, half);
         PK_UNROLL for (int i = 0; i < ACROSS; ++i) {
-            const vf y = turn_within<ACROSS == 16 ? 2 : ACROSS == 8 ? 3 : 4>(x[i]);
+            const vf y = rotate_within<ACROSS == 16 ? 2 : ACROSS == 8 ? 3 : 4>(x[i]);
             top = max_bits(top, (vi)vabs(y));
             store(out + k + i * VL, y);
         }
