@@ -1,4 +1,4 @@
-"""Documents become text with structure, whatever they are; bad ones hurt nobody."""
+"""Readers extract structured text from every kind of document; malicious documents do no harm."""
 
 from __future__ import annotations
 
