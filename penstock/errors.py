@@ -1,7 +1,7 @@
 """The root of the error tree.
 
-Everything the project raises on purpose derives from `PenstockError`, so a caller can tell "we refused, and
-here is why" from a bug. Errors that travel to HTTP clients live in `penstock.protocol.errors`.
+Every error raised on purpose derives from `PenstockError`, so callers can distinguish it from a bug. Errors for HTTP
+clients are in `penstock.protocol.errors`.
 """
 
 
@@ -10,11 +10,11 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError):
-    """The configuration, a flag or an environment variable cannot be used as given."""
+    """An invalid configuration file, flag or environment variable."""
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint is missing, damaged, or of a kind this engine does not run."""
+    """A checkpoint is missing, damaged or not supported."""
 
 
 class SourceError(PenstockError):
@@ -22,4 +22,4 @@ class SourceError(PenstockError):
 
 
 class ReplicaLost(PenstockError):
-    """A part of this engine is gone and the rest cannot go on; it must be started again."""
+    """A rank of this engine died; the engine cannot continue and must be restarted."""

@@ -254,6 +254,13 @@ def test_commands_and_options_that_pages_name_exist(page: Path) -> None:
                     assert known, f"{page.name}: {words[0]} has no option {option}"
 
 
+def test_every_command_is_documented() -> None:
+    tree = typer.main.get_command(app)
+    assert not [name for name in tree.commands if f"`penstock {name}" not in page_text("operations.md")]
+    named = set(re.findall(r"^penstock bench ([a-z-]+)", page_text("benchmarks.md"), flags=re.M))
+    assert named == set(tree.commands["bench"].commands)
+
+
 # What the server offers
 
 

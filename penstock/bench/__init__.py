@@ -1,2 +1,4 @@
-"""Load generation and reports: the fixed workloads, the offline engine benchmark, the server benchmark, the
-comparison with a peer. Every figure is printed beside the bound or the peer measured in the same run."""
+"""Benchmarks: fixed workloads, load generation, reports; `commands/` has one module per `penstock bench` command.
+
+Every figure is printed next to the bound, or the peer, that was measured in the same run.
+"""

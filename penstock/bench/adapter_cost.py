@@ -1,6 +1,6 @@
-"""`penstock bench adapters`: what a decode step costs with LoRA adapters, beside the same step without them.
+"""`penstock bench adapters`: what a decode step costs with LoRA adapters, compared with the same step without.
 
-One engine, every mixture turn by turn with the plain path: adapters on every linear and on those that PEFT chooses by
+One engine, every mixture alternating with the plain path: adapters on every linear and on those that PEFT chooses by
 default (query and value), batches of several sizes, one adapter for all and as many as fit. The bound says what
 reading the adapters alone must cost: their bytes at the read speed measured in the same run.
 """

@@ -1,7 +1,7 @@
-"""What LoRA adapters cost: the same requests without and with them, turn by turn on one engine, and the ratio.
+"""What LoRA adapters cost: the same requests with and without them, alternating on one engine, and the ratio.
 
-With adapters every request uses one, each in turn, so a batch holds as many different ones as it can: the dearest
-mixture. Without, the same engine runs its plain path, which is that of an engine without adapter slots.
+With adapters every request uses one, each in turn, so a batch holds as many different ones as it can: the most
+expensive mixture. Without, the same engine runs its plain path, which is that of an engine without adapter slots.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def insert_random(
 
 
 def compare(engine: Engine, workload: Workload, settings: OfflineBenchSettings, names: list[str]) -> tuple[Side, Side]:
-    """Without and with the adapters of these names, turn by turn."""
+    """Without and with the adapters of these names, alternating."""
     sides: dict[str, list[Side]] = {"without": [], "with": []}
     if settings.warm_up:
         warm = workloads.warm_up(workload, engine.info.vocab_size)

@@ -1,7 +1,7 @@
-"""When the requests of a load come, and how long they are.
+"""When the requests of a load arrive, and how long they are.
 
-A closed loop has no clock: a request is sent when an earlier one has ended. An open loop has one: requests come when
-they come, at a rate or as a trace recorded them, whether or not the server keeps up.
+A closed loop has no clock: a request is sent when an earlier one has ended. An open loop has one: requests
+arrive at a rate, or as a trace recorded them, whether or not the server keeps up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What this machine can do, measured in the same run: bytes read per second and matrix operations per second.
 
-An engine's tokens/s mean little alone; beside the bound they say how much is left. The probes take the best of a
+An engine's tokens/s mean little alone; next to the bound they show how much is left. The probes take the best of a
 few short runs, since a bound is what the machine reaches when nothing disturbs it.
 """
 

@@ -1,4 +1,4 @@
-"""What there is to choose from: workloads, and shapes of models."""
+"""Lists the workloads and the model shapes that can be chosen."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Peer:
         return seconds
 
     def fastest_dtype(self, prompts: list[list[int]], tell: Callable[[str], None]) -> torch.dtype:
-        """Tries a few steps in each dtype the hardware may like; leaves the model in the fastest. A first taste of
+        """Tries a few steps in each dtype the hardware may like; leaves the model in the fastest. A first run of
         a few tokens rules out those the hardware emulates, which can be a hundred times slower."""
         short = [prompt[:16] for prompt in prompts]
         times: dict[torch.dtype, float] = {}
@@ -155,7 +155,7 @@ def main(settings: CompareBenchSettings, json_file: Path | None, console: Consol
     name = str(dtype).removeprefix("torch.")
     console.print(f"[bold]{settings.model}[/bold] on {info.device}: {report.machine_line()}")
     columns = ("output tok/s", "numbers", "median", *(f"round {attempt + 1}" for attempt in range(settings.rounds)))
-    title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, greedy, turn by turn"
+    title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, greedy, alternating"
     rows = report.table(title, *columns)
     for label, kind, values in (
         ("Penstock", loaded.numbers, ours),

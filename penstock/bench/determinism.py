@@ -1,8 +1,8 @@
-"""`penstock bench determinism`: what the same bits in any batch cost; both engines in one process, turn by turn.
+"""`penstock bench determinism`: what batch-invariant results cost; both engines in one process, alternating.
 
 Decoding alone and in a batch, and a prompt alone: the three places where the usual engine changes its kernels with the
-number of tokens. The deterministic side must prove its promise on the way: what a request gets in the batch must be
-what it gets alone, log-probabilities to the last bit.
+number of tokens. The deterministic side is also checked: a request must get the same result in
+the batch as alone, log-probabilities to the last bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`penstock bench embed`: an encoder engine and `transformers` encode the same texts with the same weights, by turns.
+"""`penstock bench embed`: an encoder engine and `transformers` alternate on the same texts with the same weights.
 
-transformers gets what its users do: texts sorted by length, padded batches, mean pooling. Both run in float32, and
+transformers is used as its users do: texts sorted by length, padded batches, mean pooling. Both run in float32, and
 their vectors must agree before anything is measured.
 """
 

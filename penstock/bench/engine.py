@@ -21,7 +21,7 @@ from penstock.errors import PenstockError
 
 
 class BenchError(PenstockError):
-    """The measured system did not do the work it was given."""
+    """The measured system did not do all of its work."""
 
 
 class Steppable(Protocol):

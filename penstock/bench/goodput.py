@@ -1,4 +1,4 @@
-"""Goodput: requests per second that were as quick as promised."""
+"""Goodput: requests per second that met their objectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request promises, in seconds; None: nothing."""
+    """Latency objectives of a request, in seconds; None: no limit."""
 
     ttft: float | None = None
     per_token: float | None = None

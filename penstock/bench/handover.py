@@ -1,9 +1,9 @@
 """`penstock bench handover`: running streams while long prompts arrive, with roles for the replicas and without.
 
 Two servers with two engines each, on the same machine in the same run: two replicas that do everything, and one that
-computes prompts for one that writes answers. They take turns; while one is measured the other is idle. A round is a
-number of streams, all begun at once, and a long prompt every so often until they have ended: what is compared is the
-time between two pieces of a stream. How fast blocks cross is measured by itself (`transfer`).
+computes prompts for one that writes answers. They alternate; while one is measured the other is idle. A round is a
+number of streams that begin at once, and a long prompt at regular intervals until they have ended: what is compared is
+the time between two tokens of a stream. The speed of block transfers is measured separately (`transfer`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 START_S = 600.0
 LONG_OUTPUT = 2
-"""Tokens that a long prompt is answered with: they are not what is measured."""
+"""Output tokens of a long prompt, which are not measured."""
 SETUPS: dict[str, dict[str, Any]] = {
     "both, both": {},
     "prefill, decode": {"replica_roles": ["prefill", "decode"]},
@@ -50,7 +50,7 @@ class HandoverBenchSettings:
     """Of a long prompt."""
     every_s: float = 4.0
     prompts: int = 8
-    """Most of them in a round: a server that cannot keep up is not buried in them."""
+    """The most in a round, so that a server that cannot keep up is not flooded."""
     rounds: int = 2
     devices: tuple[str, ...] = ()
     """Of the two engines; both wherever the model goes by default when empty."""

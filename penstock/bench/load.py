@@ -69,7 +69,7 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A request that is written out and waits for its time."""
+    """An encoded request that waits for its time."""
 
     planned: Planned
     body: bytes
@@ -77,7 +77,7 @@ class Ready:
 
 @dataclass(slots=True)
 class Tally:
-    """What the requests of a run did."""
+    """The outcome of the requests of a run."""
 
     served: list[Served] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Load:
         return tally
 
     async def open(self, requests: Sequence[Ready], most: int, done: Callable[[], None]) -> Tally:
-        """Every request when it is due, at most `most` in flight; those that have to wait for that are late."""
+        """Every request when it is due, at most `most` in flight; those that must wait are counted as late."""
         tally, places, idle = Tally(began=time.perf_counter()), asyncio.Semaphore(most), list[Connection]()
         try:
             async with asyncio.TaskGroup() as group:
@@ -246,7 +246,7 @@ def _describe(error: StatusError) -> str:
 
 
 async def discover(target: Target) -> _Models:
-    """What the server serves; the first sign that it can be reached at all."""
+    """The models of the server; also the first check that it can be reached."""
     connection = Connection(target)
     try:
         async with asyncio.timeout(10):

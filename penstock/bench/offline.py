@@ -1,4 +1,4 @@
-"""`penstock bench engine`: load once, run each workload a few times, print medians beside the machine's bounds."""
+"""`penstock bench engine`: load once, run each workload a few times, print medians next to the machine's bounds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`penstock bench offload`: coming back to a conversation that left the device, against computing it again.
+"""`penstock bench offload`: resuming a conversation whose KV blocks are on the host, against recomputing it.
 
 The device cache has room for one conversation, the host for several. Conversations take turns, so that each return
-finds its blocks on the host; in between, others of the same length are computed from nothing. Both kinds of request go
+finds its blocks on the host; in between, others of the same length are computed from scratch. Both kinds of request go
 through the same engine in the same run, and the time is that of their first token.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.bench.engine import Steppable
 
 NEW_TOKENS = 16
-"""What a returning user has added to the conversation."""
+"""Tokens that a returning user adds to the conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _over_time(tally: Tally) -> str:
 
 
 def _cumulative(tally: Tally) -> str:
-    """Which share of requests took no longer than so many milliseconds."""
+    """The share of requests that took no longer than each number of milliseconds."""
 
     def curve(values: Iterable[float]) -> list[tuple[float, float]]:
         ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""What a form of the weights costs in quality: perplexity on a fixed text, and the distance from the dense form.
+"""What a weight format costs in quality: perplexity on a fixed text, and the distance from the dense form.
 
 Every form is scored on the same windows of token ids through `prompt_logprobs`, the way a client would. Perplexity
 alone hides opposite errors, so the distributions are compared position by position as well.
@@ -32,12 +32,12 @@ _COMPARED = 16
 _LISTED = 128
 """Most likely tokens fetched of each form; a token beyond them is taken to be as likely as the last listed."""
 LIMIT = 0.01
-"""Loss of perplexity that a default may have."""
+"""The loss of perplexity that a default may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a model thought of the text, position by position."""
+    """A model's log-probabilities of the text, position by position."""
 
     positions: list[TokenLogprob]
 
@@ -66,7 +66,7 @@ def sample_text() -> str:
 
 
 def windows(ids: Sequence[int], length: int = WINDOW) -> list[list[int]]:
-    """Consecutive pieces; a last one too short to say anything is left out."""
+    """Consecutive pieces; a last one that is too short is left out."""
     pieces = [list(ids[at : at + length]) for at in range(0, len(ids), length)]
     return [piece for piece in pieces if len(piece) >= min(length // 4, len(ids))]
 

@@ -1,7 +1,7 @@
 """`penstock bench serve`: load on any OpenAI-compatible server, and what its users would have seen of it.
 
 A closed loop keeps a number of requests in flight, which finds capacity; an open loop sends them when they are due,
-which finds what happens at a rate that somebody else decides.
+which shows what happens at a given rate, whatever the server can do.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def measure(
 
 
 def figures(settings: ServeBenchSettings, tally: Tally) -> dict[str, Any]:
-    """What a run comes to. Latencies in seconds."""
+    """The figures of a run. Latencies in seconds."""
     rows = {
         "TTFT": stats.percentiles(tally.ttft),
         "ITL": stats.percentiles(tally.gaps),

@@ -129,7 +129,7 @@ class Cost:
     """Parameters of one expert, over all layers."""
 
     def weights(self, tokens: int) -> int:
-        """Bytes of weights that a step of so many tokens reads. The embedding table is not counted unless it is the
+        """Bytes of weights that a step of this many tokens reads. The embedding table is not counted unless it is the
         head: a step reads a few rows of it. Of the experts, those that as many tokens visit if all are as likely."""
         visited = 0.0
         if self.experts:

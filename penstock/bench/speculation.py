@@ -1,4 +1,4 @@
-"""`penstock bench speculation`: the same requests with and without, turn by turn in one engine.
+"""`penstock bench speculation`: the same requests with and without, alternating in one engine.
 
 Texts that repeat (code being edited, a quote from a document) at low batch, where speculation should gain, and random
 prompts in a full batch, where it must not lose. Turns alternate, medians are compared. Every turn must give the same
@@ -90,9 +90,9 @@ def decisive(shape: str, device: torch.device, dtype: torch.dtype) -> RandomChec
 
 
 class Replay:
-    """A proposer for weights that know no text: guesses what the model is known to write, each token right with a
-    given chance. Shows what speculation yields at that acceptance. Like any proposer it goes by what came of its
-    guesses, not by what it was told."""
+    """A proposer for random weights: drafts what the model is known to write, each token right with a given
+    chance. Shows what speculation yields at that acceptance. Like any proposer it learns its acceptance from
+    results; it is not told."""
 
     def __init__(self, texts: dict[str, list[int]], acceptance: float, depth: int) -> None:
         self.texts = texts
@@ -108,7 +108,7 @@ class Replay:
         return 0.0
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        return {seq: self._guess(seq, depth) for seq, depth in depths.items()}
+        return {seq: self._draft(seq, depth) for seq, depth in depths.items()}
 
     def learn(self, seq: Sequence, drafts: tuple[int, ...], tokens: list[int]) -> None:
         if drafts:
@@ -118,7 +118,7 @@ class Replay:
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept."""
 
-    def _guess(self, seq: Sequence, depth: int) -> list[int]:
+    def _draft(self, seq: Sequence, depth: int) -> list[int]:
         at = len(seq.tokens) - seq.prompt_len
         known = self.texts[_name(seq.id)][at : at + depth]
         return [token if self._rng.random() < self.acceptance else 0 for token in known]
@@ -197,7 +197,7 @@ def main(
         engine = Engine.load(config, checkpoint=checkpoint)
     info = engine.info
     console.print(f"[bold]{info.model}[/bold] on {info.device}, {info.dtype}: {report.machine_line()}")
-    how = config.speculation if acceptance is None else f"guesses right with a chance of {acceptance:.0%}"
+    how = config.speculation if acceptance is None else f"draft tokens right with a chance of {acceptance:.0%}"
     table = report.table(f"Speculation ({how}), depth {config.speculation_depth}, {output_len} tokens each", *COLUMNS)
     results = []
     for scenario in scenarios(encode, info.vocab_size, only):
@@ -235,7 +235,7 @@ def main(
             report.number(rates[0]),
             report.number(rates[1]),
             report.number(rates[1] / rates[0], 2),
-            f"{report.share(share)} of {drafted:,}" if drafted else "none guessed",
+            f"{report.share(share)} of {drafted:,}" if drafted else "none drafted",
             report.number(per_step, 2),
             report.share(same),
         )

@@ -1,4 +1,4 @@
-"""`penstock bench structure`: what following a grammar costs, against the same requests without one, turn by turn.
+"""`penstock bench structure`: what following a grammar costs, against the same requests without one, alternating.
 
 Every side produces the same number of tokens: the grammar is a list of objects that may not end before. Besides the
 whole, the masks alone are timed, since their time is hidden wherever the device works longer than they take.
@@ -133,7 +133,7 @@ def _show(
 ) -> None:
     info = engine.info
     console.print(f"[bold]{info.model}[/bold] on {info.device}, {info.dtype}: {report.machine_line()}")
-    title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, turn by turn"
+    title = f"Batch of {settings.batch}, {settings.input_len} in / {settings.output_len} out, alternating"
     columns = ("output tok/s", "median", "of free", *(f"round {turn + 1}" for turn in range(settings.rounds)))
     rows = report.table(title, *columns)
     free = statistics.median(speeds["free"])

@@ -1,8 +1,8 @@
-"""`penstock bench http`: what is left of the offline figures when the same work comes through HTTP, and where it goes.
+"""`penstock bench http`: how much of the offline speed is left through HTTP, and where the rest goes.
 
 A server is started for the purpose and runs the workloads in turn with the offline engine, which is a process of its
 own each time: both sides have the whole machine to themselves, the load generator included on the server's side. Beside
-the ratio stand the CPU seconds that engine, gateway and load generator spend per thousand tokens (on Linux).
+the ratio are the CPU seconds that engine, gateway and load generator spend per thousand tokens (on Linux).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _server(settings: ThroughHttpBenchSettings, folder: Path) -> Iterator[tuple[
     command = [
         *(sys.executable, "-m", "penstock", "serve", settings.model, "--host", "127.0.0.1", "--port", str(port)),
         *("--device", settings.device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
-        *("--set", "generation.time_limit_s=3600"),  # a slow machine shall end its requests too
+        *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
     ]
     with log.open("wb") as output:
-        # In an empty folder: a configuration file that happens to lie here is not what is measured.
+        # In an empty folder: a configuration file in the current one must not be picked up.
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=_environment())
     try:
         if not asyncio.run(_becomes_ready(Target.parse(f"http://127.0.0.1:{port}", None), process)):

@@ -1,7 +1,7 @@
-"""How fast KV blocks go from one engine process to another: the whole way, cache to cache.
+"""How fast KV blocks go from one engine process to another, from cache to cache.
 
 One engine is a process of its own, the other runs here behind its real server. The prompt is computed once; then this
-engine forgets it and asks again, and since the other one still has it, what is measured is the way alone.
+engine drops it and asks again; the other one still has it, so only the transfer is measured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Transfer:
     bytes: int
     seconds: float
     computing_s: float
-    """What the handover took when the blocks had to be computed first."""
+    """Seconds of a handover whose blocks had to be computed first."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -64,7 +64,7 @@ class _Client:
             continue
 
     def ask(self, request: Request) -> None:
-        """Until its answer has come to its end."""
+        """Wait until its answer is complete."""
         self._send(Submit(request))
         while True:
             message = self._receive()
@@ -88,7 +88,7 @@ class _Client:
 
 
 def measure(model: str, tokens: int, devices: tuple[str, ...] = (), kv_dtype: KVDType = "auto") -> Transfer:
-    """`devices`: of the engine that computes and of the one that takes."""
+    """`devices`: of the engine that computes and of the one that receives."""
     from penstock.engine.core import Engine
 
     here = devices[1 % len(devices)] if devices else "auto"

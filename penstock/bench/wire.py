@@ -78,7 +78,7 @@ class Connection:
             try:
                 await writer.wait_closed()
             except OSError:
-                # The peer went first; there is nothing left to close.
+                # The peer closed first; there is nothing left to close.
                 return
 
     async def _send(self, data: bytes) -> asyncio.StreamReader:

@@ -109,8 +109,8 @@ def named(name: str) -> Workload:
 
 
 def warm_up(workload: Workload, vocab_size: int) -> list[Request]:
-    """Short requests of the same number in flight, ending one after another, so that every batch size on the
-    way down has run once (buffers allocated, kernels chosen, graphs captured) before anything is timed."""
+    """Short requests of the same number in flight, ending one after another, so that every smaller batch size
+    has run once (buffers allocated, kernels chosen, graphs captured) before anything is timed."""
     rng = random.Random(SEED + 1)
     count = workload.concurrency or workload.requests
     ids = range(vocab_size)

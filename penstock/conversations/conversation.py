@@ -75,8 +75,8 @@ class Conversation(msgspec.Struct, frozen=True):
         """The conversation with the client's next messages.
 
         Leading system messages become the system prompt. If the messages begin with a user message and contain an
-        assistant message, the client keeps its own history, which replaces this one. An
-        assistant message that is already stored (sent again before the results of its calls) is not added twice.
+        assistant message, the client keeps its own history, which replaces this one. An assistant message that is
+        already stored (sent again before the results of its calls) is not added twice.
         """
         head = leading_system(messages)
         rest = list(messages[head:])

@@ -1,4 +1,4 @@
-"""Collections of documents that answers can be drawn from: read, cut, embed, store, search, cite.
+"""Retrieval-augmented generation: collections of documents that are read, chunked, embedded, stored, searched, cited.
 
-Invariant: everything is reached through a collection, and a collection only through the tenant that owns it.
+Invariant: everything is accessed through a collection, and a collection only through the tenant that owns it.
 """

@@ -1,7 +1,7 @@
-"""Collections and documents in the table store: what there is and whose it is.
+"""The catalogue of collections and documents, in the database.
 
-Every question names the tenant, or a collection that was found through one. The same statements run on SQLite and
-PostgreSQL. What still has to be read is in the same tables; see `queue`.
+Every query names the tenant, or a collection that was found through one. The same statements run on SQLite and
+PostgreSQL. The ingest queue uses the same tables; see `queue`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 class Catalogue:
-    """All collections of all tenants."""
+    """The collections and documents of all tenants."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -84,11 +84,11 @@ class Catalogue:
             *values,
         )
         if not changed:
-            raise CollectionExists(f"There is a collection `{name}` already.")
+            raise CollectionExists(f"The collection `{name}` already exists.")
         return made
 
     async def collection(self, tenant: str, name: str) -> Collection | None:
-        """By id or by name; an id wins. Nothing of other tenants is ever found."""
+        """A collection by id or name (the id takes precedence); never another tenant's."""
         rows = await self._database.fetch(
             f"SELECT {COLLECTION} FROM collections WHERE tenant = ? AND (id = ? OR name = ?)", tenant, name, name
         )
@@ -126,7 +126,7 @@ class Catalogue:
         return {row[0]: int(row[1]) for row in rows}, sum(int(row[2]) for row in rows), sum(int(row[3]) for row in rows)
 
     async def pending(self, tenant: str) -> int:
-        """Documents of a tenant that wait to be read."""
+        """Number of a tenant's documents waiting to be ingested."""
         rows = await self._database.fetch(
             "SELECT COUNT(*) FROM documents WHERE status IN ('queued', 'processing') AND tenant = ?", tenant
         )
@@ -151,7 +151,7 @@ class Catalogue:
         metadata: Mapping[str, str],
         body: bytes,
     ) -> Document:
-        """Add or replace; it waits to be read, or is the duplicate of another one with the same content."""
+        """Adds or replaces a document; it is queued, or marked as a duplicate of one with the same content."""
         now = self._clock()
         before = await self.document(collection.id, id)
         same = await self.with_digest(collection.id, digest, but=id)
@@ -192,7 +192,7 @@ class Catalogue:
         return found
 
     async def describe_document(self, document: Document, *, name: str, url: str, metadata: Mapping[str, str]) -> None:
-        """Change what is said about a document whose content stays."""
+        """Changes a document's name, URL and metadata, not its content."""
         await self._database.execute(
             "UPDATE documents SET name = ?, url = ?, metadata = ?, updated_at = ? WHERE collection = ? AND id = ?",
             name, url, encode_metadata(metadata), self._clock(), document.collection, document.id,
@@ -225,7 +225,7 @@ class Catalogue:
         return [document_of(row) for row in rows]
 
     async def with_digest(self, collection: str, digest: str, *, but: str = "") -> Document | None:
-        """The document that holds this content, if one does; duplicates and failures do not."""
+        """The document with this content, except duplicates and failures; None if there is none."""
         rows = await self._database.fetch(
             f"SELECT {DOCUMENT} FROM documents WHERE collection = ? AND digest = ? AND id <> ? "
             "AND status IN ('queued', 'processing', 'ready') LIMIT 1",
@@ -244,7 +244,7 @@ class Catalogue:
         await self._promote(document.collection, document.id, document.digest)
 
     async def _promote(self, collection: str, id: str, digest: str) -> None:
-        """Content that only duplicates hold from now on is read from the oldest of them."""
+        """Queues the oldest duplicate of content whose original is gone."""
         rows = await self._database.fetch(
             "SELECT id FROM documents WHERE collection = ? AND duplicate_of = ? AND digest = ? "
             "ORDER BY created_at, id",

@@ -1,8 +1,8 @@
-"""Extracted text to chunks: cut where the document itself is cut, as large as the embedding model reads well.
+"""Splits extracted text into chunks along the document's own structure, up to a size that suits the embedding model.
 
-A chunk never spans two sections or two pages. Inside a section whole blocks are packed together; only a block that is
-too large is cut, prose between sentences, code and tables between lines, anything else between words. Neighbours cut
-from one block share up to `overlap` tokens. Sizes are counted with the tokenizer given, on the text that is embedded.
+A chunk never spans two sections or pages. Inside a section whole blocks are packed together; only a block that is too
+large is split: prose between sentences, code and tables between lines, anything else between words. Neighbours split
+from one block share up to `overlap` tokens. Sizes are counted with the given tokenizer, on the text that is embedded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class _Atom:
-    """The smallest part that packing moves: a range of the text and its size."""
+    """The smallest unit of packing: a range of the text and its size."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class _Section:
 
 
 def chunk(extracted: Extracted, count: Count, *, most: int, overlap: int = 0, name: str = "") -> list[Chunk]:
-    """`most`: tokens of a chunk with its headings; `name`: stands for a title where the document has none."""
+    """`most`: maximum tokens of a chunk with its headings. `name`: used as the title if the document has none."""
     chunks: list[Chunk] = []
     for section in _sections(extracted, name):
         heading = _fitting(section.heading, count)
@@ -75,7 +75,7 @@ def _sections(extracted: Extracted, name: str) -> Iterator[_Section]:
 
 
 def _fitting(heading: str, count: Count) -> str:
-    """A heading path that leaves room for text: the outermost parts go first."""
+    """A heading path that leaves room for text: the outermost parts are dropped first."""
     while count(heading) > MOST_HEADING_TOKENS:
         _, parted, rest = heading.partition(" > ")
         heading = rest if parted else heading[: len(heading) // 2]
@@ -97,7 +97,7 @@ def _split(
         yield start, end, tokens
         return
     if not separators:
-        middle = (start + end) // 2  # one endless word
+        middle = (start + end) // 2  # a single very long word
         if middle == start:
             yield start, end, tokens
             return
@@ -105,7 +105,7 @@ def _split(
         yield from _split(text, middle, end, count, room, ())
         return
     if separators[0] is _WORDS:
-        # Words are many and small: cut in the middle instead of counting each.
+        # Words are many and small: split in the middle instead of counting each.
         middle = (start + end) // 2
         gap = _WORDS.search(text, middle, end) or _last_gap(text, start, middle)
         if gap is None or gap.end() >= end:
@@ -129,7 +129,7 @@ def _last_gap(text: str, start: int, end: int) -> re.Match[str] | None:
 
 
 def _packed(atoms: Sequence[_Atom], room: int, overlap: int) -> Iterator[list[_Atom]]:
-    """Groups of neighbours of at most `room` tokens; a cut inside a block repeats the end of the group before."""
+    """Groups of neighbours of at most `room` tokens; a split inside a block repeats the end of the previous group."""
     group: list[_Atom] = []
     size = 0
     for atom in atoms:

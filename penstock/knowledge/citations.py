@@ -1,8 +1,8 @@
-"""The `[n]` in an answer, resolved while it streams; and sentences that plainly come from a source but do not say so.
+"""Resolves `[n]` citations in a streamed answer, and attributes sentences that come from a source without citing it.
 
-Small models forget to cite. A sentence that ends without a number, most of whose words are in one source, some of them
-not in the question, gets that source's number; the citation says that it was attributed, not written. Only white space
-after a sentence is ever held back, until it is known whether the model puts a number there itself.
+Small models forget to cite. A sentence without a number, most of whose words are in one source, some of them
+not in the question, gets that source's number; the citation is marked as attributed, not written. Only white space
+after a sentence is held back, until it is known whether the model adds a number itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.knowledge.passage_prompt import Source
 from penstock.knowledge.terms import STOP_WORDS, words
 
 SUPPORT = 0.6
-"""Part of a sentence's words that must be in a source for it to be attributed."""
+"""Share of a sentence's words that must be in a source for it to be attributed."""
 LEAST_WORDS = 3
 _MARKER = re.compile(r"\[\s*(\d{1,3}(?:\s*[,;]\s*\d{1,3})*)\s*\]")
 _OPEN = re.compile(r"\[[\d\s,;]{0,32}$")
@@ -32,7 +32,7 @@ _SUFFIXES = ("ing", "ies", "es", "ed", "s")
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A number in the text, and where: `start` and `end` are characters of the answer."""
+    """A citation in the text; `start` and `end` are character positions in the answer."""
 
     source: Source
     start: int
@@ -41,23 +41,23 @@ class Citation:
 
 
 class Citer:
-    """Reads one answer from its beginning to its end."""
+    """Processes one answer from beginning to end."""
 
     def __init__(self, sources: Sequence[Source], *, attribute: bool, question: str = "") -> None:
-        """`question`: what was asked; words of it are in an answer for that reason, and say nothing of its source."""
+        """`question`: the user's question; its words appear in answers anyway and say nothing about the source."""
         self._asked = _stems(question)
         self._sources = {source.number: source for source in sources}
         self._vocabularies = [(source, _vocabulary(source)) for source in sources] if attribute else []
         self._length = 0
-        """Of what was handed out."""
+        """Characters released so far."""
         self._tail = ""
-        """The end of it, from a bracket on that is still open."""
+        """The released text from an open bracket on."""
         self._sentence = ""
-        """What was handed out of the sentence that has not ended."""
+        """The released part of the unfinished sentence."""
         self._held = ""
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[Citation]]:
-        """What may be shown now, and the citations that it completes."""
+        """The text that may be shown now, and the citations it completes."""
         out: list[str] = []
         found: list[Citation] = []
         if not self._vocabularies:
@@ -80,7 +80,7 @@ class Citer:
         return "".join(out), found
 
     def _attribute(self, sentence: str, out: list[str], found: list[Citation]) -> None:
-        """Put a number after a sentence that has none and comes from a source."""
+        """Adds a number after an uncited sentence that comes from a source."""
         if any(int(number) in self._sources for match in _MARKER.finditer(sentence) for number in _numbers(match)):
             return
         said = _stems(sentence)
@@ -98,7 +98,7 @@ class Citer:
             found.append(Citation(source, self._length - len(marker) + 1, self._length, "attributed"))
 
     def _show(self, text: str, out: list[str], found: list[Citation]) -> None:
-        """Hand out text as it is, with the markers it completes."""
+        """Releases text unchanged, with the citations it completes."""
         seen = self._tail + text
         offset = self._length - len(self._tail)
         for match in _MARKER.finditer(seen):

@@ -1,4 +1,4 @@
-"""What knowledge asks of an embedding model. The gateway's own encoders are such models; tests bring a small one.
+"""The interface of embedding models for collections. The gateway's encoders implement it; tests use a small one.
 
 Vectors have length one, so that a dot product is a cosine. Texts longer than the model's window are cut by it;
 chunks are made to fit.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbedderFacts:
-    """What is known once the model is up: the length of its vectors, and the most tokens of one text."""
+    """Facts about a running model: the length of its vectors, and the maximum tokens of a text."""
 
     dimensions: int
     window: int
@@ -27,7 +27,7 @@ class EmbedderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A vector per text, a row each; and for each text one per token of `Embedder.tokens`, fewer when it was cut."""
+    """A vector per text (one row each), and for each text one per token of `Embedder.tokens`, fewer if truncated."""
 
     vectors: Vectors
     by_token: list[Vectors]
@@ -39,11 +39,11 @@ class Embedder(Protocol):
         """The model; vectors of different models are never compared."""
 
     async def facts(self) -> EmbedderFacts:
-        """Waits for the model to be up."""
+        """Waits until the model is up."""
 
     def tokens(self, text: str) -> list[str]:
         """The model's tokens of a text as it spells them, without the marks of beginning and end. Call `facts` first;
         long texts belong into a thread."""
 
     async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
-        """`bulk`: others may go first."""
+        """`bulk`: yields to other requests."""

@@ -1,4 +1,4 @@
-"""The nouns of knowledge. A tenant owns collections, a collection holds documents, a document is cut into chunks."""
+"""The entities of knowledge. A tenant owns collections, a collection has documents, a document is split into chunks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SearchMode = Literal["hybrid", "vector", "bm25"]
 
 
 class KnowledgeError(PenstockError):
-    """Something cannot be done as asked; the message says what, in words for the client."""
+    """A request about collections cannot be fulfilled; the message is for the client."""
 
 
 class UnreadableDocument(KnowledgeError):
-    """The bytes are not what they are said to be, or hold no text."""
+    """The content does not match its media type, or contains no text."""
 
 
 class CollectionExists(KnowledgeError):
-    """The tenant has a collection of this name."""
+    """The tenant already has a collection with this name."""
 
 
 class TooMany(KnowledgeError):
-    """A limit of the configuration is reached."""
+    """A configured limit is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What was uploaded, and how far it is."""
+    """An uploaded document and its ingestion state."""
 
     collection: str
     id: str
     name: str
     url: str
-    """Where people find the original; empty when nobody said."""
+    """URL of the original; may be empty."""
     media_type: str
     digest: str
-    """SHA-256 of the content: the same content is not read twice."""
+    """SHA-256 of the content: the same content is not ingested twice."""
     size: int
     metadata: Mapping[str, str]
     status: DocumentStatus
@@ -65,7 +65,7 @@ class Document:
     chunks_done: int = 0
     tokens: int = 0
     version: int = 1
-    """Counts updates: work on an older version does not count."""
+    """Incremented with every update: work on an older version is discarded."""
     duplicate_of: str = ""
     created_at: float = 0.0
     updated_at: float = 0.0
@@ -73,11 +73,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a document: `start` and `end` are characters of its extracted text, `page` that of a PDF."""
+    """A part of a document: `start` and `end` are positions in its extracted text, `page` is the page of a PDF."""
 
     ordinal: int
     heading: str
-    """The headings it stands under, outermost first, joined with ` > `."""
+    """The headings above it, outermost first, joined with ` > `."""
     text: str
     start: int
     end: int
@@ -86,13 +86,13 @@ class Chunk:
 
     @property
     def embedded(self) -> str:
-        """What the embedding model reads: a passage without its headings often does not say what it is about."""
+        """The text to embed, with headings: without them a passage often does not say what it is about."""
         return f"{self.heading}\n{self.text}" if self.heading else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk as a store returns it. Keys are never used twice in a collection."""
+    """A chunk as a store returns it. Keys are never reused in a collection."""
 
     key: int
     document: str
@@ -108,10 +108,10 @@ CHUNK_PREFIX = "chunk_"
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk that was found, where it is from, and why it is here."""
+    """A retrieved chunk with its document and scores."""
 
     stored: StoredChunk
     document: Document
     score: float
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What each step said: the similarity, BM25, the fused score, late interaction."""
+    """Scores by step: similarity, BM25, fused score, late interaction."""

@@ -1,15 +1,15 @@
-"""Reciprocal rank fusion: rankings whose scores cannot be compared are joined by their ranks alone."""
+"""Reciprocal rank fusion: merges rankings with incomparable scores by rank alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 RANK_OFFSET = 60
-"""Damps the lead of the first places; the constant of the method's authors."""
+"""Damps the weight of the first ranks; the constant from the paper."""
 
 
 def fuse(rankings: Iterable[Sequence[int]], weights: Iterable[float] | None = None) -> list[tuple[int, float]]:
-    """Keys with their fused scores, best first; equal ones keep the order in which they were met."""
+    """Keys with their fused scores, best first; ties keep their order of appearance."""
     scores: dict[int, float] = {}
     lists = list(rankings)
     for ranking, weight in zip(lists, weights or [1.0] * len(lists), strict=True):

@@ -1,8 +1,8 @@
-"""Documents to searchable chunks, in the background.
+"""Ingestion: turns documents into searchable chunks, in the background.
 
-A fixed number of readers take documents from the queue in the store, tenants in turn, so that one tenant's ten thousand
-documents do not hold up another's one. What is queued survives a crash; what was half done is done again. Memory is
-bounded by the readers, each with one document and a few batches of vectors.
+A fixed number of workers take documents from the queue in the database, round robin over tenants, so that one tenant's
+ten thousand documents do not delay another's one. The queue survives a crash; unfinished work is repeated. Memory is
+bounded by the number of workers, each with one document and a few batches of vectors.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 BATCH = 16
 """Chunks embedded by one call."""
 POLL_S = 2.0
-"""How often an idle gateway looks for documents that others queued and did not read."""
+"""How often an idle gateway polls for documents that other gateways queued."""
 PAUSE_S = 5.0
-"""After a failure that is not the document's fault."""
+"""Pause after a failure that is not the document's fault."""
 
 
 class Meter(Protocol):
-    """Told what was done, for metrics."""
+    """Receives results, for metrics."""
 
     def ingested(self, status: str, chunks: int, tokens: int, seconds: float) -> None: ...
 
 
 class Ingestor:
-    """The readers of one gateway."""
+    """The ingestion workers of one gateway."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Ingestor:
         ]
 
     def wake(self) -> None:
-        """There is something to read."""
+        """Wakes the workers: a document was queued."""
         self._news.set()
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class Ingestor:
                     await self._ingest(claim)
                     continue
             except DatabaseError as error:
-                log.warning("documents cannot be taken from the queue: %s", error)
+                log.warning("ingest queue cannot be read", extra={"why": str(error)})
                 await asyncio.sleep(PAUSE_S)
             self._news.clear()
             try:
@@ -98,7 +98,7 @@ class Ingestor:
                 pass
 
     async def _next(self) -> Claim | None:
-        """A document of the tenant that was served longest ago."""
+        """A document of the least recently served tenant."""
         waiting = await self._queue.waiting_tenants()
         self._served = {tenant: at for tenant, at in self._served.items() if tenant in waiting}
         for tenant in sorted(waiting, key=lambda name: self._served.get(name, 0.0)):
@@ -111,7 +111,7 @@ class Ingestor:
         began, document = self._clock(), claim.document
         try:
             if claim.attempts > MOST_ATTEMPTS:
-                raise UnreadableDocument("The document was begun several times, and each time its reader died.")
+                raise UnreadableDocument("The document crashed its reader several times.")
             chunks = await self._chunks(claim)
             embedded = await self._embedded(claim, chunks)
             if embedded is None:
@@ -131,20 +131,20 @@ class Ingestor:
             await asyncio.shield(self._queue.release(document))
             raise
         except DatabaseError:
-            raise  # the lease ends by itself
+            raise  # the lease will expire
         except PenstockError as error:
-            # The embedding engine is down or busy: the document waits for better times.
-            log.warning("%s could not be embedded: %s", document.id, error)
+            # The embedding engine is down or busy: the document is retried later.
+            log.warning("document could not be embedded; retrying", extra={"document": document.id, "why": str(error)})
             await self._queue.release(document)
             await asyncio.sleep(PAUSE_S)
         except Exception:
-            # Our own mistake: this document shows it, the others are still read.
-            log.exception("%s could not be read", document.id)
+            # A bug of ours: only this document fails, the others are still ingested.
+            log.exception("document could not be ingested", extra={"document": document.id})
             await self._queue.fail(document, "The server failed on this document; its log says why.")
             self._told("failed", 0, 0, began)
 
     async def _forget(self, claim: Claim, *, failed: bool = False) -> None:
-        """Remove the chunks of a document that was deleted while it was read, or that can no longer be read."""
+        """Removes the chunks of a document that was deleted during ingestion, or that failed."""
         if not await self._queue.collection_exists(claim.collection):
             await self._stores.drop(claim.collection)
         elif failed or not await self._queue.exists(claim.document):
@@ -158,7 +158,7 @@ class Ingestor:
                 f"The collection is embedded with `{collection.embedding_model}`, which this server does not serve "
                 f"for collections; it has `{self._embedder.name}`."
             )
-        await self._embedder.facts()  # its tokenizer is here only once it is up
+        await self._embedder.facts()  # the tokenizer is available only once the model is up
         extracted = await self._process.read(claim.body, document.media_type, claim.charset)
         chunks = await asyncio.to_thread(
             chunk,
@@ -169,13 +169,13 @@ class Ingestor:
             name=document.name,
         )
         if not chunks:
-            raise UnreadableDocument("The document holds headings but no text.")
+            raise UnreadableDocument("The document contains headings but no text.")
         if len(chunks) > self._most_chunks:
             raise KnowledgeError(f"The document has {len(chunks)} chunks; at most {self._most_chunks} are allowed.")
         return chunks
 
     async def _embedded(self, claim: Claim, chunks: Sequence[Chunk]) -> list[EmbeddedChunk] | None:
-        """None when the document was replaced or deleted meanwhile."""
+        """The embedded chunks; None when the document was replaced or deleted meanwhile."""
         embedded: list[EmbeddedChunk] = []
         while len(embedded) < len(chunks):
             if not await self._queue.progress(claim.document, chunks=len(chunks), done=len(embedded)):

@@ -1,9 +1,9 @@
-"""Late interaction: every token of the question looks for its best match among the tokens of a passage.
+"""Late interaction (MaxSim): every token of the question is matched with its best token of a passage.
 
-One vector per chunk says what it is about; it cannot say whether the one thing asked for is in it. The vectors of its
-tokens can. They are computed when a document is read and kept as one bit per dimension (48 bytes a token), which ranks
-as well as whole numbers do: `penstock bench retrieval` measures it. When a question comes, no model runs but for the
-question itself.
+One vector per chunk captures its topic, but not whether it contains the detail that was asked for. The vectors of its
+tokens do. They are computed at ingestion and stored as one bit per dimension (48 bytes per token), which ranks
+as well as full vectors: `penstock bench retrieval` measures it. At query time the model runs only on the question
+itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from penstock.knowledge.embedder import Vectors
 
 SIMILARITY = 0.25
-"""What the cosine of the whole chunk counts for beside its tokens; chosen on the half of the questions of
-`penstock bench retrieval` that its figures are not taken from."""
+"""Weight of the whole chunk's cosine relative to its tokens; tuned on the half of the questions of
+`penstock bench retrieval` that is not used for its results."""
 _HEADER = struct.Struct("<HH")
 
 
 def pack(tokens: Sequence[str], by_token: Vectors, vector: Vectors) -> bytes:
-    """The vector of a chunk, and the signs of those of its tokens; punctuation is left out."""
+    """Packs the vector of a chunk and the signs of its token vectors; punctuation is left out."""
     telling = [any(map(str.isalnum, token)) for token in tokens[: len(by_token)]]
     rows = by_token[: len(telling)][np.array(telling, bool)]
     return joined(vector, np.packbits(rows >= 0, axis=1))
@@ -65,7 +65,7 @@ def max_sims(question: Vectors, passages: Sequence[NDArray[np.uint8]]) -> list[f
 
 
 class LateInteraction(Reranker):
-    """Needs nothing but what the embedder made of the documents."""
+    """A reranker that uses only the stored token vectors."""
 
     async def ready(self, question: Question) -> Scorer:
         embedded = await question.embedded()
@@ -84,5 +84,5 @@ def _scores(
     keys = [one.stored.key for one in candidates]
     there = {key: unpack(packed[key]) for key in keys if key in packed}
     sims = dict(zip(there, max_sims(by_token, [signs for signs, _ in there.values()]), strict=True))
-    # Those that are not there were removed a moment ago.
+    # Missing ones were removed a moment ago.
     return [sims[key] + SIMILARITY * float(vector @ there[key][1]) if key in there else -math.inf for key in keys]

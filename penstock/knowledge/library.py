@@ -1,4 +1,4 @@
-"""Everything about collections behind one door: what the gateway's endpoints, and nothing else, talk to.
+"""The facade of collections that the gateway's endpoints use.
 
 Opened by URL: a folder of SQLite files, or a PostgreSQL database. Every method takes the tenant and finds nothing of
 any other's.
@@ -36,7 +36,7 @@ CATALOGUE = "catalogue.db"
 
 
 class Library:
-    """All collections of all tenants. `close` it when done."""
+    """The collections of all tenants."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Library:
         limits: LibraryLimits | None = None,
         meter: Meter | None = None,
     ) -> Library:
-        """`sqlite:///FOLDER` or `postgresql://...`; begins to read what waits there. `shared`: that PostgreSQL, open
-        already; it stays open."""
+        """Opens `sqlite:///FOLDER` or `postgresql://...` and starts ingestion. `shared`: an open PostgreSQL
+        database, which stays open."""
         stores: SQLiteStores | PostgresStores
         if url.startswith(SQLITE):
             folder = Path(url.removeprefix(SQLITE))
@@ -110,11 +110,11 @@ class Library:
         overlap_tokens: int = 32,
     ) -> Collection:
         if await self.catalogue.collection_count(tenant) >= self.limits.collections:
-            raise TooMany(f"There are {self.limits.collections} collections, and no more are allowed; delete one.")
+            raise TooMany(f"The limit of {self.limits.collections} collections is reached; delete one.")
         facts = await self.embedder.facts()
         if chunk_tokens > facts.window - 2:
             raise KnowledgeError(
-                f"`{self.embedder.name}` reads at most {facts.window - 2} tokens at once; choose smaller chunks."
+                f"`{self.embedder.name}` has a window of {facts.window - 2} tokens; choose smaller chunks."
             )
         return await self.catalogue.add_collection(
             tenant,
@@ -143,8 +143,8 @@ class Library:
         url: str = "",
         metadata: Mapping[str, str] | None = None,
     ) -> tuple[Document, bool]:
-        """Take a document in; whether there is anything to read. Without an id, content that is there already is that
-        document; with one, the document of that id becomes this."""
+        """Stores a document; returns whether there is anything to ingest. Without an id, existing content is that
+        document; with one, the document with that id is replaced."""
         digest = hashlib.sha256(body).hexdigest()
         said = metadata or {}
         if id is None:
@@ -174,7 +174,7 @@ class Library:
         )
         if document.status == "duplicate":
             async with self.stores.use(collection) as store:
-                await store.replace(id, [])  # what it said before
+                await store.replace(id, [])  # its old chunks
         self._ingestor.wake()
         return document, document.status == "queued"
 
@@ -185,7 +185,7 @@ class Library:
         self._ingestor.wake()  # a duplicate may take its place
 
     async def chunk(self, collection: Collection, id: str) -> tuple[StoredChunk, Document] | None:
-        """A chunk by the id that citations name."""
+        """A chunk by the id in a citation."""
         digits = id.removeprefix(CHUNK_PREFIX)
         if not id.startswith(CHUNK_PREFIX) or not digits.isascii() or not digits.isdigit() or len(digits) > 18:
             return None
@@ -200,6 +200,6 @@ class Library:
 
     async def _check_room(self, collection: Collection) -> None:
         if await self.catalogue.document_count(collection.id) >= self.limits.documents:
-            raise TooMany(f"The collection holds {self.limits.documents} documents, and no more are allowed.")
+            raise TooMany(f"The collection has reached the limit of {self.limits.documents} documents.")
         if await self.catalogue.pending(collection.tenant) >= self.limits.waiting:
-            raise TooMany(f"{self.limits.waiting} documents wait to be read; send more when some of them are.")
+            raise TooMany(f"{self.limits.waiting} documents are waiting to be ingested; send more later.")

@@ -1,4 +1,4 @@
-"""How much a library may hold and do at once."""
+"""Limits of collections and documents."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LibraryLimits:
-    """Bounds of the configuration."""
+    """The configured limits."""
 
     collections: int = 1000
     """Of a tenant."""
     documents: int = 100_000
     """Of a collection."""
     waiting: int = 20_000
-    """Documents of a tenant that wait to be read."""
+    """Documents of a tenant waiting to be ingested."""
     chunks: int = 20_000
     """Of a document."""
     readers: int = 2

@@ -1,7 +1,7 @@
-"""Documents that wait to be read, in the tables of the catalogue.
+"""The queue of documents to ingest, in the tables of the catalogue.
 
-Work is claimed under a lease, so that a document whose reader died is read by another; `version` keeps work on a
-document that was replaced meanwhile from counting. Any number of gateways may take from it.
+Work is claimed under a lease, so that a document whose worker died is taken by another; `version` discards work on a
+document that was replaced meanwhile. Any number of gateways may take from it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.storage import Database
 
 LEASE_S = 120.0
 MOST_ATTEMPTS = 5
-"""A document that was begun this often and never ended is given up: it takes its readers down with it."""
+"""Attempts after which a document is given up, because it crashes its readers."""
 _PENDING = "(status = 'queued' OR (status = 'processing' AND leased_until < ?))"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A document to be read, with everything needed for it."""
+    """A claimed document, with everything needed to ingest it."""
 
     collection: Collection
     document: Document
@@ -32,21 +32,21 @@ class Claim:
 
 
 class IngestQueue:
-    """Claims, progress and ends."""
+    """Claims documents and records progress and results."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     async def waiting_tenants(self) -> list[str]:
-        """Tenants with documents to read, the longest waiting first."""
+        """Tenants with waiting documents, the longest waiting first."""
         rows = await self._database.fetch(
             f"SELECT tenant FROM documents WHERE {_PENDING} GROUP BY tenant ORDER BY MIN(updated_at)", self._clock()
         )
         return [row[0] for row in rows]
 
     async def claim(self, tenant: str) -> Claim | None:
-        """The oldest document of a tenant that nobody reads, now claimed; None when there is none."""
+        """Claims the oldest waiting document of a tenant; None when there is none."""
         now = self._clock()
         rows = await self._database.fetch(
             f"SELECT {DOCUMENT} FROM documents WHERE {_PENDING} AND tenant = ? ORDER BY updated_at LIMIT 8",
@@ -71,12 +71,12 @@ class IngestQueue:
         )  # fmt: skip
         rows = await self._database.fetch(f"SELECT {COLLECTION} FROM collections WHERE id = ?", document.collection)
         if not found or not rows:
-            return None  # it was replaced or removed a moment ago
+            return None  # it was just replaced or removed
         charset, attempts, body = found[0]
         return Claim(collection_of(rows[0]), document, charset, bytes(body), attempts)
 
     async def progress(self, document: Document, *, chunks: int, done: int) -> bool:
-        """Says how far the work is and renews the lease; whether it is still wanted."""
+        """Records progress and renews the lease; returns whether the work is still wanted."""
         return bool(
             await self._database.execute(
                 "UPDATE documents SET chunks = ?, chunks_done = ?, leased_until = ? "
@@ -91,7 +91,7 @@ class IngestQueue:
         )
 
     async def finish(self, document: Document, *, chunks: int, tokens: int) -> bool:
-        """The chunks are stored; whether that still counts. The content itself is not needed any more."""
+        """Marks a document as ready and deletes its raw content; returns whether it was still wanted."""
         where = (document.collection, document.id, document.version)
         changed = await self._database.transact(
             [
@@ -121,7 +121,7 @@ class IngestQueue:
         )
 
     async def release(self, document: Document) -> None:
-        """Give a claim back: somebody reads it later. It does not count as an attempt."""
+        """Returns a claim to the queue; it does not count as an attempt."""
         await self._database.execute(
             "UPDATE documents SET status = 'queued', leased_until = 0, attempts = attempts - 1 "
             "WHERE collection = ? AND id = ? AND version = ? AND status = 'processing'",

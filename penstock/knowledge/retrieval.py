@@ -1,8 +1,8 @@
-"""From a question to a few passages: words and vectors searched at once, fused by rank, the best of them reranked.
+"""Retrieval: finds passages for a question by hybrid search (full text and vectors), rank fusion and reranking.
 
-Everything that does not need another's result runs beside it: the words are searched while the question is embedded.
-A collection without an embedder to ask (its engine is down) cannot be searched by vectors; that is an error, not a
-silent half of a search.
+Independent steps run in parallel: the full-text search runs while the question is embedded.
+If the embedder is down, a vector search is an error, not a silent
+half of a search.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Question:
-    """What is asked; embedded once, when somebody first wants its vector. Close it."""
+    """A question; embedded once, on first use of its vector. Close it when done."""
 
     def __init__(self, text: str, embedder: Embedder) -> None:
         self.text = text
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chunk on its way to the reranker, with what the search said about it."""
+    """A chunk for the reranker, with its search scores."""
 
     stored: StoredChunk
     scores: Mapping[str, float]
@@ -58,18 +58,18 @@ class Candidate:
 
 class Scorer(Protocol):
     async def __call__(self, store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
-        """How well each candidate answers; higher is better."""
+        """The relevance of each candidate; higher is better."""
 
 
 class Reranker(ABC):
     @abstractmethod
     async def ready(self, question: Question) -> Scorer:
-        """What can be done before the candidates are known; it is done while they are searched for."""
+        """Work that needs no candidates; it runs while they are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search returns. `seconds` by step; steps overlap."""
+    """The result of a search. `seconds` by step; steps overlap."""
 
     passages: list[Passage]
     seconds: Mapping[str, float]
@@ -92,7 +92,7 @@ class Retriever:
         keep: int = 4,
         rerank: bool = True,
     ) -> Found:
-        """The `keep` best of the `candidates` that were found."""
+        """The best `keep` of the `candidates` found."""
         if collection.embedding_model != self._embedder.name and mode != "bm25":
             raise KnowledgeError(
                 f"The collection `{collection.name}` was embedded with `{collection.embedding_model}`, and this server "
@@ -163,7 +163,7 @@ class Retriever:
             return await store.matching(search_terms(query), count)
 
     async def _documents(self, collection: Collection, chunks: Mapping[int, StoredChunk]) -> dict[str, Document]:
-        """Chunks whose document is gone are on their way out; they are not shown."""
+        """The documents of chunks; chunks without a document are being deleted and not shown."""
         names = list(dict.fromkeys(stored.document for stored in chunks.values()))
         return await self._catalogue.some_documents(collection.id, names)
 

@@ -1,4 +1,4 @@
-"""The words of a question that a full-text search can use."""
+"""Search terms of a question for full-text search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOP_WORDS = frozenset(_COMMON.split())
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case; underscores and dots part them, as in the indexes."""
+    """Words in lower case; underscores and dots separate them, as in the indexes."""
     return [word.lower() for word in _WORD.findall(text)]
 
 

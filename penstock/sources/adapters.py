@@ -1,4 +1,4 @@
-"""From what a person types as an adapter to a folder on this machine: a path, `hf:ORG/NAME` or `s3://BUCKET/PREFIX`."""
+"""Resolves an adapter's source to a local folder: a path, `hf:ORG/NAME` or `s3://BUCKET/PREFIX`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from penstock.engine.adapters.peft import CONFIG, WEIGHTS
 
 
 def resolve_adapter(source: str) -> Path:
-    """Its folder, fetched if it is not here. A hub repository comes from the cache, a bucket is asked for changes."""
+    """The adapter's folder, downloaded if it is missing. A hub repository is taken from the cache once it is there; a
+    bucket is always checked for changes."""
     from penstock.sources.model_cache import Slot, cache_dir
     from penstock.sources.object_store import fetch_files
     from penstock.sources.resolve import cache_key, resolve

@@ -166,7 +166,7 @@ class _HubClient:
 
     def _complete(self, commit: str, file: RemoteFile, part: Path, progress: Progress | None) -> None:
         """Append what `part` lacks. The library resumes most cut connections; resets and server errors are retried
-        here, until `ATTEMPTS` in a row have brought nothing new."""
+        here, until `ATTEMPTS` in a row brought nothing new."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.file_download import http_get
@@ -198,9 +198,9 @@ class _HubClient:
             except ValueError as error:  # larger than the hub sends over plain HTTP
                 raise SourceError(f"{file.name} of hf:{self.source.repository} cannot be fetched: {error}") from error
             except OSError as error:
-                if error.errno is not None:  # of the disk
+                if error.errno is not None:  # an error of the disk
                     raise
-                return  # of another length than announced: `_intact` finds it damaged
+                return  # not as long as announced: `_intact` finds it damaged
             failures = 0 if part.stat().st_size > before else failures + 1
             if failures >= ATTEMPTS:
                 raise problem

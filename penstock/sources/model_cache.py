@@ -1,6 +1,6 @@
 """The model cache: one folder per fetched model, complete or absent.
 
-A model is assembled in a `.partial` folder beside its final place and renamed when every file is there and checked;
+A model is assembled in a `.partial` folder next to its final place and renamed when all files are complete and checked;
 a manifest records the sizes, so a file that was cut short later is noticed too. A lock per model keeps two
 processes from fetching the same thing at once; the kernel drops it when its holder dies.
 """
@@ -56,7 +56,7 @@ class Slot:
             return False
 
     def publish(self, source: str) -> None:
-        """Make the partial folder the model: all at once, or not at all. Call with the lock held."""
+        """Rename the partial folder to its final name, atomically. Call with the lock held."""
         files = sorted(file for file in self.partial.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(self.partial)): file.stat().st_size for file in files}
         manifest = self.partial / MANIFEST

@@ -33,7 +33,7 @@ _CREDENTIALS = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-"""Variables of which one is set where requests can be signed."""
+"""One of these variables is set where requests can be signed."""
 
 
 def fetch_files(source: str, names: Sequence[str], slot: Slot, progress: Progress | None = None) -> Path:
@@ -81,7 +81,7 @@ def _open(bucket: str) -> S3Store:
 def _download(
     store: S3Store, key: str, to: Path, tag: str | None, source: str, progress: Progress | None
 ) -> str | None:
-    """Fetch one file; its ETag, or None when it is still the one called `tag`."""
+    """Download one file; returns its ETag, or None when it still is `tag`."""
     import obstore
     from obstore.exceptions import BaseError, NotModifiedError, PermissionDeniedError, UnauthenticatedError
 
@@ -108,7 +108,7 @@ def _download(
 
 
 def _first_line(error: Exception) -> str:
-    """What a person can use of the library's message, which goes on with a dump of its structures."""
+    """The useful part of the library's message, which continues with a dump of its structures."""
     return str(error).partition("\n")[0].strip().rstrip(":")
 
 

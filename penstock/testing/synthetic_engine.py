@@ -1,4 +1,4 @@
-"""An engine without a model, behind the real protocol: what gateway benchmarks and tests put where an engine would be.
+"""An engine without a model behind the real protocol, for gateway benchmarks and tests.
 
 It writes a text that both sides can compute, so that a reader can prove that nothing was lost, repeated or mixed up:
 stream `n` (the request's `seed`) is `text_of(n, ...)`. `top_k` tokens come per step (one when it is 0), a step takes
@@ -34,14 +34,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NAP_S = 0.005
-"""The longest sleep between two looks at the socket."""
+"""The longest sleep between two checks of the socket."""
 _LETTERS = "".join(random.Random(7).choices(string.ascii_letters + string.digits, k=1 << 16))
 _STRIDE = 131
 """Neighbouring streams read the same letters, this far apart."""
 
 
 def text_of(stream: int, start: int, count: int) -> str:
-    """What tokens `start` to `start + count` of a stream say."""
+    """The text of tokens `start` to `start + count` of a stream."""
     begin = (stream * _STRIDE + start) % len(_LETTERS)
     text = _LETTERS[begin : begin + count]
     while len(text) < count:
@@ -50,7 +50,7 @@ def text_of(stream: int, start: int, count: int) -> str:
 
 
 def write_tokenizer(folder: Path, *, chat: bool = True, context_length: int = 512) -> Tokenizer:
-    """A model folder with the text side only: every byte is a token."""
+    """Write a model folder that has only a tokenizer and a configuration: every byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -78,7 +78,7 @@ class _Running:
 
 
 class SyntheticEngine:
-    """What `EngineServer` needs of an engine. With an interval of 0 a request is answered whole in its first step."""
+    """The engine interface of `EngineServer`. With an interval of 0 a request is answered in its first step."""
 
     adapters = None
 
@@ -127,12 +127,12 @@ class SyntheticEngine:
         return bool(self._running)
 
     def step(self) -> StepOutput | None:
-        """One token (or `top_k`) for everybody, when it is time; a short sleep otherwise."""
+        """One token (or `top_k`) for every request when the step is due; a short sleep otherwise."""
         wait = self._due - self._clock()
         if wait > 0:
             self._sleep(min(wait, NAP_S))
             return None
-        # A step that comes late is not made up for: engines have no clock to catch up with.
+        # A late step is not made up for: a real engine does not catch up either.
         self._due = max(self._due + self._interval_s, self._clock())
         self._steps += 1
         deltas = [self._advance(id, running) for id, running in self._running.items()]

@@ -1,6 +1,6 @@
-"""An engine without a model: the real scheduler and the real KV blocks, and steps that take modelled time.
+"""An engine without a model: the real scheduler and KV blocks, with steps that take modelled time.
 
-For benchmarks and drills of what stands in front of engines. Batching, chunked prefill, preemption and the prefix cache
+For benchmarks and drills of gateway and routing. Batching, chunked prefill, preemption and the prefix cache
 are the engine's own code; only the forward pass is replaced, by its duration. `begin` and `end` run a step in simulated
 time, `step` in real time.
 """
@@ -19,7 +19,7 @@ from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 
 TOKEN = 97
-"""What it generates, over and over."""
+"""The token that it generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Speed:
     """How long a step takes. The defaults are about those of an 8B model on one large GPU."""
 
     step_s: float = 0.008
-    """Reading the weights: what any step takes."""
+    """Reading the weights, in every step."""
     prefill_token_s: float = 60e-6
     decode_s: float = 40e-6
     """Each decoding sequence."""
@@ -46,7 +46,7 @@ class Speed:
 
 
 class TimedEngine:
-    """Everything that `InProcessBackend` needs of an engine. Answers end where `max_tokens` says."""
+    """The engine interface of `InProcessBackend`. Answers are `max_tokens` long."""
 
     adapters = None
 
@@ -107,7 +107,7 @@ class TimedEngine:
         raise ValueError(f"there is no adapter {name}")
 
     def begin(self) -> float | None:
-        """Schedule the next step; how long it takes. None when nothing can run."""
+        """Schedule the next step; returns its duration, None when nothing can run."""
         now = self._clock()
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
@@ -115,7 +115,7 @@ class TimedEngine:
         return None if self._batch is None else self.speed.seconds(self._batch)
 
     def end(self) -> StepOutput | None:
-        """The step that was begun is over."""
+        """Finish the step that was begun."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self._steps += 1

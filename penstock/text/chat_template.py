@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja program that comes with a model and turns messages into its prompt format.
+"""Chat templates: the Jinja templates that models ship with, which render messages into the prompt format.
 
 Templates are untrusted input: they run in an immutable sandbox. The environment offers what model authors rely on
 (block trimming, `raise_exception`, `strftime_now`, `tojson`, loop controls, the `generation` tag).
@@ -24,11 +24,11 @@ from penstock.errors import CheckpointError, PenstockError
 
 
 class ChatTemplateError(PenstockError):
-    """These messages cannot be put into the model's chat format; the caller should change them."""
+    """The messages cannot be rendered with the model's chat template; the caller should change them."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training tools; here it is its content."""
+    """`{% generation %}` marks the assistant's text for training tools; here it just renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -38,7 +38,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Not Jinja's own filter: that one escapes for HTML, which would change what the model reads.
+    # Jinja's own filter escapes for HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -64,7 +64,7 @@ class ChatTemplate:
     """A compiled template with the variables that do not change between calls."""
 
     def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
-        """`templates` is one template, or several by name of which `default` and `tool_use` are used."""
+        """`templates`: one template, or several by name, of which `default` and `tool_use` are used."""
         named = {"default": templates} if isinstance(templates, str) else dict(templates)
         environment = _environment()
         try:
@@ -73,11 +73,11 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template cannot be compiled: {error}") from error
         self._globals = dict(environment.globals)
         if "default" not in self._templates:
-            raise CheckpointError(f"the model has chat templates {sorted(named)} but none called 'default'")
+            raise CheckpointError(f"the model has chat templates {sorted(named)} but none named 'default'")
         self._variables = dict(variables)
         text = named.get("tool_use", named["default"])
         self.source = text
-        """The template that renders conversations with tools."""
+        """The template for conversations with tools."""
         self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(text))
 
     def render(
@@ -88,7 +88,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for these messages. Content must be text already (see `flatten`)."""
+        """The prompt for these messages, whose content must be plain text (see `flatten`)."""
         template = self._templates["default"]
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
@@ -102,14 +102,14 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # `shared`: the globals are among the variables already, and need not be gathered every time.
+            # `shared`: the globals are already among the variables and need not be collected every time.
             context = new_context(template.environment, template.name, template.blocks, variables, shared=True)
             return "".join(template.root_render_func(context))
         except ChatTemplateError:
             raise
         except jinja2.exceptions.SecurityError as error:
             raise ChatTemplateError(f"the model's chat template does something unsafe: {error}") from error
-        except Exception as error:  # a template is a program: anything may go wrong in it, for these messages only
+        except Exception as error:  # a template is a program: it may fail in any way, for these messages only
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
@@ -123,7 +123,7 @@ def flatten(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if content is None:
             content = ""
         elif isinstance(content, str):
-            pass  # as most of them
+            pass  # the usual case
         elif isinstance(content, Sequence):
             content = "".join(_text(part, index) for part in content)
         else:
@@ -138,4 +138,4 @@ def _text(part: Any, index: int) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise ChatTemplateError(f"messages[{index}].content holds a part of type {kind!r}; this model reads text only")
+    raise ChatTemplateError(f"messages[{index}].content has a part of type {kind!r}; this model accepts text only")

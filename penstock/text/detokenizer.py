@@ -1,4 +1,4 @@
-"""From token ids to text as they arrive.
+"""Incremental detokenization: token ids to text as they arrive.
 
 Text is the concatenation of the tokens' bytes, read as UTF-8 with malformed bytes replaced. That rule is a fold
 over tokens, so text can be emitted as soon as its last byte is known: a token costs time proportional to its own
@@ -15,11 +15,11 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Vocabulary(Protocol):
-    """What the detokenizer needs to know of a tokenizer."""
+    """The part of a tokenizer that the detokenizer needs."""
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether a space before the first word belongs to the encoding and not to the text."""
+        """Whether a leading space is an artefact of the encoding and not part of the text."""
         ...
 
     def token_bytes(self, token: int) -> bytes: ...
@@ -30,7 +30,7 @@ class Vocabulary(Protocol):
 class IncrementalDetokenizer:
     """Decodes one sequence of tokens, a few at a time.
 
-    With `continuation` the tokens go on from a text rather than begin one, so a leading space is kept.
+    With `continuation` the tokens continue a text instead of beginning one, so a leading space is kept.
     """
 
     __slots__ = ("_decoder", "_shown", "_skip_special", "_strip", "_vocabulary")
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         self._decoder = _utf8("replace")
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens complete. Bytes of an unfinished character are kept for the next call."""
+        """The text completed by these tokens. Bytes of an unfinished character are kept for the next call."""
         vocabulary = self._vocabulary
         if self._skip_special:
             shown = self._shown
@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
         return self._first(self._decoder.decode(data)) if data else ""
 
     def flush(self) -> str:
-        """What is left when no token follows: a replacement character if a character was cut short."""
+        """The rest when no token follows: a replacement character if a character is incomplete."""
         return self._first(self._decoder.decode(b"", final=True))
 
     def _first(self, text: str) -> str:

@@ -1,6 +1,6 @@
-"""The text side of an encoder model: texts, and pairs of texts, to token ids.
+"""The tokenizer of an encoder model: texts and pairs of texts to token ids.
 
-What a text spells like a control token (`[SEP]`) is ordinary text here: no caller can end another part of the input.
+A control token spelled out in a text (`[SEP]`) is ordinary text: a caller cannot inject a separator.
 The tokenizer releases the interpreter lock, so threads may share one.
 """
 
@@ -24,25 +24,25 @@ class EncoderText:
         self._tokenizer = tokenizer
         empty: list[int] = tokenizer.encode("").ids
         self.first, self.last = empty[0], empty[-1]
-        """What stands before and after every text."""
+        """Special tokens before and after every text."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids with the model's beginning and end around them."""
+        """Token ids with special tokens."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def encode_pairs(self, query: str, documents: Sequence[str], limit: int) -> tuple[list[list[int]], list[int]]:
-        """Each document with the query before it, and where it begins; long documents lose their end."""
+        """Query-document pairs and where each document begins; long documents are truncated."""
         (asked,) = self.encode([query])
         pairs = [[*asked, *document[1:]] for document in self.encode(documents)]
         return [self.cut(pair, limit) for pair in pairs], [len(asked)] * len(pairs)
 
     def spelled(self, text: str) -> list[str]:
-        """Its tokens as the vocabulary spells them, without the marks around them."""
+        """The tokens as spelled in the vocabulary, without special tokens."""
         tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
         return tokens
 
     def cut(self, ids: list[int], limit: int) -> list[int]:
-        """The beginning of a text that is too long, with its mark of the end."""
+        """The ids truncated to `limit`, with the final special token kept."""
         return ids if len(ids) <= limit else [*ids[: limit - 1], self.last]
 
 

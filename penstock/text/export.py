@@ -1,4 +1,4 @@
-"""Writing a model's text side beside new weights: files of a folder are copied, those of a GGUF file are made."""
+"""Writes tokenizer files beside new weights: copied from a folder, or generated from a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Building a tokenizer from GGUF metadata, equal to the one the model was published with.
+"""Builds a tokenizer from GGUF metadata, equal to the one the model was published with.
 
 Two kinds exist: byte-level BPE (`gpt2`, cut into words by a named pre-tokenizer before merging) and SentencePiece
-BPE (`llama`, merges ordered by score, bytes as a fallback). A pre-tokenizer that is not known here is refused:
-a tokenizer that is almost right makes a model quietly worse.
+BPE (`llama`, merges ordered by score, byte fallback). An unknown pre-tokenizer is refused, because
+a tokenizer that is almost right silently makes a model worse.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 """By `tokenizer.ggml.pre`."""
 
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""Pre-tokenizers whose models take a word that is in the vocabulary as it is, without merging up to it."""
+"""Pre-tokenizers whose models use a word that is in the vocabulary directly, without merging (`ignore_merges`)."""
 
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
@@ -71,7 +71,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     metadata = file.metadata
     kind = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
-        raise CheckpointError(f"{file.path} holds no tokenizer; use a file that was written with one")
+        raise CheckpointError(f"{file.path} has no tokenizer; use a file that contains one")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type")
     kinds = [NORMAL] * len(tokens) if types is None else types.tolist()
@@ -139,7 +139,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
 
 
 def merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The pairs that SentencePiece would merge, best first: every way to put a token together from two others,
+    """The merges of SentencePiece, best first: every way to compose a token from two others,
     ordered by the token's score."""
     pieces = {token: index for index, token in enumerate(tokens) if kinds[index] in (NORMAL, UNUSED)}
     merges: list[tuple[str, str]] = []

@@ -1,8 +1,8 @@
-"""What text may look like: JSON schemas, regular expressions, choices and Lark grammars, in one form.
+"""Grammars for constrained output: JSON schemas, regular expressions, choices and Lark grammars, in one form.
 
-A `Grammar` is a list of named parts in llguidance's own notation; the first one is where a text begins, and a part
-refers to another as `@name`. `Grammar.source` is what engines compile. Checking needs no tokenizer and no model, so
-that a grammar which cannot be used is refused before it reaches an engine.
+A `Grammar` is a list of named parts in llguidance's notation; the text starts with the first one, and a part refers to
+another as `@name`. Engines compile `Grammar.source`. Checking needs no tokenizer and no model, so an unusable grammar
+is refused before it reaches an engine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from penstock.engine.grammar.interface import GrammarError
 
 MAX_SOURCE = 256 * 1024
-"""Longest grammar that is accepted, in characters."""
+"""Maximum length of a grammar in characters."""
 _OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}", "lenient": False}
-"""Between the parts of JSON there may be a space, or a new line with its indentation: enough for every usual style,
-and a model that likes white space cannot go on with it for ever. Keywords that cannot be enforced are errors."""
+"""White space between JSON tokens: one space, or a line break with indentation. Enough for every usual style, and a
+model cannot generate white space for ever. Keywords that cannot be enforced are errors."""
 
 Part = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Named parts, the beginning first."""
+    """Named parts; the first one is the start."""
 
     parts: tuple[Part, ...]
 
@@ -63,12 +63,12 @@ def choice(options: Sequence[str]) -> Grammar:
 
 
 def lark(source: str) -> Grammar:
-    """A grammar in Lark's notation, beginning at the rule `start`."""
+    """A grammar in Lark notation with the start rule `start`."""
     return Grammar(({"name": "lark", "lark_grammar": source},))
 
 
 def literal(text: str) -> str:
-    """A text as Lark writes it."""
+    """A text as a Lark literal."""
     return json.dumps(text)
 
 
@@ -79,7 +79,7 @@ def check(grammar: Grammar) -> str:
 
         from penstock.engine.grammar.guidance import limits
     except ImportError as error:
-        raise GrammarError("this server lacks the package llguidance, which grammars need") from error
+        raise GrammarError("grammars need the package llguidance, which is not installed on this server") from error
     try:
         source = grammar.source
     except RecursionError:

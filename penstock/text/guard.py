@@ -1,9 +1,9 @@
-"""Keeping control tokens out of what users write.
+"""Prevents control-token injection through user text.
 
-A prompt is a template with messages in it, and only the template may speak in control tokens. Before rendering,
-every control token that is spelled out in a message is replaced by a stand-in nobody can guess; after rendering,
-what is still spelled like a control token must come from the template, and is renamed to something equally
-unguessable; then the stand-ins turn back into the user's words. The tokenizer that reads the result (see
+A prompt is a template filled with messages, and only the template may contain control tokens. Before rendering,
+every control token spelled out in a message is replaced by an unguessable placeholder; after rendering,
+every remaining control token must come from the template, and is renamed to an equally
+unguessable name; then the placeholders are replaced by the user's text. The tokenizer that encodes the result (see
 `TextModel`) knows control tokens only under their secret names. Looking for literal spellings is enough: a spelling
 that some normalization would make literal is not a secret name either.
 """
@@ -18,11 +18,11 @@ from typing import Any
 from penstock.text.chat_template import ChatTemplateError
 
 MAX_HIDDEN = 1_000_000
-"""Stand-ins are numbered with six digits."""
+"""Placeholders are numbered with six digits."""
 
 
 class SpecialTokens:
-    """The control tokens of one tokenizer, and the secret names this process has for them."""
+    """The control tokens of one tokenizer, and their secret names in this process."""
 
     def __init__(self, spellings: Mapping[str, int]) -> None:
         self.ids = dict(spellings)
@@ -37,14 +37,14 @@ class SpecialTokens:
         return f"\ue000{self._nonce}-{self.ids[spelling]}\ue001"
 
     def rename(self, text: str) -> str:
-        """Give every control token spelled out in `text` its secret name."""
+        """Replaces every control token spelled out in `text` by its secret name."""
         return text if self.pattern is None else self.pattern.sub(lambda match: self.secret(match[0]), text)
 
     def occurs_in(self, text: str) -> bool:
         return self.pattern is not None and self.pattern.search(text) is not None
 
     def unfinished(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a control token."""
+        """Length of the longest suffix of `text` that is a prefix of a control token."""
         if text[-1:] not in self._last:
             return 0
         for length in range(min(self._longest, len(text)), 0, -1):
@@ -54,7 +54,7 @@ class SpecialTokens:
 
 
 class Guard:
-    """One rendering: hides users' spellings before it and puts them back after it."""
+    """One rendering: hides control tokens in user text before it and restores the text after it."""
 
     def __init__(self, special: SpecialTokens) -> None:
         self._special = special
@@ -87,7 +87,7 @@ class Guard:
         return value
 
     def restore(self, text: str) -> str:
-        """Put the users' words back into rendered text."""
+        """Restores the user's text in rendered text."""
         if not self._hidden:
             return text
         return re.sub(f"{self._nonce}([0-9]{{6}})", self._original, text)
@@ -101,7 +101,7 @@ class Guard:
         if pattern is None:
             return text
         hidden = pattern.sub(lambda match: self._stand_in(match[0]), text)
-        # Two strings that a template puts side by side must not complete a control token between them.
+        # Two strings that a template concatenates must not form a control token.
         unfinished = self._special.unfinished(hidden)
         if unfinished:
             hidden = hidden[:-unfinished] + self._stand_in(hidden[-unfinished:])
@@ -109,16 +109,16 @@ class Guard:
 
     def _stand_in(self, text: str) -> str:
         if len(self._hidden) >= MAX_HIDDEN:
-            raise ChatTemplateError("the messages spell out more control tokens than can be told from the template's")
+            raise ChatTemplateError("the messages contain too many spelled-out control tokens")
         if not self._hidden:
-            # Digits only: filters that change case, quote, escape or trim leave a stand-in as it is.
+            # Digits only: filters that change case, quote, escape or trim leave a placeholder unchanged.
             self._nonce = f"{secrets.randbelow(10**24):024}"
         self._hidden.append(text)
         return f"{self._nonce}{len(self._hidden) - 1:06}"
 
 
 def trie_pattern(words: Iterable[str]) -> str:
-    """A regular expression that matches the longest of `words`, quickly even for thousands of them."""
+    """A regular expression that matches the longest of `words`, fast even for thousands of them."""
     root: dict[str, Any] = {}
     for word in words:
         node = root

@@ -1,4 +1,4 @@
-"""Reading the text side of a checkpoint: a Hugging Face folder or a GGUF file, into a `TextModel`."""
+"""Loads a `TextModel` (tokenizer, chat template, end tokens) from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_TOKENS = (
     "<eos>",
     "</s>",
 )
-"""Control tokens that end a text in the model families we run. GGUF metadata names only one or two of a model's
+"""End tokens of the supported model families. GGUF metadata names only one or two of a model's
 end tokens, so those with these spellings count as well."""
 
 
@@ -105,11 +105,11 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch it again") from error
+        raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A file of its own wins over the one in the tokenizer's settings."""
+    """Chat templates by name. A separate file takes precedence over the tokenizer's settings."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return {"default": file.read_text(encoding="utf-8")}
@@ -135,7 +135,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when the file is not there."""
+    """A JSON object; empty when the file does not exist."""
     if not file.exists():
         return {}
     try:

@@ -1,9 +1,9 @@
-"""Patterns applied to text that arrives in pieces: matches are replaced, or end the text, before any part is shown.
+"""Applies patterns to streamed text: matches are replaced, or end the text, before any part of them is shown.
 
 Whether a match begins at a position is decided by the characters from there on, at most `reach` of them: the longest
-match there can be, or `LONGEST` for patterns without a longest one. Text is handed out as soon as no match can begin in
-it any more, which the `regex` module tells (partial matching); so the result never depends on where the text was cut.
-A pattern that takes too long is a match: the text is refused rather than shown unchecked.
+possible match, or `LONGEST` for unbounded patterns. Text is released as soon as no match can begin in
+it, which partial matching of the `regex` module decides; so the result never depends on how the text was split.
+A pattern that times out counts as a match: the text is refused rather than shown unchecked.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
     import regex
 
 LONGEST = 256
-"""Characters of a match that has no longest length; also the most text that is ever held back."""
+"""Maximum length of a match of an unbounded pattern; also the maximum of text held back."""
 LONGEST_PATTERN = 1000
 LOOK_BEHIND = 64
 """Characters before a position that assertions can see."""
 TIMEOUT_S = 0.1
 WHOLE_TIMEOUT_S = 1.0
 _AFTER = 2
-"""Characters behind a match that decide about `\\b` and `$`."""
+"""Characters after a match that decide about `\\b` and `$`."""
 
 
 class TooSlow(Exception):
-    """The pattern did not come to an end in time."""
+    """The pattern timed out."""
 
 
 class TextPattern:
-    """A compiled pattern and how far it can see."""
+    """A compiled pattern and its reach."""
 
     __slots__ = ("compiled", "reach")
 
     def __init__(self, source: str, *, longest: int | None = None) -> None:
-        """`longest`: of a match, when it is known better than from the pattern."""
+        """`longest`: maximum length of a match, if known better than from the pattern."""
         self.compiled: regex.Pattern[str] = _compile(source)
         bound = _longest(source) if longest is None else longest
         self.reach = LONGEST if bound is None else min(bound + _AFTER, LONGEST)
 
     @classmethod
     def of_words(cls, words: tuple[str, ...]) -> TextPattern:
-        """Any of the words, whole, in upper or lower case."""
+        """Any of the words as a whole word, case-insensitive."""
         ordered = sorted(words, key=len, reverse=True)
         choice = "|".join(re.escape(word) for word in ordered)
         return cls(rf"(?i)(?<!\w)(?:{choice})(?!\w)", longest=len(ordered[0]))
 
     def found(self, text: str) -> bool:
-        """Does whole text hold a match?"""
+        """Whether a complete text contains a match."""
         try:
             return self.compiled.search(text, timeout=WHOLE_TIMEOUT_S, concurrent=True) is not None
         except TimeoutError:
@@ -70,13 +70,13 @@ class StreamFilter:
     __slots__ = ("_buffer", "_pattern", "_reach", "_replacement", "_shown", "hits")
 
     def __init__(self, pattern: TextPattern, replacement: str | None) -> None:
-        """`replacement`: None ends the text where a match begins."""
+        """`replacement`: None ends the text at a match."""
         self._pattern = pattern.compiled
         self._reach = pattern.reach
         self._replacement = replacement
         self._buffer = ""
         self._shown = 0
-        """How much of the buffer was handed out and is kept for assertions only."""
+        """Length of the released part of the buffer, kept for assertions only."""
         self.hits = 0
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, bool]:
@@ -115,16 +115,16 @@ class StreamFilter:
         return False
 
     def _next(self, buffer: str, start: int, end: int, final: bool) -> int:
-        """The first position at which there is a match, or could be one when more text comes; `end` when nowhere."""
+        """The first position of a match, or of a possible match with more text; `end` if there is none."""
         last = end
-        if end - start <= self._reach:  # all of it is in sight: one search tells whether there is anything at all
+        if end - start <= self._reach:  # everything is within reach: one search finds any match
             match = self._pattern.search(buffer, start, end, partial=not final, timeout=TIMEOUT_S)
             if match is None:
                 return end
             last = int(match.start())
             if final:
                 return last
-            # A whole match there may hide the beginning of one before it.
+            # A complete match may hide the beginning of an earlier one.
         for position in range(start, last):
             bound = position + self._reach
             partial = not final and bound > end
@@ -142,16 +142,16 @@ def _compile(source: str) -> Any:
     try:
         pattern = regex.compile(source)
     except regex.error as error:
-        raise ConfigError(f"{source!r} is no regular expression: {error}") from error
+        raise ConfigError(f"{source!r} is not a valid regular expression: {error}") from error
     if pattern.flags & regex.REVERSE:
-        raise ConfigError(f"{source!r} searches backwards, which text that arrives in pieces cannot be")
+        raise ConfigError(f"{source!r} searches backwards, which is not possible in streamed text")
     if pattern.match("") is not None:
-        raise ConfigError(f"{source!r} matches everywhere, since it matches nothing at all")
+        raise ConfigError(f"{source!r} matches the empty string, so it would match everywhere")
     return pattern
 
 
 def _longest(source: str) -> int | None:
-    """Characters of the longest match; None when there is none, or this cannot tell."""
+    """Length of the longest possible match; None when unbounded or unknown."""
     if re.search(r"\(\?<?[=!]|\{(?!\d*,?\d*\})", source):  # assertions that look ahead, and fuzzy matching
         return None
     try:

@@ -1,6 +1,6 @@
-"""Finding stop strings in streamed text.
+"""Finds stop strings in streamed text.
 
-The match that is complete first ends the text, so the result does not depend on how the text was cut into pieces.
+The match that is complete first ends the text, so the result does not depend on how the text was split.
 Text that may be the beginning of a stop string is held back until it is known not to be.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Watches one stream of text for any of several stop strings."""
+    """Searches one stream of text for several stop strings."""
 
     __slots__ = ("_held", "_matched", "_stops")
 
@@ -20,7 +20,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown, and the stop string that was met, if any. After a match nothing more is shown."""
+        """The text that may be shown, and the matched stop string, if any. After a match nothing more is shown."""
         if self._matched is not None:
             return "", self._matched
         if not self._stops:
@@ -36,7 +36,7 @@ class StopStrings:
         return text[:keep], None
 
     def flush(self) -> str:
-        """What was held back, when no more text follows."""
+        """The text that was held back, when no more follows."""
         held, self._held = self._held, ""
         return held
 

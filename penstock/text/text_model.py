@@ -1,7 +1,7 @@
-"""Everything about a model that concerns text: tokenizer, chat template, end tokens.
+"""The text side of a model: tokenizer, chat template, end tokens.
 
-A `TextModel` does not change once built (one table fills itself in as tokens are met), and the tokenizer releases
-the interpreter lock while it works, so any number of threads may use one. No torch here.
+A `TextModel` does not change once built (one table is filled lazily), and the tokenizer releases
+the GIL while it works, so any number of threads may share one. No torch here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TextModel:
         self._special = SpecialTokens({self._added[token].content: token for token in self._special_ids})
         self._to_bytes, self.strips_first_space = decoding_rule(tokenizer.decoder)
         self.vocab_size: int = vocab_size or tokenizer.get_vocab_size()
-        """Number of ids the model knows; some may stand for no token."""
+        """Number of ids of the model; some may have no token."""
         self.context_length = context_length
         self._bytes: list[bytes | None] = [None] * max(self.vocab_size, max(self._added, default=0) + 1)
         self._before, self._after = self._surroundings()
@@ -51,15 +51,15 @@ class TextModel:
         turn_end = self._turn_end()
         ends = [*eos_token_ids, *([turn_end] if turn_end is not None else [])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
-        """Every id that ends an answer, the most usual one first."""
+        """All ids that end an answer, the most common first."""
 
     # --- text to ids
 
     def encode(self, text: str, *, special: bool = True, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text.
 
-        `special`: control tokens spelled out in the text count as such; without it they are ordinary words.
-        `add_special_tokens`: begin (and end) as the model's tokenizer does, with a BOS token for instance; the same
+        `special`: control tokens spelled out in the text are recognised; without it they are ordinary text.
+        `add_special_tokens`: adds special tokens at both ends, such as BOS, as the model's tokenizer does; the same
         as `special` when not given.
         """
         if add_special_tokens is None:
@@ -78,8 +78,8 @@ class TextModel:
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for a chat, to be read by people. To get its ids use `encode_chat`: in this text users' words
-        can no longer be told from control tokens."""
+        """The prompt of a chat as text for people. For token ids use `encode_chat`: in this text user text can no
+        longer be distinguished from control tokens."""
         return self._chat_template().render(
             flatten(messages),
             add_generation_prompt=add_generation_prompt,
@@ -95,7 +95,7 @@ class TextModel:
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the prompt for a chat. Control tokens come from the template only, never from messages."""
+        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages."""
         guard = Guard(self._special)
         rendered = self._chat_template().render(
             guard.messages(flatten(messages)),
@@ -116,7 +116,7 @@ class TextModel:
 
     @property
     def template_knows_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """Whether the chat template supports tools."""
         return self._template is not None and self._template.knows_tools
 
     def _chat_template(self) -> ChatTemplate:
@@ -131,8 +131,8 @@ class TextModel:
         return [real.get(token, token) for token in ids] if real else ids
 
     def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
-        """A tokenizer over the same vocabulary with control tokens renamed, and their real ids by its ids, where those
-        differ."""
+        """A tokenizer with the same vocabulary but renamed control tokens, and a map from its ids to the real ones,
+        where they differ."""
         with self._guarded_lock:
             if self._guarded is None:
                 source = self._tokenizer
@@ -177,12 +177,12 @@ class TextModel:
     def detokenizer(
         self, *, skip_special: bool = True, continuation: bool = False, shown: frozenset[int] = frozenset()
     ) -> IncrementalDetokenizer:
-        """A decoder for one stream of ids. `continuation`: they go on from a prompt's text (completions). `shown`:
-        control tokens that are written out all the same."""
+        """A detokenizer for one stream of ids. `continuation`: they continue a prompt's text (completions). `shown`:
+        control tokens that are shown nevertheless."""
         return IncrementalDetokenizer(self, skip_special=skip_special, continuation=continuation, shown=shown)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token adds to the text; none for an id that stands for no token."""
+        """The bytes that a token adds to the text; none for an id without a token."""
         if not 0 <= token < len(self._bytes):
             return b""
         known = self._bytes[token]
@@ -192,7 +192,7 @@ class TextModel:
         return known
 
     def token_text(self, token: int) -> str:
-        """A token as text on its own; bytes that are not a whole character become replacement characters."""
+        """A single token as text; incomplete characters become replacement characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_id(self, spelling: str) -> int | None:
@@ -207,7 +207,7 @@ class TextModel:
     # --- facts found out while building
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """Ids the tokenizer puts before and after every text."""
+        """Special tokens that the tokenizer adds before and after every text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
@@ -216,7 +216,7 @@ class TextModel:
         return [], []
 
     def _turn_end(self) -> int | None:
-        """The control token with which the template closes an assistant's turn."""
+        """The control token that ends an assistant's turn in the template."""
         if self._template is None or self._special.pattern is None:
             return None
         answer = "answer-to-find"
@@ -226,7 +226,7 @@ class TextModel:
                 add_generation_prompt=False,
             )
         except ChatTemplateError:
-            return None  # a template with other roles; its end tokens are those the checkpoint names
+            return None  # a template with other roles; only the checkpoint's own end tokens count
         rest = rendered.rpartition(answer)[2].lstrip()
         match = self._special.pattern.match(rest)
         return self._special.ids[match[0]] if match else None

@@ -1,4 +1,4 @@
-"""The bytes each token stands for.
+"""The bytes of each token.
 
 A tokenizer's decoder is reduced to a rule per token: byte-level BPE writes every byte as one printable character;
 SentencePiece writes spaces as `▁` and single bytes as `<0xNN>`. With the bytes of a token known, text of any
@@ -33,7 +33,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
-        return token.encode()  # an added token, written as plain text
+        return token.encode()  # an added token in plain text
 
 
 def _sentencepiece(token: str) -> bytes:

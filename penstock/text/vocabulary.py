@@ -1,4 +1,4 @@
-"""A model's vocabulary as a grammar compiler reads it: bytes of every token, and the usual ids of a text."""
+"""A model's vocabulary for the grammar compiler: the bytes of every token, and an encoder."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from penstock.text.text_model import TextModel
 
 
 def vocabulary(text: TextModel) -> Vocabulary:
-    """Everything about tokens that constrained sampling needs to know."""
+    """The token facts that constrained sampling needs."""
     tokens = [text.token_bytes(token) for token in range(text.vocab_size)]
     special = frozenset(token for token in range(text.vocab_size) if text.is_special(token))
     return Vocabulary(tokens, special, text.eos_token_ids, _Encoder(text, tokens, special))
 
 
 class _Encoder:
-    """Ids whose bytes are exactly a text's. Some tokenizers put a space before every text; where that shows, the
-    longest fitting token is taken again and again instead."""
+    """Encodes a text to ids with exactly its bytes. Some tokenizers add a space before every text; in that case the
+    longest matching token is taken repeatedly instead."""
 
     def __init__(self, text: TextModel, tokens: list[bytes], special: frozenset[int]) -> None:
         self._text = text
@@ -43,18 +43,20 @@ class _Encoder:
                     at += length
                     break
             else:
-                return ids  # a byte that no token stands for: what fits is what there is
+                return ids  # no token has the next byte: return the longest encodable prefix
         return ids
 
 
 def grammars_of(checkpoint: str | Path) -> Callable[[int], GrammarCompiler]:
-    """What an engine that runs `checkpoint` compiles grammars with; nothing is read before the first of them."""
+    """A factory of the grammar compiler for `checkpoint`; files are read with the first grammar."""
 
     def make(vocab_size: int) -> GrammarCompiler:
         try:
             from penstock.engine.grammar.guidance import GuidanceCompiler
         except ImportError as error:
-            raise GrammarError("the engine's machine lacks the package llguidance, which grammars need") from error
+            raise GrammarError(
+                "grammars need the package llguidance, which is not installed on the engine's machine"
+            ) from error
         return GuidanceCompiler(vocabulary(load_text(checkpoint)), vocab_size)
 
     return make

@@ -1,4 +1,4 @@
-"""Both stores keep the same promises: tenants apart, nothing beyond its time, bounded, evicted when told."""
+"""Both answer stores: tenants are isolated, answers expire, size is bounded, eviction works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R-CACHE-2: questions that look alike are told apart; the adversarial set in the repository holds."""
+"""R-CACHE-2: the verifier distinguishes similar questions, including the adversarial set in the repository."""
 
 from __future__ import annotations
 

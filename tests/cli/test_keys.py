@@ -1,4 +1,4 @@
-"""`penstock keys` and `penstock tenants`: limits of their own, kept in the store."""
+"""`penstock keys` and `penstock tenants`: limits of keys and tenants, kept in the store."""
 
 from __future__ import annotations
 

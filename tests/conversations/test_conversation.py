@@ -1,4 +1,4 @@
-"""What a client sends next becomes part of a conversation; what is stored comes back as it was."""
+"""A client's next messages extend a conversation; a stored conversation is read back unchanged."""
 
 from __future__ import annotations
 

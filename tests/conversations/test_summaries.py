@@ -1,4 +1,4 @@
-"""Old turns become notes: within their room, oldest first, and never twice."""
+"""Old turns are summarised as notes: within their budget, oldest first, and never twice."""
 
 from __future__ import annotations
 

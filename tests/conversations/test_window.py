@@ -1,4 +1,4 @@
-"""Which turns stay in the prompt: they fit, they are the newest, and no more are left out than must be."""
+"""The turns in the prompt: they fit, they are the newest, and no more are omitted than necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: made once, kept as a hash, found fast, revoked soon, and not lost with the store."""
+"""Keys: created once, stored as a hash, found fast, revoked soon, and usable during an outage of the store."""
 
 from __future__ import annotations
 

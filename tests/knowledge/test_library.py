@@ -274,7 +274,7 @@ async def test_limits_and_names(tmp_path: Path) -> None:
         with pytest.raises(TooMany):
             await library.create_collection("acme", "three")
         await library.create_collection("globex", "one")
-        with pytest.raises(KnowledgeError, match="at most 254"):
+        with pytest.raises(KnowledgeError, match="window of 254"):
             await library.create_collection("globex", "large", chunk_tokens=300)
         await put(library, col, "First.")
         await put(library, col, "word " * 500)

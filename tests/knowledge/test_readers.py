@@ -1,4 +1,4 @@
-"""Documents become text with structure, whatever they are; bad ones hurt nobody."""
+"""Readers extract structured text from every kind of document; malicious documents do no harm."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def test_pdf_pages_are_known() -> None:
     ("body", "kind", "message"),
     [
         (b"%PDF-1.7 nonsense", "application/pdf", "cannot be read"),
-        (make_pdf([""]), "application/pdf", "holds no text"),
+        (make_pdf([""]), "application/pdf", "contains no text"),
         (b"\xff\xfe\xfa", "text/plain", "not text"),
-        (b"a\0b", "text/plain", "zero bytes"),
-        (b" \n ", "text/plain", "holds no text"),
+        (b"a\0b", "text/plain", "NUL bytes"),
+        (b" \n ", "text/plain", "contains no text"),
     ],
 )
 def test_what_cannot_be_read_says_why(body: bytes, kind: str, message: str) -> None:
@@ -157,11 +157,11 @@ def test_what_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (b"<p>word " * 3000, "text/html"),
         (b"w" * 10_001, "text/plain"),
     ):
-        with pytest.raises(UnreadableDocument, match="cut it into parts"):
+        with pytest.raises(UnreadableDocument, match="split it into parts"):
             read(body, kind)
     monkeypatch.setattr(blocks, "MOST_BLOCKS", 100)
     for body, kind in ((b"a\n\n" * 101, "text/plain"), (b"# a\n" * 101, "text/markdown"), (b"<p>a" * 101, "text/html")):
-        with pytest.raises(UnreadableDocument, match="cut it into parts"):
+        with pytest.raises(UnreadableDocument, match="split it into parts"):
             read(body, kind)
 
 

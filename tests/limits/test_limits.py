@@ -1,4 +1,4 @@
-"""All stores of limits keep the same promises: never exceeded, hardly under-used, nothing lost, nothing twice."""
+"""All limit stores: limits are never exceeded and hardly under-used; nothing is lost or counted twice."""
 
 from __future__ import annotations
 

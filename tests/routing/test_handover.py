@@ -1,4 +1,4 @@
-"""Who computes a prompt and who goes on with it, as the router arranges it (R-ENG-11)."""
+"""Prefill/decode disaggregation in the router: which replica prefills and which decodes (R-ENG-11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replica choice: where a request goes, and what is known of where it could go."""
+"""Replica policies, the prefix index and the replica meter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that take turns: one awake at a time, none put to sleep under a request, nobody waits for ever (R-ENG-14)."""
+"""Time slicing: one model awake at a time, none put to sleep during a request, no request starves (R-ENG-14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that take turns over real sockets: engines sleep and wake, requests wait for them (R-ENG-14)."""
+"""Time-slice groups over real sockets: engines sleep and wake, requests wait for them (R-ENG-14)."""
 
 from __future__ import annotations
 

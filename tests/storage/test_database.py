@@ -1,4 +1,4 @@
-"""Both stores keep the same promises: all or nothing, no loss, no blocked loop, outages with a name."""
+"""Both databases: transactions are atomic and durable, the event loop is never blocked, outages are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at the length of SQLite's log leaves SQLite's locks alone: other processes must not take it for abandoned."""
+"""Reading the length of SQLite's log does not release SQLite's locks, which other processes rely on."""
 
 from __future__ import annotations
 

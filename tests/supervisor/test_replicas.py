@@ -1,4 +1,4 @@
-"""Engines come, go and are renewed while the server runs, as gateways ask for it over the control socket (R-OPS-1)."""
+"""Engines are added, removed and restarted while the server runs, over the control socket (R-OPS-1)."""
 
 from __future__ import annotations
 

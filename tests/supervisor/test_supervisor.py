@@ -1,4 +1,4 @@
-"""R-OPS-1, R-OPS-2: the process tree starts together, heals itself, drains in order and leaves nothing behind."""
+"""R-OPS-1, R-OPS-2: the process tree starts together, heals itself, drains in order and leaves no process behind."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What an engine says of its host tier, its GPUs and its cost is what `/metrics` shows."""
+"""`/metrics` shows an engine's host tier, GPUs and cost."""
 
 from penstock.engine.request import DeviceLoad, HandoverLoad, Load
 from penstock.telemetry.metrics import EngineView, Metrics

@@ -1,4 +1,4 @@
-"""Figures between two scrapes: rates, resets, percentiles."""
+"""Rates, resets and percentiles between two scrapes."""
 
 from __future__ import annotations
 

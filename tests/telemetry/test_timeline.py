@@ -1,4 +1,4 @@
-"""Timelines: the engine's lengths laid onto the gateway's clock; bounded however long a request goes on."""
+"""Timelines: the engine's durations on the gateway's clock; bounded for requests of any length."""
 
 from __future__ import annotations
 

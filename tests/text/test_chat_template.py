@@ -128,7 +128,7 @@ def test_named_templates() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
     assert template.render(CHAT) == "plain"
     assert template.render(CHAT, tools=TOOLS) == "tools"
-    with pytest.raises(CheckpointError, match="none called 'default'"):
+    with pytest.raises(CheckpointError, match="none named 'default'"):
         ChatTemplate({"rag": "x"}, {})
 
 

@@ -118,7 +118,7 @@ def test_sentencepiece_merges_by_score_with_bytes_as_fallback(sentencepiece_toke
 def test_what_cannot_be_built_exactly_is_refused(tmp_path: Path, bpe) -> None:
     with pytest.raises(CheckpointError, match=r"pre-tokenizer 'martian' is not known; known: .*qwen2"):
         built(tmp_path, "martian", bpe)
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         tokenizer_from_gguf(GGUFFile(write_gguf(tmp_path / "none.gguf", {})))
     with pytest.raises(CheckpointError, match="bos token is 99999"):
         built(tmp_path, "gpt-2", bpe, **{"tokenizer.ggml.bos_token_id": 99999})

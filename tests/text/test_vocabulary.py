@@ -1,4 +1,4 @@
-"""What grammar compilers are told of a vocabulary: exact bytes, and encodings that give back exactly their text."""
+"""The vocabulary for grammar compilers: exact bytes, and encodings that decode to exactly their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in prompts: through the template where it knows them, explained where it does not."""
+"""Tools in prompts: through the template if it supports them, explained in the system prompt if not."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def compare(
     json_file: Json = None,
 ) -> None:
     """
-    This engine against `transformers` generate, turn by turn on the same machine, and the ratio.
+    This engine against `transformers` generate, alternating on the same machine, and the ratio.
 
     Examples:
 

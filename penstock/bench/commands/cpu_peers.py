@@ -32,7 +32,7 @@ def cpu_peers(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the engines print.")] = False,
 ) -> None:
     """
-    Penstock and other engines on this CPU, turn by turn: the same prompts, the same threads, medians and ratios.
+    Penstock and other engines on this CPU, alternating: the same prompts, the same threads, medians and ratios.
 
     Nothing is installed: engines that are here take part.
 

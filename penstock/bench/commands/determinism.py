@@ -14,7 +14,7 @@ def determinism(
     json_file: Json = None,
 ) -> None:
     """
-    What deterministic mode costs: decoding alone and in a batch, and a prompt, with and without, turn by turn.
+    What deterministic mode costs: decoding alone and in a batch, and a prompt, with and without, alternating.
 
     Examples:
 

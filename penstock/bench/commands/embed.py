@@ -19,7 +19,7 @@ def embed(
     json_file: Json = None,
 ) -> None:
     """
-    Texts per second of an encoder engine, and of transformers with the same weights, turn by turn.
+    Texts per second of an encoder engine, and of transformers with the same weights, alternating.
 
     Texts are random tokens with lengths like those of a search index: most of them short, some long.
 

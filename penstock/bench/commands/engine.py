@@ -44,13 +44,14 @@ def engine(
     ] = 0,
     adapter_rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of those adapters.")] = 16,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where steps go, of prompts and decoding: busy, idle, kernels.")
+        bool,
+        typer.Option("--profile", help="Also show where steps spend their time: busy, idle, kernels."),
     ] = False,
     json_file: Json = None,
     show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
 ) -> None:
     """
-    Offline benchmark of the engine: fixed workloads, tokens/s beside the bandwidth they reach.
+    Offline benchmark of the engine: fixed workloads, tokens/s and the memory bandwidth reached.
 
     Examples:
 

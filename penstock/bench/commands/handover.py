@@ -30,7 +30,7 @@ def handover(
     json_file: Json = None,
 ) -> None:
     """
-    Streams while long prompts arrive: two plain replicas against one for prefill and one for decode, turn by turn.
+    Streams while long prompts arrive: two plain replicas against one for prefill and one for decode, alternating.
 
     Also how fast KV blocks cross from engine to engine.
 

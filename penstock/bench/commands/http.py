@@ -20,7 +20,7 @@ def http(
     json_file: Json = None,
 ) -> None:
     """
-    The same workloads offline and through HTTP, turn by turn on this machine: the ratio, and CPU time per token.
+    The same workloads offline and through HTTP, alternating on this machine: the ratio, and CPU time per token.
 
     Examples:
 

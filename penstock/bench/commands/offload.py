@@ -33,7 +33,7 @@ def offload(
     json_file: Json = None,
 ) -> None:
     """
-    Coming back to a conversation whose KV blocks went to host memory, against computing it again.
+    Resuming a conversation whose KV blocks are in host memory, against recomputing it.
 
     Examples:
 

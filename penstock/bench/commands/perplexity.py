@@ -24,7 +24,7 @@ def perplexity(
     json_file: Json = None,
 ) -> None:
     """
-    Perplexity of a model in several weight forms on a fixed text, against its dense form.
+    Perplexity of a model in several weight formats on a fixed text, against its dense format.
 
     Examples:
 

@@ -20,14 +20,14 @@ def serve(
         float | None, typer.Option(min=0.001, help="Open loop: requests per second, whether or not they are served.")
     ] = None,
     arrivals: Annotated[
-        Arrivals | None, typer.Option(help="How they come at that rate. Default: poisson.", show_default=False)
+        Arrivals | None, typer.Option(help="How they arrive at that rate. Default: poisson.", show_default=False)
     ] = None,
     burst: Annotated[int | None, typer.Option(min=1, help="Requests of a burst. Default: 8.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Open loop: times and lengths from a file (JSON lines or CSV: at, input_len, output_len)."),
     ] = None,
-    speed: Annotated[float | None, typer.Option(min=0.001, help="The trace this many times as fast.")] = None,
+    speed: Annotated[float | None, typer.Option(min=0.001, help="Replay the trace this many times as fast.")] = None,
     most_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Open loop: beyond it requests wait, and are counted. Default: 1024.")
     ] = None,
@@ -37,9 +37,9 @@ def serve(
     ] = None,
     input_len: Annotated[int | None, typer.Option(min=1, help="Prompt tokens of a request. Default: 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=1, help="Output tokens of a request. Default: 128.")] = None,
-    slo_ttft: Annotated[float | None, typer.Option(min=0.0, help="Goodput: first token within so many ms.")] = None,
+    slo_ttft: Annotated[float | None, typer.Option(min=0.0, help="Goodput: first token within this many ms.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(min=0.0, help="Goodput: ms per further token, at most.")] = None,
-    slo_e2e: Annotated[float | None, typer.Option(min=0.0, help="Goodput: last token within so many ms.")] = None,
+    slo_e2e: Annotated[float | None, typer.Option(min=0.0, help="Goodput: last token within this many ms.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals; another avoids the server's prefix cache.")] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a slot, or 16.")] = None,

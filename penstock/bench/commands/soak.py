@@ -12,7 +12,7 @@ from penstock.bench.options import Device, Json, console
 def soak(
     minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of all requests and what happens to them.")] = 0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Stop after so many rounds.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Stop after this many rounds.")] = None,
     start: Annotated[int, typer.Option(min=0, help="Number of the first round, to repeat one that failed.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in a round.")] = 60,
     device: Device = "cpu",
@@ -20,7 +20,7 @@ def soak(
 ) -> None:
     """
     Everything at once on tiny random models: adapters, grammars, tool calls, speculation, preemption, the host tier,
-    cancellations, deadlines, failing steps. Nothing may leak, and every answer must be that of the request alone.
+    cancellations, deadlines, failing steps. Nothing may leak, and every answer must equal that of the request alone.
 
     Examples:
 

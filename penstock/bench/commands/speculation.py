@@ -13,18 +13,19 @@ from penstock.bench.options import Device, Json, Model, Rounds, Threads, console
 def speculation(
     model: Model = "smollm2-135m",
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="Guess with this model instead of from the text itself.")
+        str | None, typer.Option("--draft-model", help="Draft with this model instead of with n-grams of the text.")
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="Random weights of a named shape instead of a model; needs --acceptance.")
     ] = None,
     acceptance: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Guess what is known to come, right with this chance.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Draft the known text, right with this chance."),
     ] = None,
     workload: Annotated[
         list[str] | None, typer.Option("--workload", "-w", help="code-edit, quote or random; all by default.")
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, max=32, help="Most guesses per sequence and step.")] = 6,
+    depth: Annotated[int, typer.Option(min=1, max=32, help="Draft tokens per sequence and step, at most.")] = 6,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     rounds: Rounds = 3,
@@ -33,7 +34,7 @@ def speculation(
     json_file: Json = None,
 ) -> None:
     """
-    Tokens per second with and without speculation, turn by turn, on texts that repeat and on random ones.
+    Tokens per second with and without speculation, alternating, on texts that repeat and on random ones.
 
     Examples:
 
@@ -53,7 +54,7 @@ def speculation(
     from penstock.text import load_text
 
     if shape is not None and acceptance is None:
-        raise ConfigError("random weights write nothing that could be guessed: give --acceptance with --shape")
+        raise ConfigError("random weights write nothing that could be drafted: give --acceptance with --shape")
     checkpoint, encode, path = None, None, shape or ""
     if shape is not None:
         where = pick_device(device)

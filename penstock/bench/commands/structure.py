@@ -20,7 +20,7 @@ def structure(
     json_file: Json = None,
 ) -> None:
     """
-    What following a JSON schema costs: tokens/s with and without it, and the time of a mask alone.
+    What following a JSON schema costs: tokens/s with and without it, and the time of a token mask.
 
     Examples:
 

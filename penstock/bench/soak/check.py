@@ -1,4 +1,4 @@
-"""What must hold after a round: nothing is held any more, and every answer is that of the request alone.
+"""What must hold after a round: nothing leaked, and every answer equals that of the request alone.
 
 Alone means on the plain engine, one at a time. Batches of other sizes may round the last bit of a logit differently,
 and a token may then be another where two were equal to that bit. So a token that differs is accepted if, with its own
@@ -24,7 +24,7 @@ _TIES = 4
 
 
 def alone(plain: Engine, request: Request) -> Answer:
-    """The answer to a request with nobody else around."""
+    """The answer to a request that runs alone."""
     answer = Answer(Case(request, "finish"))
     plain.submit(replace(request, timeout_s=None))
     while plain.has_work:
@@ -100,7 +100,7 @@ def _compare_logprobs(
 
 
 def _look(answer: Answer) -> None:
-    """A whole answer in a form has that form."""
+    """Check that a complete answer has the form that was asked for."""
     form = answer.case.form
     if form is None or answer.reason not in ("complete", "stop"):
         return

@@ -1,6 +1,6 @@
-"""One round on a crowded engine: requests come while there is room, go when their time has come, and are collected.
+"""One round on a crowded engine: requests are submitted while there is room, cancelled when planned, and collected.
 
-Time is counted in steps, so that a seed gives the same round whatever else the machine does; only the threads that
+Time is counted in steps, so that a seed gives the same round on any machine, however busy; only the threads that
 read adapters and compile grammars keep their own time.
 """
 
@@ -22,7 +22,7 @@ from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
 STEP_S = 0.004
-"""What a step takes, for the engine's clock."""
+"""Duration of a step by the engine's clock."""
 _CROWD = 28
 """Requests in the engine at once, running and waiting."""
 _RELOADS = 0.01
@@ -32,7 +32,7 @@ INJECTED = "a fault of the soak's own"
 
 
 class Clock:
-    """Time that only the soak moves."""
+    """A clock that only the soak advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -66,7 +66,7 @@ class Answer:
 
 
 class Faults:
-    """Lets steps of several sequences fail now and then, before they run."""
+    """Makes steps of several sequences fail now and then, before they run."""
 
     def __init__(self, engine: Engine, rng: random.Random, chance: float) -> None:
         self.count = 0

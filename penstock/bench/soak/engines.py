@@ -50,7 +50,7 @@ _LATER = 0.35
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to be crowded. `tie`: logits so close may be taken for each other (see `check`)."""
+    """A configuration of the crowded engine. `tie`: logits this close may be swapped (see `check`)."""
 
     name: str
     model: str
@@ -103,7 +103,7 @@ class FreeSteps(StepCosts):
 
 
 def verify_everything(speculation: Speculation) -> None:
-    """Make all guesses worth verifying, right or wrong: they cost nothing, and plain steps take twice as long."""
+    """Make all draft tokens worth verifying, right or wrong: they cost nothing, and plain steps take twice as long."""
     speculation.plain, speculation.verifying = FreeSteps(2.0), FreeSteps(1.0)
 
 
@@ -175,7 +175,7 @@ def _write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _write_adapter(folder: Path, seed: int) -> None:
-    """Large enough that no answer stays what it was; some change only attention."""
+    """Large enough to change every answer; some adapters change only attention."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

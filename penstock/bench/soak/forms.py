@@ -59,7 +59,7 @@ def forms() -> list[Form]:
 
 
 def _calls_of(box: Toolbox) -> Callable[[list[int]], bool]:
-    """Whether a text is calls of the box's functions, read whole and character by character alike."""
+    """Checks that a text is calls of the toolbox's functions, whether parsed at once or character by character."""
 
     def valid(tokens: list[int]) -> bool:
         text = text_of(tokens)

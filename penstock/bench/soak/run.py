@@ -33,12 +33,12 @@ MUST_HAPPEN = (
     "preemptions",
     "prefix tokens found",
     "blocks restored from the host",
-    "guesses held",
-    "guesses wrong",
+    "accepted draft tokens",
+    "rejected draft tokens",
     "adapters evicted",
     "adapters reloaded",
 )
-"""A soak in which one of these never happened has shown nothing of it."""
+"""Each of these must have happened, or the soak has not tested it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SoakSettings:
     seed: int = 0
     minutes: float = 10.0
     rounds: int | None = None
-    """Stop after so many rounds, whatever the time."""
+    """Stop after this many rounds."""
     start: int = 0
     """Number of the first round, to repeat one that failed."""
     requests: int = 60
@@ -55,7 +55,7 @@ class SoakSettings:
     faults: float = 0.003
     """Share of steps that fail."""
     growth_mib: float = 48.0
-    """What memory may grow by after the first quarter of the rounds."""
+    """How much memory may grow after the first quarter of the rounds."""
 
     def again(self, round_: int) -> str:
         """The command that repeats a round."""
@@ -115,7 +115,7 @@ class _Errors(logging.Handler):
 
 
 class Soak:
-    """Owns the engines and the totals. `tell(report, what)` hears how far it is."""
+    """Owns the engines and the totals. `tell(report, what)` is told the progress."""
 
     def __init__(
         self, settings: SoakSettings, forms: Sequence[Form], make: MakeCompiler, tell: Callable[[Report, str], None]
@@ -207,8 +207,8 @@ class Soak:
         counts["preemptions"] += load.preemptions
         counts["prefix tokens found"] += load.prefix_hit_tokens
         counts["blocks restored from the host"] += load.restored_blocks
-        counts["guesses held"] += load.accepted_tokens
-        counts["guesses wrong"] += load.draft_tokens - load.accepted_tokens
+        counts["accepted draft tokens"] += load.accepted_tokens
+        counts["rejected draft tokens"] += load.draft_tokens - load.accepted_tokens
         counts["adapters evicted"] += 0 if load.adapters is None else load.adapters.evictions
         counts[f"steps of {pair.variant.name}"] += load.steps
 
@@ -231,7 +231,7 @@ def memory_mib(device: str) -> float:
     if statm.exists():
         used = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far, which will do
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the peak so far, which is good enough
     if device != "cpu":
         used += torch.cuda.memory_allocated()
     return used / 2**20

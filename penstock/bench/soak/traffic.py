@@ -1,4 +1,4 @@
-"""Random requests, and what shall happen to each: a pure function of the seed and the request's number."""
+"""Random requests, and what happens to each: a pure function of the seed and the request's number."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ VOCABULARY = Vocabulary(
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What generated tokens say."""
+    """The text of generated tokens."""
     return b"".join(_NAMES[token] for token in tokens if token < _FIRST_SPECIAL).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A way an answer may have to look."""
+    """A format that an answer may have to have."""
 
     name: str
     grammar: str
     valid: Callable[[list[int]], bool]
-    """Whether a whole answer, as tokens without the end token, is one of the grammar's."""
+    """Whether a complete answer, as tokens without the end token, matches the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and its fate."""
+    """One request and what happens to it."""
 
     request: Request
     fate: Fate
@@ -95,7 +95,7 @@ class Traffic:
             head = document if rng.random() < 0.7 else document[: rng.randrange(1, len(document))]
         else:
             head = []
-        if rng.random() < 0.2:  # something for guesses from the text to find
+        if rng.random() < 0.2:  # something for n-gram drafts to find
             head = head + _tokens(rng, 7) * rng.randrange(2, 5)
         return (head + _tokens(rng, rng.randrange(1, 40)))[-(WINDOW - 100) :]
 

@@ -1,7 +1,6 @@
-"""Finding, fetching and reading models: sources, the model cache, safetensors and GGUF checkpoints.
+"""Reading models: safetensors folders and GGUF files, dense or quantized, and random checkpoints.
 
-`sources` and `gguf` need no torch and the gateway uses them, so the names below, which do need it, are imported
-on first use.
+The gateway uses `gguf` and `gguf_config`, which need no torch; the names below need it and are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Few-bit checkpoints as they are published: GPTQ, AWQ and compressed-tensors.
 
-`quantization_config` of `config.json` says which; a tensor that is not quantized has its own name. Read as a plain
-tensor a weight is dequantized; `groups` gives its integers, which kernels run on.
+`quantization_config` of `config.json` says which; a tensor that is not quantized has its own name. `tensor`
+dequantizes a weight; `groups` returns its integers, which kernels run on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layout(Protocol):
 
 
 class Gptq:
-    """`qweight` packed along inputs, `qzeros` packed along outputs and stored less one, `g_idx` the group of each
+    """`qweight` packed along inputs, `qzeros` packed along outputs and stored minus one, `g_idx` the group of each
     input: with activation order, groups are spread over the inputs."""
 
     marker = "qweight"

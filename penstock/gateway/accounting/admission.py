@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
@@ -25,8 +26,7 @@ LINE_PRIORITY = 2
 _NO_TIER = TierConfig()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDemand:
+class EngineDemand(Struct, frozen=True, kw_only=True):
     """What a generation asks of an engine."""
 
     id: str

@@ -50,7 +50,7 @@ class App:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
         self._fixed = self._router.fixed
-        self._inner = {bound.endpoint.path: bound for bound in endpoints if bound.endpoint.method == "POST"}
+        self._posted = {bound.endpoint.path: bound for bound in endpoints if bound.endpoint.method == "POST"}
         self._authentication = authentication
         self._drain = drain
         self._metrics = metrics
@@ -78,7 +78,7 @@ class App:
     async def failed(self, error: Exception, scope: Scope, receive: Receive, send: Send | None) -> None:
         """An exception that no handler caught, here or in front of this application: log and count it, and answer 500
         unless a response has begun (`send` is None then)."""
-        exchange = self._exchange(scope, receive, send or _nobody)
+        exchange = self._exchange(scope, receive, send or _refuse_to_send)
         context = current.get()
         if context is not None:  # it had got as far as having an id
             exchange.request_id = context.request_id
@@ -99,11 +99,11 @@ class App:
     @property
     def paths(self) -> Collection[str]:
         """The paths that take a POST request."""
-        return self._inner.keys()
+        return self._posted.keys()
 
-    async def answer_inner(self, exchange: Exchange) -> None:
+    async def answer_in_memory(self, exchange: Exchange) -> None:
         """Answer a request that did not come from a socket; its caller is known."""
-        await self._answer(exchange, self._inner[exchange.path], authenticated=True)
+        await self._answer(exchange, self._posted[exchange.path], authenticated=True)
 
     async def _answer(self, exchange: Exchange, bound: BoundEndpoint, *, authenticated: bool = False) -> None:
         endpoint = bound.endpoint
@@ -200,8 +200,8 @@ async def _fail(error: ApiError) -> None:
     raise error
 
 
-async def _nobody(message: Message) -> None:
-    raise RuntimeError("the response has begun; there is nobody to answer")
+async def _refuse_to_send(message: Message) -> None:
+    raise RuntimeError("the response has begun already")
 
 
 def _our_fault(exchange: Exchange) -> ServerError:

@@ -1,6 +1,6 @@
 """Who sends a request, and whether that caller may use the endpoint.
 
-Without a store for keys, or as long as it holds none, everybody is the open caller.
+Without a store for keys, and as long as it holds none, every request comes from the open caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.protocol.errors import PermissionDenied
 
 
 class OpenAuthentication:
-    """Lets everybody in: there is no store for keys."""
+    """Accepts every request: there is no store for keys."""
 
     def __init__(self, default_tier: str) -> None:
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=default_tier)

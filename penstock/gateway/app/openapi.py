@@ -58,7 +58,7 @@ def openapi(endpoints: Sequence[Endpoint], replies: Replies) -> Document:
         if content:
             operation["requestBody"] = {"required": True, "content": content}
         if endpoint.scope is not None:
-            # The empty alternative: a server without keys lets everybody on its machine in.
+            # The empty alternative: a server without keys accepts every request from its machine.
             operation["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
             operation["description"] = f"Needs a key with the scope `{endpoint.scope}`, once there are keys."
     for name in queries:

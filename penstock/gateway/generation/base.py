@@ -177,6 +177,8 @@ class Generation(ABC):
 
     @property
     def outcome(self) -> str | None:
+        if len(self.choices) == 1:
+            return self.choices[0].outcome
         outcomes = {choice.outcome for choice in self.choices}
         return outcomes.pop() if len(outcomes) == 1 else "mixed"
 

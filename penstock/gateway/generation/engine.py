@@ -246,8 +246,11 @@ class EngineGeneration(Generation):
     @property
     def cached_tokens(self) -> int:
         """Per prompt, what its first choice found in the prefix cache; the others share with the first by design."""
+        prompts = self.spec.prompts
+        if len(prompts) == 1:
+            return self.mailbox.cached.get(0, 0)
         total = first = 0
-        for prompt in self.spec.prompts:
+        for prompt in prompts:
             total += self.mailbox.cached.get(first, 0)
             first += len(prompt.params)
         return total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.tokenization import Tokenization
@@ -12,8 +13,7 @@ from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Tool
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """How conversations become the token ids of one model."""
 
     tokenization: Tokenization

@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from penstock.backends.openai import Chunk, ChunkChoice, ChunkUsage
 from penstock.gateway.generation.base import Gate, Generation
@@ -70,8 +70,7 @@ class RemoteChoice:
         return piece
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSpec:
+class RemoteSpec(Struct, frozen=True, kw_only=True):
     """What another server is asked to generate."""
 
     id: str

@@ -22,11 +22,12 @@ from penstock.telemetry.metrics import Metrics
 
 async def send_whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: OpenAccount) -> None:
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
-    while not generation.all_shown:
+    while True:
         for piece in await generation.shown():
             pieces[piece.index].append(piece)
-        if not generation.all_shown:  # the settlement that follows the end says more
-            account.note()
+        if generation.all_shown:
+            break
+        account.note()
     await account.ended(generation.outcome or "stop")
     began = monotonic()
     try:

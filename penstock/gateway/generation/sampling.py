@@ -103,7 +103,9 @@ def token_limit(asked: int | None, settings: GenerationSettings, *, default: int
 
 def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:
     """The parameters of each of `n` choices: the same, with the next seed."""
-    return [params, *(replace(params, seed=(params.seed + i) & SEED_MASK) for i in range(1, n or 1))]
+    if n is None or n == 1:
+        return [params]
+    return [params, *(replace(params, seed=(params.seed + i) & SEED_MASK) for i in range(1, n))]
 
 
 def stop_strings(request: Sampling) -> list[str]:

@@ -7,7 +7,8 @@ Adding an option of a request means a field of its schema, its place here or in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.generation.attempt import Attempt
@@ -18,16 +19,14 @@ from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Toolbox
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(Struct, frozen=True):
     """One prompt and the parameters of its choices, one entry per choice."""
 
     tokens: list[int]
     params: list[SamplingParams]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheQuestion:
+class CacheQuestion(Struct, frozen=True):
     """What the semantic cache compares: the last message of the user, and everything else in the request, which must
     be equal for a hit."""
 
@@ -35,8 +34,7 @@ class CacheQuestion:
     context: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationSpec:
+class GenerationSpec(Struct, frozen=True):
     """Everything that decides what engines generate, and how their tokens become an answer."""
 
     id: str

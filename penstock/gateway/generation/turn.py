@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
@@ -22,8 +23,7 @@ from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.sources import Sources
 
 
-@dataclass(frozen=True, slots=True)
-class TurnInput:
+class TurnInput(Struct, frozen=True):
     """What a request adds to its conversation, and the room for the prompt."""
 
     messages: list[Message]

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Any, cast
 
 import httptools
@@ -150,7 +151,8 @@ class Connection(asyncio.Protocol):
         request, parser = self._coming, self._parser
         assert request is not None and parser is not None
         self._in_head = False
-        size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+        headers = request.headers
+        size = len(request.target) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
         self._head_size = 0
         if size > self._shared.head_limit:
             self._refusal = b"431 Request Header Fields Too Large"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import http
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from email.utils import formatdate
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -185,18 +185,15 @@ class Request:
         self._wake()
         self._wire.answered(self, keep=self._keep)
 
-    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if self.started:
             raise RuntimeError("a response has one start")
         self.started = True
+        given = dict(headers)
+        sized = b"content-length" in given or status in _BODILESS
+        closes = given.get(b"connection", b"").lower() == b"close"
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        sized, closes = status in _BODILESS, False
-        for name, value in headers:
-            lines.append(b"%b: %b\r\n" % (name, value))
-            if name == b"content-length":
-                sized = True
-            elif name == b"connection":
-                closes = value.lower() == b"close"
+        lines += [b"%b: %b\r\n" % header for header in headers]
         if not sized and self.version == "1.1":
             self._chunked = self.method != "HEAD"
             lines.append(b"transfer-encoding: chunked\r\n")

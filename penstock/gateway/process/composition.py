@@ -175,7 +175,7 @@ async def compose(
         closing(cache.close)
 
         async def forget_answers(model: str) -> None:
-            """The name now stands for another model."""
+            """The name now means another model, or none."""
             await cache.evict(model=model)
 
         knowledge = KnowledgeLibrary(

@@ -173,7 +173,7 @@ async def serve(
                 await listener.start()
                 log.info("listening", extra={"url": f"http://{host}:{port}"})
             if gateway.batch_runner is not None:
-                gateway.batch_runner.start(apps[0].answer_inner, apps[0].paths)
+                gateway.batch_runner.start(apps[0].answer_in_memory, apps[0].paths)
             if listening is not None:
                 listening(gateway)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

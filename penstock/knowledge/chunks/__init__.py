@@ -1,1 +1,1 @@
-"""Where the chunks of a collection are: its own SQLite file with a vector index beside it, or PostgreSQL tables."""
+"""Chunk stores: a SQLite file per collection with a vector index beside it, or PostgreSQL tables."""

@@ -1,5 +1,5 @@
-"""What a store of chunks offers. Each collection has tables of its own: other tenants' words are neither in its
-statistics nor in the way of its searches."""
+"""The interface of chunk stores. Each collection has its own tables, so other tenants' words affect neither its
+statistics nor the speed of its searches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranked = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedChunk:
-    """A chunk with its vectors; `late` is what `late.pack` made of its tokens' vectors."""
+    """A chunk with its vectors; `late` are its token vectors, packed by `late_interaction.pack`."""
 
     chunk: Chunk
     vector: Vectors
@@ -32,7 +32,7 @@ class ChunkStore(ABC):
 
     @abstractmethod
     async def replace(self, document: str, chunks: Sequence[EmbeddedChunk]) -> None:
-        """Make these the chunks of a document: all of them or, when it fails, none. None given: remove them."""
+        """Replaces the chunks of a document atomically; an empty list removes them."""
 
     @abstractmethod
     async def nearest(self, vector: Vectors, count: int) -> Ranked:
@@ -40,11 +40,11 @@ class ChunkStore(ABC):
 
     @abstractmethod
     async def matching(self, terms: Sequence[str], count: int) -> Ranked:
-        """By words: BM25 or what the store has nearest to it."""
+        """By words: BM25 or the store's closest equivalent."""
 
     @abstractmethod
     async def fetch(self, keys: Sequence[int]) -> dict[int, StoredChunk]:
-        """Those that (still) exist."""
+        """The chunks that still exist."""
 
     @abstractmethod
     async def late(self, keys: Sequence[int]) -> dict[int, bytes]:
@@ -52,7 +52,7 @@ class ChunkStore(ABC):
 
     @abstractmethod
     async def frequencies(self, terms: Sequence[str]) -> tuple[list[int], int]:
-        """In how many chunks each term is, and how many chunks there are."""
+        """The number of chunks with each term, and the total number of chunks."""
 
     @abstractmethod
     async def of_document(self, document: str) -> list[StoredChunk]:
@@ -64,11 +64,11 @@ class ChunkStores(ABC):
 
     @abstractmethod
     def use(self, collection: Collection) -> AbstractAsyncContextManager[ChunkStore]:
-        """The store, made when it does not exist, and open for as long as it is in use."""
+        """The store of a collection, created if needed, and kept open while in use."""
 
     @abstractmethod
     async def drop(self, collection: Collection) -> None:
-        """Remove everything a collection has stored."""
+        """Deletes everything that a collection has stored."""
 
     @abstractmethod
     async def close(self) -> None: ...

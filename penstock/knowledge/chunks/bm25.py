@@ -1,6 +1,6 @@
-"""BM25 over postings: which chunks hold each word, and how often. Pure arithmetic on arrays.
+"""BM25 over postings (the chunks that contain a word, and how often). Pure array arithmetic.
 
-The figures are those of FTS5: k1 = 1.2, b = 0.75, and words in more than half of all chunks count for almost nothing.
+The parameters are those of FTS5: k1 = 1.2, b = 0.75; words in more than half of all chunks have almost no weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rank(words: Sequence[Postings], total: int, lengths: Numbers, mean: float, c
         return []
     keys, places = np.unique(np.concatenate([word.keys for word in words]), return_inverse=True)
     scores = np.bincount(places, np.concatenate([_scores(word, total, lengths, mean) for word in words]))
-    # Of equal ones the older comes first, also when only some of them are taken.
+    # Of equal scores the older chunk comes first, also at the cut-off.
     least = np.partition(scores, -count)[-count] if len(scores) > count else -np.inf
     front = np.flatnonzero(scores >= least)
     best = front[np.argsort(-scores[front], kind="stable")[:count]]

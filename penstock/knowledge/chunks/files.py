@@ -1,4 +1,4 @@
-"""Collections in files: which are open, and a bound on how many."""
+"""SQLite stores of collections, with a limit on how many are open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.knowledge.chunks.sqlite import SQLiteChunks
 from penstock.knowledge.entities import Collection
 
 MOST_OPEN = 64
-"""Each holds its vectors in memory; the one unused for longest is closed, unless it is in use right now."""
+"""Each holds its vectors in memory; the least recently used one is closed, unless it is in use."""
 
 
 class SQLiteStores(ChunkStores):

@@ -1,7 +1,7 @@
-"""How common words are, remembered, and which words of a question a search can afford.
+"""Cached document frequencies of words, and the choice of words that a search can afford.
 
-A full-text search scores every chunk that holds any of its words. In a large collection a common word brings tens of
-thousands of chunks and almost no information, so the rarest words come first and the rest is left out.
+A full-text search scores every chunk with any of its words. In a large collection a common word adds tens of
+thousands of chunks and almost no information, so the rarest words are taken first and the rest is dropped.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 REMEMBERED = 4096
 AFFORDABLE = 8_000
-"""Chunks a search may score; more are scored when the rarest word alone has more."""
+"""Maximum of chunks to score, unless the rarest word alone has more."""
 STALE = 0.1
-"""Counts are asked again when the collection has grown by this part."""
+"""Counts are refreshed when the collection has grown by this share."""
 
 
 class Frequencies:
-    """Counts of the words asked lately."""
+    """Counts of recently used words."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -1,11 +1,11 @@
 """The vector index of one collection: usearch in memory, a file beside the store.
 
-The store is the truth and the index a copy that can always be made again: keys only grow, vectors never change, and
-removals are numbered. So two numbers (`Mark`) say exactly how much of the store an index has seen, and catching up is
-reading what came after. A file is believed only when its checksum and mark are the ones the store remembers.
+The store is authoritative and the index a copy that can always be rebuilt: keys only grow, vectors never change, and
+removals are numbered. So two numbers (`Mark`) say exactly how much of the store an index contains, and catching up is
+reading what came after. A file is used only if its checksum and mark match those in the store.
 
-Vectors are held as int8, each stretched so that its largest number is 127 (a cosine does not care): half the memory of
-float16 and a third of the time to build, and `penstock bench search-speed` says what is still found.
+Vectors are int8, each scaled so that its largest value is 127 (which does not change the cosine): half the memory of
+float16 and a third of the build time; `penstock bench search-speed` measures the recall.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from penstock.knowledge.embedder import Vectors
 
 EXACT = 20_000
-"""Up to this many vectors every one is compared: still a few milliseconds, and nothing is missed."""
+"""Up to this many vectors the search is exact: still a few milliseconds."""
 EXPANSION_ADD = 64
 EXPANSION_SEARCH = 96
 SUFFIX = "i8.usearch"
-"""Says what is inside: a file from when it was something else is not read."""
+"""Format version: files of another version are not read."""
 BULK = 1024
-"""From this many vectors on several threads add them, at most `MOST_THREADS`; not all, for others answer meanwhile."""
+"""From this many vectors on, up to `MOST_THREADS` threads add them; not all cores, because requests are served too."""
 MOST_THREADS = 4
 LARGEST = 127
 
@@ -55,7 +55,7 @@ class SavedIndex:
 
 
 class VectorIndex:
-    """Not thread-safe: its owner lets one thread in at a time. Nothing here is asynchronous."""
+    """Not thread-safe: its owner allows one thread at a time. Nothing here is asynchronous."""
 
     def __init__(self, dimensions: int) -> None:
         self._index = _new(dimensions)
@@ -87,7 +87,7 @@ class VectorIndex:
         return [(int(key), 1.0 - float(distance)) for key, distance in zip(found.keys, found.distances, strict=True)]
 
     def save(self, folder: Path, stem: str) -> SavedIndex:
-        """Write it to a new file; whoever calls this tells the store, then removes the old one."""
+        """Writes the index to a new file; the caller records it in the store, then deletes the old file."""
         data = self._index.save()
         assert data is not None, "no file was named, so the bytes come back"
         name = f"{stem}.{self.mark.key}-{self.mark.removal}.{SUFFIX}"
@@ -102,7 +102,7 @@ class VectorIndex:
 
     @classmethod
     def load(cls, folder: Path, saved: SavedIndex, dimensions: int) -> VectorIndex | None:
-        """None when the file is missing, of another kind, or not what was saved."""
+        """Loads a saved index; None when the file is missing, of another version, or damaged."""
         if not saved.file.endswith(SUFFIX):
             return None
         try:
@@ -118,7 +118,7 @@ class VectorIndex:
 
 
 def _stretched(vectors: NDArray[np.float16] | Vectors) -> NDArray[np.int8]:
-    """Each vector as whole numbers up to 127."""
+    """Each vector scaled to int8."""
     wide = vectors.astype(np.float32)
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     return np.asarray(np.rint(wide * (LARGEST / np.maximum(largest, np.finfo(np.float32).tiny))), np.int8)

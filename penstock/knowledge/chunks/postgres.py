@@ -1,7 +1,7 @@
-"""A collection in PostgreSQL tables of its own: pgvector with an HNSW index, full text with a GIN index.
+"""A collection in its own PostgreSQL tables: pgvector with an HNSW index, full text with a GIN index.
 
-PostgreSQL ranks by how often a word is in a chunk but not by how rare the word is; the rank of each word is therefore
-weighted by its inverse document frequency, which comes close to BM25.
+PostgreSQL ranks by term frequency but not by document frequency; the rank of each word is therefore
+weighted by its inverse document frequency, which approximates BM25.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from penstock.knowledge.embedder import Vectors
 
 EXPANSION_SEARCH = 200
-"""Candidates HNSW keeps while searching; also the most it returns."""
+"""Candidates of an HNSW search; also the maximum number of results."""
 AFFORDABLE = 2000
-"""Chunks a search may score: PostgreSQL ranks each of them anew, at ten times the cost of arrays in memory."""
+"""Maximum of chunks to score: ranking in PostgreSQL costs ten times as much as arrays in memory."""
 MOST_KNOWN = 1024
 """Collections whose tables are known to exist."""
 _ID = re.compile(r"col_([0-9a-f]{32})")
@@ -33,7 +33,7 @@ _COLUMNS = "key, document, ordinal, heading, text, start_at, end_at, page, token
 
 
 class PostgresStores(ChunkStores):
-    """See `ChunkStores`. The connections are the catalogue's."""
+    """See `ChunkStores`. Shares the catalogue's connections."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -93,13 +93,13 @@ class PostgresChunks(ChunkStore):
                     f"CREATE INDEX ON {table} (document)",
                     f"CREATE INDEX ON {table} USING gin (words)",
                     f"CREATE INDEX ON {table} USING hnsw (vector halfvec_cosine_ops)",
-                    # A setting that holds for this function only: connections are shared with everything else.
+                    # The setting applies to this function only, because connections are shared.
                     f"CREATE FUNCTION nearest_{table} (asked {vector}, most INTEGER) "
                     "RETURNS TABLE (key BIGINT, distance DOUBLE PRECISION) LANGUAGE sql STABLE "
                     f"SET hnsw.ef_search = {EXPANSION_SEARCH} AS "
                     f"'SELECT t.key, t.vector <=> asked FROM {table} t ORDER BY t.vector <=> asked LIMIT most'",
                 ],
-                # What is ranked stays in the row; what only the index and the reranker read moves out of it.
+                # Data for ranking stays in the row; data for the index and the reranker is stored externally.
                 [
                     f"ALTER TABLE {table} ALTER COLUMN words SET STORAGE MAIN, "
                     "ALTER COLUMN vector SET STORAGE EXTERNAL, ALTER COLUMN late SET STORAGE EXTERNAL"

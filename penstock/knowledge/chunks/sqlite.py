@@ -1,7 +1,7 @@
-"""A collection in a SQLite file of its own: chunks, their words in FTS5, their vectors, and the index beside it.
+"""A collection in its own SQLite file: chunks, full text in FTS5, vectors, and the vector index beside it.
 
-Reading words and comparing vectors happen on two threads, so that both halves of a hybrid search run at once. The
-index catches up with the file before every search, whichever process wrote to it.
+Full-text and vector search run on two threads, so that both halves of a hybrid search run in parallel. The
+index is updated from the file before every search, whichever process wrote to it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEPT_REMOVALS = 100_000
-"""Removals an index may be behind; one that missed more is made anew."""
+"""Removals that an index may lag behind; one that missed more is rebuilt."""
 BATCH = 4096
 SAVE_AFTER = 2000
-"""Changes after which the index is written, or a tenth of it if that is more."""
+"""Changes after which the index is saved, or a tenth of its size if that is more."""
 _COLUMNS = "key, document, ordinal, heading, text, start_at, end_at, page, tokens"
 _VERSIONS = (
     (
@@ -103,7 +103,7 @@ class SQLiteChunks(ChunkStore):
         )
         await self._database.transact(statements)
         if chunks or self._index is not None:
-            await self._current_index()  # while documents come in: the first to ask does not wait for all of them
+            await self._current_index()  # during ingestion, so that the first search need not index everything
 
     async def nearest(self, vector: Vectors, count: int) -> Ranked:
         index = await self._current_index()
@@ -130,7 +130,7 @@ class SQLiteChunks(ChunkStore):
 
     async def close(self) -> None:
         async with self._turn:
-            # Another process may have deleted the collection: nothing is left beside a file that is gone.
+            # Another process may have deleted the collection: do not leave an index file behind.
             if self._index is not None and self._index.unsaved and await self._in_thread(self._database.path.exists):
                 await self._save(self._index)
         await self._database.close()
@@ -139,7 +139,7 @@ class SQLiteChunks(ChunkStore):
     # --- the index
 
     async def _current_index(self) -> VectorIndex:
-        """The index, as new as the file."""
+        """The index, updated from the file."""
         async with self._turn:
             if self._index is None:
                 self._index = await self._loaded()
@@ -168,7 +168,7 @@ class SQLiteChunks(ChunkStore):
         return await self._empty()
 
     async def _empty(self) -> VectorIndex:
-        """An index that has still to read everything, but knows of every removal up to now."""
+        """An empty index whose mark covers all removals so far."""
         index = VectorIndex(self._dimensions)
         rows = await self._database.fetch("SELECT COALESCE(MAX(number), 0) FROM removals")
         index.mark = Mark(0, rows[0][0])
@@ -180,7 +180,7 @@ class SQLiteChunks(ChunkStore):
             index.mark.removal, last,
         )  # fmt: skip
         if len(rows) < last - index.mark.removal:
-            return await self._empty()  # some are forgotten: it was behind for too long
+            return await self._empty()  # some removals were deleted: it lagged too far behind
         mark = Mark(index.mark.key, last)
         # Keys it has not read yet are gone from the table as well.
         keys = np.array([key for _, key in rows if key <= mark.key], np.uint64)

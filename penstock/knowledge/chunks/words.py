@@ -1,8 +1,8 @@
-"""The words of a collection in FTS5: how common they are, and the chunks that say them best.
+"""Full-text search of a collection: FTS5 keeps the index, ranking is done here.
 
-FTS5 keeps the index; ranking is done here (`bm25`), because FTS5's own costs microseconds for each chunk that holds a
-word, every time: the chunk's length is looked up and its positions are walked. Here the postings of a word come as a
-whole (`fts5vocab`) and are kept until anything is written; the lengths of all chunks are in memory, four bytes each.
+Ranking is done here (`bm25`), because FTS5's own costs microseconds for every chunk with a
+word, every time: it looks up the chunk's length and walks its positions. Here the postings of a word are read as a
+whole (`fts5vocab`) and cached until something is written; the lengths of all chunks are in memory, four bytes each.
 Everything here blocks: it runs on the thread of the connection.
 """
 
@@ -21,13 +21,13 @@ from penstock.knowledge.chunks.frequencies import Frequencies, affordable
 
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 HEADING = 1.5
-"""What an occurrence in a heading counts."""
+"""Weight of an occurrence in a heading."""
 KEPT = 16
-"""Postings kept for the next questions, 12 bytes each, as a multiple of the chunks there are: less than the vectors."""
+"""Maximum of cached postings (12 bytes each) as a multiple of the number of chunks: less than the vectors take."""
 
 
 class Words:
-    """The words of one collection, as of each question."""
+    """The full-text search of one collection."""
 
     def __init__(self) -> None:
         self._frequencies = Frequencies()
@@ -37,7 +37,7 @@ class Words:
 
     @staticmethod
     def prepare(connection: sqlite3.Connection) -> None:
-        """Windows onto the index; they belong to the connection."""
+        """Creates temporary views of the index, which belong to the connection."""
         for kind in ("instance", "row"):
             connection.execute(f"CREATE VIRTUAL TABLE IF NOT EXISTS temp.{kind}s USING fts5vocab(main, words, {kind})")
 
@@ -51,7 +51,7 @@ class Words:
         return rank(words, total, self._lengths.all(connection), tokens / max(total, 1), count)
 
     def frequencies(self, connection: sqlite3.Connection, terms: Sequence[str]) -> tuple[list[int], int]:
-        """In how many chunks each term is, and how many chunks there are."""
+        """The number of chunks with each term, and the total number of chunks."""
         total, _ = _totals(connection)
         counts = [self._counts(connection, self._stems.of(term), total) for term in terms]
         return [min(each, default=0) for each in counts], total
@@ -65,7 +65,7 @@ class Words:
 
 
 class _Kept:
-    """Postings of one state of the collection."""
+    """Cached postings of one state of the collection."""
 
     def __init__(self) -> None:
         self._state: object = None
@@ -92,7 +92,7 @@ class _Kept:
 
 
 class _Stems:
-    """What FTS5 makes of a word when it indexes it: asked of a table of its own, in memory."""
+    """Stems of words as FTS5 indexes them, from a table in memory."""
 
     def __init__(self) -> None:
         self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -109,7 +109,7 @@ class _Stems:
 
 
 def _postings(connection: sqlite3.Connection, stem: str) -> Postings:
-    # One string for all of them: a row for each occurrence would cost four times as much.
+    # One string for all occurrences: a row for each would cost four times as much.
     (text,) = connection.execute(
         "SELECT group_concat(doc * 2 + (col = 'heading')) FROM temp.instances WHERE term = ?", (stem,)
     ).fetchone()
@@ -118,8 +118,8 @@ def _postings(connection: sqlite3.Connection, stem: str) -> Postings:
 
 
 class _Lengths:
-    """How many words each chunk has, heading and text together, by key. Keys only grow and are never used again: what
-    is known stays true, and what is new comes after it."""
+    """The number of words of each chunk, heading and text together, by key. Keys only grow and are never reused: known
+    values stay valid, and new ones come after them."""
 
     def __init__(self) -> None:
         self._by_key: Numbers = np.zeros(1, np.float32)
@@ -136,12 +136,12 @@ class _Lengths:
 
 
 def _state(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Another whenever anybody has written: the first number counts others' writes, the second our own."""
+    """A value that changes with every write: the first number counts writes of others, the second our own."""
     return connection.execute("PRAGMA data_version").fetchone()[0], connection.total_changes
 
 
 def _totals(connection: sqlite3.Connection) -> tuple[int, int]:
-    """How many chunks there are, and how many words in all of them: FTS5 keeps both in its first record."""
+    """The number of chunks and of words in all of them, from FTS5's first record."""
     row = connection.execute("SELECT block FROM words_data WHERE id = 1").fetchone()
     chunks, *words = _varints(row[0]) if row and row[0] else [0]
     return chunks, sum(words)

@@ -1,4 +1,4 @@
-"""Bytes of a document to text with structure: plain text, Markdown, HTML and PDF, each in a file of its own."""
+"""Readers that extract structured text from documents: plain text, Markdown, HTML and PDF."""
 
 from penstock.knowledge.readers.blocks import Block, Extracted
 from penstock.knowledge.readers.media import MEDIA_TYPES, media_type_of, read

@@ -1,4 +1,4 @@
-"""What every reader produces: one text, and blocks that are ranges of it, in order and without overlap."""
+"""The output of every reader: one text, and blocks that are ranges of it, in order and without overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["heading", "prose", "lines"]
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """`lines` (code, tables, lists) is cut between lines, `prose` between sentences."""
+    """`lines` (code, tables, lists) is split between lines, `prose` between sentences."""
 
     kind: Kind
     start: int
@@ -31,15 +31,15 @@ class Extracted(msgspec.Struct, array_like=True):
 
 
 MOST_TEXT = 32 * 2**20
-"""Characters of a document. A file that unfolds to more was made to do harm, or cannot be searched anyway."""
+"""Maximum characters of a document. A file that expands to more is malicious, or cannot be searched anyway."""
 MOST_BLOCKS = 200_000
 
 
 def bounded(text: int, blocks: int) -> None:
-    """Refuses what is larger than any document is read."""
+    """Refuses documents above the size limits."""
     if text > MOST_TEXT or blocks > MOST_BLOCKS:
         raise UnreadableDocument(
-            f"The document holds more than {MOST_TEXT:,} characters or {MOST_BLOCKS:,} paragraphs; cut it into parts."
+            f"The document has more than {MOST_TEXT:,} characters or {MOST_BLOCKS:,} paragraphs; split it into parts."
         )
 
 

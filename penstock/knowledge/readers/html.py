@@ -1,5 +1,5 @@
-"""HTML: what a reader of the page would see. Scripts, styles and elements that are hidden do not count: text that
-people cannot see has no business in an answer."""
+"""HTML: the visible text of the page. Scripts, styles and hidden elements are skipped: text that
+people cannot see must not appear in an answer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class _Reader(HTMLParser):
             self._words.append(data if self._literal else _SPACE.sub(" ", data))
 
     def flush(self, kind: Kind = "prose") -> None:
-        """End the block that is open."""
+        """Ends the open block."""
         if self._lines:
             self._line()
             self.out.add("lines", "\n".join(self._lines))

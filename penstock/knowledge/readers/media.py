@@ -1,4 +1,4 @@
-"""Which reader a document needs, by what its sender calls it or by its name."""
+"""Chooses the reader of a document by its media type or its name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUFFIXES = {
     ".rst": "text/markdown",
     ".log": "text/plain",
 }
-"""reStructuredText underlines its headings as Markdown may."""
+"""reStructuredText is read as Markdown: both may underline headings."""
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _META = re.compile(rb"<meta[^>]{1,200}charset=[\"']?([A-Za-z0-9_-]{2,32})", re.I)
 
@@ -52,13 +52,13 @@ def media_type_of(said: str, name: str) -> str | None:
 
 
 def read(body: bytes, media_type: str, charset: str = "") -> Extracted:
-    """The text of a document; `UnreadableDocument` when there is none to be had."""
+    """The text of a document; `UnreadableDocument` when it cannot be extracted."""
     if media_type == PDF:
         return read_pdf(body)
     found = _READERS[media_type](_decode(body, media_type, charset))
     bounded(len(found.text), len(found.blocks))
     if not found.blocks:
-        raise UnreadableDocument("The document holds no text.")
+        raise UnreadableDocument("The document contains no text.")
     return found
 
 
@@ -71,8 +71,8 @@ def _decode(body: bytes, media_type: str, charset: str) -> str:
         text = body.decode(charset or "utf-8")
     except (UnicodeDecodeError, LookupError) as error:
         raise UnreadableDocument(
-            f"The document is not text in {charset or 'UTF-8'}; name its charset in the content type."
+            f"The document is not text in {charset or 'UTF-8'}; give its charset in the content type."
         ) from error
     if "\0" in text:
-        raise UnreadableDocument("The document is not text: it holds zero bytes.")
+        raise UnreadableDocument("The document is not text: it contains NUL bytes.")
     return text.replace("\r\n", "\n").replace("\r", "\n")

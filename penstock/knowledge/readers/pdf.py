@@ -1,4 +1,4 @@
-"""PDF through pypdf: the text of each page, in paragraphs that know their page."""
+"""PDF through pypdf: the text of each page, in paragraphs with their page number."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def read_pdf(body: bytes) -> Extracted:
                 paragraph = text[block.start : block.end]
                 out.add(kind_of(paragraph), paragraph, page=number)
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        # The library meets damaged files with whatever its own code happens to raise.
+        # The library raises arbitrary exceptions for damaged files.
         raise UnreadableDocument(f"The PDF cannot be read: {str(error)[:200] or type(error).__name__}.") from error
     if not out.blocks:
-        raise UnreadableDocument("The PDF holds no text; a scan has to go through character recognition first.")
+        raise UnreadableDocument("The PDF contains no text; a scan needs OCR first.")
     return out.extracted(title)

@@ -1,4 +1,4 @@
-"""Plain text: paragraphs are what blank lines part."""
+"""Plain text: paragraphs are separated by blank lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_plain(text: str) -> Extracted:
 
 
 def kind_of(paragraph: str) -> Kind:
-    """Whether its line breaks mean something: a paragraph with indented lines or bullets is a list, code or table."""
+    """`lines` if line breaks matter: a paragraph with indented lines or bullets is a list, code or table."""
     lines = paragraph.split("\n")
     special = sum(1 for line in lines if _INDENTED.match(line))
     return "lines" if len(lines) > 1 and special * 2 >= len(lines) else "prose"

@@ -1,5 +1,5 @@
-"""The gateway's side of the reading process: started with the first document, replaced when it hangs or dies, gone
-when there has been nothing to read for a while."""
+"""The gateway's side of the reader process: started with the first document, replaced when it hangs or dies, stopped
+after it was idle for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
 
 TIME_LIMIT_S = 60.0
 MOST_ANSWER = 512 * 2**20
-"""Bytes of an answer; the process itself holds to much less."""
+"""Maximum size of a reply; the process itself stays far below."""
 IDLE_S = 30.0
 _results = msgspec.msgpack.Decoder(Result)
 
@@ -44,9 +44,9 @@ class ReaderProcess:
                 ) from None
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 await self._stop()
-                raise UnreadableDocument("The document made its reader crash.") from error
+                raise UnreadableDocument("The document crashed its reader.") from error
             except asyncio.CancelledError:
-                await self._stop()  # it is in the middle of an answer
+                await self._stop()  # it is in the middle of a reply
                 raise
             self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
         if result.extracted is None:
@@ -69,7 +69,7 @@ class ReaderProcess:
         return self._process
 
     def _retire(self) -> None:
-        """Let it go: with its input closed it ends by itself."""
+        """Stops the process: it exits when its input is closed."""
         if self._process is not None and self._process.stdin is not None and not self._turn.locked():
             self._process.stdin.close()
             self._process = None
@@ -87,5 +87,5 @@ async def _exchange(process: asyncio.subprocess.Process, task: Task) -> Result:
     await process.stdin.drain()
     size = int.from_bytes(await process.stdout.readexactly(HEADER), "big")
     if size > MOST_ANSWER:
-        raise ConnectionError("an answer of no possible size")
+        raise ConnectionError("a reply of invalid size")
     return _results.decode(await process.stdout.readexactly(size))

@@ -1,7 +1,7 @@
 """The child process that reads documents: frames of msgpack on standard input and output.
 
-Files are what strangers send. Whatever one of them does to a parser (endless loops, gigabytes of memory, a crash) it
-does to this process, which has limits and is replaced; and the interpreter lock of the gateway stays free for streams.
+Files are untrusted. Whatever one of them does to a parser (endless loops, gigabytes of memory, a crash), it
+does to this process, which has limits and is replaced; and parsing does not hold the gateway's GIL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in memory and the order in Redis behind one interface, for tests that hold both to the same promises."""
+"""The fair queue in memory and in Redis behind one interface, for tests that check both."""
 
 from __future__ import annotations
 

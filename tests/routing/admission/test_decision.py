@@ -1,5 +1,5 @@
-"""The one decision: room is used and never exceeded, everything that speaks for a request can only help it, and whoever
-is refused hears why and when to come back."""
+"""The admission decision: capacity is used and never exceeded, a higher value only helps a request, and a refusal has a
+reason and a retry time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ asks = st.builds(
 counts = st.integers(0, 600)
 works = st.floats(0, 1e6)
 rates = st.floats(0.1, 1e5)
-standings = st.builds(
+states = st.builds(
     QueueState,
     in_flight=st.integers(0, 300),
     kv_tokens=amounts,
@@ -53,7 +53,7 @@ standings = st.builds(
     active_weight=st.floats(0, 100),
     excess=works,
 )
-rooms = st.builds(
+capacities = st.builds(
     Capacity, slots=st.none() | st.integers(0, 300), kv_tokens=st.none() | amounts, replicas=st.integers(1, 4)
 )
 orders = st.sampled_from(("fair", "priority", "fcfs", "sjf"))
@@ -62,7 +62,7 @@ few = settings(max_examples=60)
 
 
 @few
-@given(asks, standings, rooms, orders, rolls)
+@given(asks, states, capacities, orders, rolls)
 def test_room_is_used_at_once_and_never_exceeded(
     arriving: DecisionInput, state: QueueState, capacity: Capacity, order: str, roll: float
 ) -> None:
@@ -75,7 +75,7 @@ def test_room_is_used_at_once_and_never_exceeded(
 
 
 @few
-@given(asks, standings, rooms, orders, rolls)
+@given(asks, states, capacities, orders, rolls)
 def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
     arriving: DecisionInput, state: QueueState, capacity: Capacity, order: str, roll: float
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_refused_hear_why_and_when_to_return_and_the_others_can_be_in_time(
 
 
 @few
-@given(standings, rooms, rolls, entries)
+@given(states, capacities, rolls, entries)
 def test_nobody_is_refused_while_the_queue_is_short(
     state: QueueState, capacity: Capacity, roll: float, entry: QueueEntry
 ) -> None:
@@ -101,7 +101,7 @@ worse = st.sampled_from(("weight", "rank", "cost", "cached", "budget", "excess")
 
 
 @few
-@given(asks, standings, st.floats(0, 1.2), worse)
+@given(asks, states, st.floats(0, 1.2), worse)
 def test_what_speaks_for_a_request_can_only_help_it(
     arriving: DecisionInput, state: QueueState, pressure: float, what: str
 ) -> None:
@@ -135,7 +135,7 @@ def test_shedding_begins_at_80_percent_and_grows(value: float, one: float, other
 
 
 @few
-@given(standings, entries)
+@given(states, entries)
 def test_a_higher_class_never_waits_longer(state: QueueState, entry: QueueEntry) -> None:
     rules = AdmissionConfig(order="priority")
     waits = [predicted_wait(replace(entry, rank=rank), state, rules) for rank in (PREMIUM, STANDARD, BATCH)]

@@ -1,5 +1,5 @@
-"""Both orders, in memory and in Redis: nothing beyond the room, nobody twice, nobody for ever, shares by weight, and
-the same entry next in both."""
+"""The fair queue, in memory and in Redis: capacity is never exceeded, no entry is granted twice or starves, shares
+follow weights, and both grant the same entry next."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Queues as gateways use them: grants reach whoever waits, several gateways share one order, and the loss of Redis is
-noticed by nobody who waits."""
+"""Admission queues as gateways use them: grants reach waiting entries, several gateways share one order, and waiting
+requests survive the loss of Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of HTTP and MCP tools always end, in time, in words that a model can read."""
+"""Calls of HTTP and MCP tools always end in time, with a result that the model can read."""
 
 from __future__ import annotations
 

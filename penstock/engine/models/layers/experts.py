@@ -1,7 +1,7 @@
-"""A feed-forward of many experts: a router gives each token its few, which see only the tokens that chose them.
+"""A mixture of experts: a router chooses a few experts for each token, and an expert sees only its tokens.
 
-Here experts are ordinary linears, quantized ones too, visited one after another: right where a launch costs nothing
-(CPU). `cuda_moe` computes all of them at once.
+Here experts are ordinary linears, quantized ones too, computed one after another: right where a launch costs nothing
+(CPU). `backends.cuda.experts` computes all of them at once.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ExpertMlp:
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x)
         top_k = self.router.top_k
-        # Visits sorted by expert: those of each are a run. One gather before and one behind, none per expert.
+        # Pairs of token and expert, sorted by expert: one gather before and one after, none per expert.
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         runs = torch.split(x[order // top_k], counts)
-        visits = torch.cat([expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
+        outputs = torch.cat([expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
-        by_token = visits[back].view(-1, top_k, x.shape[1])
+        by_token = outputs[back].view(-1, top_k, x.shape[1])
         return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)

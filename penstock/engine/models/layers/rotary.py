@@ -1,4 +1,4 @@
-"""Rotary position tables: cosines and sines of every position, stretched as the checkpoint asks.
+"""Rotary position tables: cosines and sines of every position, scaled as the checkpoint asks.
 
 Operations are in the order of the reference implementation: at position 131,071 one rounding more in a frequency is an
 error of 1e-5 in an angle.
@@ -42,12 +42,12 @@ def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
     turns = rope.original_max_positions * base / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * base / rope.factor + blend * base
-    stretched = torch.where(turns < rope.low_freq_factor, base / rope.factor, blended)
-    return torch.where(turns > rope.high_freq_factor, base, stretched)
+    scaled = torch.where(turns < rope.low_freq_factor, base / rope.factor, blended)
+    return torch.where(turns > rope.high_freq_factor, base, scaled)
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, dim: int) -> tuple[Tensor, float]:
-    """Blend by dimension between the dimensions that turn `beta_fast` and `beta_slow` times in the trained window."""
+    """Blend between the dimensions that rotate `beta_fast` and `beta_slow` times within the trained window."""
 
     def dimension(turns: float) -> float:
         return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -80,6 +80,6 @@ def _longrope(rope: RopeConfig, wavelengths: Tensor, positions: int) -> tuple[Te
         raise CheckpointError(f"longrope has {len(factors)} factors for {len(wavelengths)} frequencies")
     scale = rope.attention_factor
     if scale is None:
-        stretched = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
-        scale = math.sqrt(1 + stretched)
+        growth = math.log(rope.factor) / math.log(rope.original_max_positions) if rope.factor > 1 else 0.0
+        scale = math.sqrt(1 + growth)
     return 1.0 / (torch.tensor(factors) * wavelengths), scale

@@ -19,7 +19,7 @@ class Supervisor(Protocol):
 
 
 class NoSupervisor:
-    """Stands in where `penstock gateway` was started alone: engines are not ours to start or stop."""
+    """For a gateway that was started without a supervisor: it cannot start or stop engines."""
 
     loading: Mapping[str, Loading] = {}
 

@@ -1,4 +1,4 @@
-"""GET /v1/traces: where the time of recent requests went. A tenant sees its own; the scope `admin` sees everybody's.
+"""GET /v1/traces: where the time of recent requests went. A tenant sees its own; a key with the scope `admin` sees all.
 
 The newest are kept in the memory of the gateway process that answered the request; other processes ask for them.
 """

@@ -1,4 +1,4 @@
-"""GET /v1/usage: usage reports from the ledger. A tenant sees its own; the scope `admin` sees everybody's."""
+"""GET /v1/usage: usage reports from the ledger. A tenant sees its own; a key with the scope `admin` sees all."""
 
 from __future__ import annotations
 

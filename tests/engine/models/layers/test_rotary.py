@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
@@ -50,7 +51,7 @@ def test_tables_equal_the_reference(scaling: str) -> None:
 @pytest.mark.parametrize("positions", [4096, 4097])
 def test_longrope_takes_the_factors_of_the_context_it_serves(positions: int) -> None:
     """Within the original length the short ones, beyond it the long ones."""
-    scaling = {
+    scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.01 * i for i in range(32)],
         "long_factor": [1.0 + 0.9 * i for i in range(32)],
@@ -64,9 +65,10 @@ def test_longrope_takes_the_factors_of_the_context_it_serves(positions: int) -> 
     compare(cos_sin_table(rope, 64, positions, CPU), theirs)
     # The keys of older files mean the same.
     old = {"model_type": "phi3", "max_position_embeddings": POSITIONS, "original_max_position_embeddings": 4096,
-           "rope_theta": 10000.0, "rope_scaling": {**scaling, "type": "su"}}  # fmt: skip
-    del old["rope_scaling"]["rope_type"]  # type: ignore[attr-defined]
-    assert read_rope(old) == rope
+           "rope_theta": 10000.0, "num_hidden_layers": 1}  # fmt: skip
+    del scaling["rope_type"]
+    for name in ("su", "yarn", "longrope"):
+        assert PHI3.fields({**old, "rope_scaling": {**scaling, "type": name}})["rope"] == rope
 
 
 def test_part_of_a_head_is_rotated() -> None:
