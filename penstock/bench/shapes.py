@@ -42,8 +42,8 @@ def _shape(
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128),
-    "llama-70b": _shape("llama", 8192, 28672, 80, 64, 8, 128),
+    "llama-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128, max_position_embeddings=131072),
+    "llama-70b": _shape("llama", 8192, 28672, 80, 64, 8, 128, max_position_embeddings=131072),
     "qwen3-0.6b": _shape(
         "qwen3", 1024, 3072, 28, 16, 8, 128,
         rms_norm_eps=1e-6, rope_theta=1000000.0, max_position_embeddings=40960, vocab_size=151936,

@@ -44,14 +44,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def _copy_tile(
     desc: tma.tensor_descriptor,
-    blocks: gl.tensor,
-    b1: gl.tensor,
-    b2: gl.tensor,
-    b3: gl.tensor,
-    b4: gl.tensor,
-    b5: gl.tensor,
-    b6: gl.tensor,
-    b7: gl.tensor,
+    block_ids: gl.tuple,
     kv_head: gl.tensor,
     KV_HEADS: gl.constexpr,
     bar: gl.shared_memory_descriptor,
@@ -59,9 +52,8 @@ def _copy_tile(
     first: gl.tensor,
 ) -> None:
     """Issue the copies of one tile: eight cache blocks, each in two boxes of 64 columns."""
-    ids = (blocks, b1, b2, b3, b4, b5, b6, b7)
     for j in gl.static_range(8):
-        row = (ids[j] * KV_HEADS + kv_head) * 16
+        row = (block_ids[j] * KV_HEADS + kv_head) * 16
         tma.async_copy_global_to_shared(desc, [row, 0], bar, boxes.index(first + j))
         tma.async_copy_global_to_shared(desc, [row, 64], bar, boxes.index(first + 8 + j))
 
@@ -94,14 +86,15 @@ def _producer(
         b5 = gl.load(table + gl.minimum(at + 5, last_block))
         b6 = gl.load(table + gl.minimum(at + 6, last_block))
         b7 = gl.load(table + gl.minimum(at + 7, last_block))
+        block_ids = (b0, b1, b2, b3, b4, b5, b6, b7)
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         mbarrier.expect(k_ready.index(stage), TILE_BYTES)
-        _copy_tile(k_desc, b0, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
+        _copy_tile(k_desc, block_ids, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), TILE_BYTES)
-        _copy_tile(v_desc, b0, b1, b2, b3, b4, b5, b6, b7, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
+        _copy_tile(v_desc, block_ids, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
 
 
 @gluon.jit
