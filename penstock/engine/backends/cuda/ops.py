@@ -8,26 +8,20 @@ any sequence of calls can be captured in a CUDA graph and replayed with new cont
 from __future__ import annotations
 
 import dataclasses
+import logging
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import (
-    activation,
-    decode,
-    filters,
-    hopper_prefill,
-    masks,
-    norm,
-    prefill,
-    rope,
-    sampler,
-)
+from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
+
+log = logging.getLogger(__name__)
 
 
 class TritonOps:
@@ -46,7 +40,7 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self.hopper_prefill = _load_hopper_prefill(device)
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -105,8 +99,8 @@ class TritonOps:
             counters = self._counters_for(batch.num_decodes * layout.kv_heads)
             decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
         if batch.context_lens.shape[0] > batch.num_decodes:
-            if self.hopper and hopper_prefill.applies(layout, batch, q, k_cache):
-                hopper_prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out)
+            if self.hopper_prefill is not None and self.hopper_prefill.applies(layout, batch, q, k_cache):
+                self.hopper_prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out)
                 return out
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
@@ -160,3 +154,15 @@ class TritonOps:
                 "arrival counters; lower max_running"
             )
         return self._counters
+
+
+def _load_hopper_prefill(device: torch.device) -> ModuleType | None:
+    """Attention of long chunks on Hopper, where the installed Triton has the experimental dialect it is written in."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from penstock.engine.backends.cuda.kernels import hopper_prefill
+    except ImportError as error:
+        log.warning("long prompts use the portable attention kernel, because this Triton lacks Gluon: %s", error)
+        return None
+    return hopper_prefill
