@@ -219,7 +219,7 @@ async def test_a_line_has_an_end(tmp_path: Path) -> None:
     assert [type(task.exception()) for task in done] == [SessionBusy]
     gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not sessions._lines
+    assert not sessions._queues
     await sessions.close()
     await database.close()
 
