@@ -222,8 +222,11 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield [words[0].removeprefix(".venv/bin/"), *words[1:]]
 
 
+COMMANDS: click.Command = typer.main.get_command(app)
+
+
 def check_command(words: list[str], page: str) -> None:
-    command: click.Command = typer.main.get_command(app)
+    command = COMMANDS
     line = "penstock " + " ".join(words)
     while words and hasattr(command, "commands") and re.fullmatch("[a-z-]+", words[0]):
         assert words[0] in command.commands, f"{page}: {line}"
@@ -255,7 +258,7 @@ def test_commands_and_options_that_pages_name_exist(page: Path) -> None:
 
 
 def test_every_command_is_documented() -> None:
-    tree = typer.main.get_command(app)
+    tree = COMMANDS
     assert not [name for name in tree.commands if f"`penstock {name}" not in page_text("operations.md")]
     named = set(re.findall(r"^penstock bench ([a-z-]+)", page_text("benchmarks.md"), flags=re.M))
     assert named == set(tree.commands["bench"].commands)
