@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput, TokenLogprob
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput, TokenLogprob
 from penstock.testing.synthetic_engine import write_tokenizer
 from penstock.text import TextModel, load_text
 
@@ -91,8 +91,8 @@ class ScriptedEngine:
         deltas, self._deltas = self._deltas, []
         return StepOutput(deltas, self.load_snapshot()) if deltas else None
 
-    def load_snapshot(self) -> Load:
-        return Load(
+    def load_snapshot(self) -> EngineLoad:
+        return EngineLoad(
             running=len(self._left),
             used_blocks=len(self._left),
             total_blocks=64,

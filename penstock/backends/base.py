@@ -19,7 +19,7 @@ from typing import Protocol
 from penstock.backends.errors import adapter_error, error_of
 from penstock.backends.mailbox import DeltaSink, Mailbox
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
-from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request, StepOutput
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.protocol.messages import (
     AdapterOperation,
@@ -54,7 +54,7 @@ class Backend(Protocol):
     def ready(self) -> bool: ...
 
     @property
-    def load(self) -> Load: ...
+    def load(self) -> EngineLoad: ...
 
     @property
     def stalled_s(self) -> float:
@@ -127,7 +127,7 @@ class EngineClient(ABC):
         """Whether the engine has registered us; `_ready`: it also accepts requests."""
         self._ready = asyncio.Event()
         self._waiters = 0
-        self._load = Load()
+        self._load = EngineLoad()
         self._progress_at = clock()
         self._token_at = float("-inf")
         self._state: EngineState = "awake"
@@ -149,7 +149,7 @@ class EngineClient(ABC):
         return self._ready.is_set()
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self._load
 
     @property
@@ -326,7 +326,7 @@ class EngineClient(ABC):
 
     def _came_up(self, info: EngineInfo, state: EngineState = "awake") -> None:
         if self._info is not None and info.instance != self._info.instance:
-            self._load = Load()  # a restarted engine counts from zero; one that was only unreachable does not
+            self._load = EngineLoad()  # a restarted engine counts from zero; one that was only unreachable does not
         self._info = info
         self._state = state
         self._progress_at = self._clock()

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.bench import stats
 from penstock.bench.shapes import Cost
 from penstock.bench.workloads import Workload
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput
 from penstock.errors import PenstockError
 
 
@@ -33,7 +33,7 @@ class Steppable(Protocol):
     def has_work(self) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def step(self) -> StepOutput | None: ...
-    def load_snapshot(self) -> Load: ...
+    def load_snapshot(self) -> EngineLoad: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.bench import report, stats, transfer
 from penstock.bench.arrivals import Planned, closed
 from penstock.bench.engine import BenchError
-from penstock.bench.load import DEFAULT_VOCAB, Load, Tally, discover
+from penstock.bench.load import DEFAULT_VOCAB, LoadGenerator, Tally, discover
 from penstock.bench.wire import Connection, Target, WireError
 from penstock.engine.config import KVDType
 
@@ -146,7 +146,7 @@ async def measure(url: str, settings: HandoverBenchSettings, seed: int, figures:
     """One round."""
     target = Target.parse(url)
     vocab_size = (await discover(target)).data[0].vocab_size or DEFAULT_VOCAB
-    load = Load(target, "measured", vocab_size)
+    load = LoadGenerator(target, "measured", vocab_size)
     await _finished(load, closed(2, 16, 4), seed + 1)  # warm-up
     begin = time.perf_counter()
     streams = asyncio.create_task(_finished(load, closed(settings.streams, 16, settings.output_len), seed))
@@ -167,7 +167,7 @@ async def measure(url: str, settings: HandoverBenchSettings, seed: int, figures:
     figures.received_bytes = metrics.get("penstock_handover_bytes_received_total", 0.0)
 
 
-async def _finished(load: Load, plan: list[Planned], seed: int) -> Tally:
+async def _finished(load: LoadGenerator, plan: list[Planned], seed: int) -> Tally:
     """All of them at once."""
     tally = await load.closed(load.ready(plan, seed), len(plan), lambda: None)
     if tally.errors:

@@ -104,7 +104,7 @@ class Tally:
         return [request.latency for request in self.served]
 
 
-class Load:
+class LoadGenerator:
     """Requests for one model of one server."""
 
     def __init__(

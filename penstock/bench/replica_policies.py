@@ -26,7 +26,7 @@ from rich.console import Console
 from penstock.bench import report
 from penstock.bench.charts import bars
 from penstock.bench.stats import percentiles
-from penstock.engine.request import Load, Request, SamplingParams
+from penstock.engine.request import EngineLoad, Request, SamplingParams
 from penstock.routing.meter import ReplicaMeter
 from penstock.routing.policies import POLICIES, make_policy
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
@@ -117,7 +117,7 @@ class Replica:
         self.name = name
         self.engine = TimedEngine(num_blocks=work.blocks, max_model_len=32_768, clock=clock)
         self.meter = ReplicaMeter()
-        self.seen = Load(total_blocks=work.blocks)
+        self.seen = EngineLoad(total_blocks=work.blocks)
         self.busy = False
 
 

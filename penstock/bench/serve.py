@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.bench import arrivals, page, report, stats
 from penstock.bench.arrivals import Pattern, Planned
 from penstock.bench.goodput import Objectives
-from penstock.bench.load import DEFAULT_VOCAB, Load, Tally, discover, run_loop
+from penstock.bench.load import DEFAULT_VOCAB, LoadGenerator, Tally, discover, run_loop
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
 
@@ -86,7 +86,7 @@ async def measure(
         raise PenstockError(f"{settings.url} serves no model; pass --model")
     name = settings.model or models[0].id
     vocab_size = settings.vocab_size or (known[name].vocab_size if name in known else None) or DEFAULT_VOCAB
-    load = Load(target, name, vocab_size, temperature=settings.temperature, timeout_s=settings.timeout_s)
+    load = LoadGenerator(target, name, vocab_size, temperature=settings.temperature, timeout_s=settings.timeout_s)
     warm_up = settings.concurrency if settings.warm_up is None else settings.warm_up
     requests = load.ready(plan, settings.seed)
     with report.progress_bar(console) as bar:

@@ -37,8 +37,8 @@ from penstock.engine.request import (
     Delta,
     DeviceLoad,
     EngineInfo,
+    EngineLoad,
     FinishReason,
-    Load,
     Request,
     StepOutput,
 )
@@ -186,9 +186,9 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return StepOutput(deltas, self.load_snapshot())
 
-    def load_snapshot(self) -> Load:
+    def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
-        load = Load(
+        load = EngineLoad(
             running=len(scheduler.running),
             waiting=scheduler.waiting + self._constraints.opening,
             used_blocks=pool.used,

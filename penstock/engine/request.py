@@ -179,7 +179,7 @@ class HandoverLoad:
 
 
 @dataclass(slots=True)
-class Load:
+class EngineLoad:
     """A snapshot of the engine, sent with every step. Counters only grow while the engine lives."""
 
     running: int = 0
@@ -220,7 +220,7 @@ class StepOutput:
     """Everything one engine step produced."""
 
     deltas: list[Delta]
-    load: Load
+    load: EngineLoad
 
 
 @dataclass(frozen=True, slots=True)

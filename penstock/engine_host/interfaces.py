@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from penstock.engine.encoder.request import EncodeRequest
-from penstock.engine.request import EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineLoad, Request, StepOutput
 from penstock.engine_host.adapters import AdapterHost
 
 
@@ -20,7 +20,7 @@ class EngineLike(AdapterHost, Protocol):
 
     def step(self) -> StepOutput | None: ...
 
-    def load_snapshot(self) -> Load: ...
+    def load_snapshot(self) -> EngineLoad: ...
 
     @property
     def has_work(self) -> bool: ...

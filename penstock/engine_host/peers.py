@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from penstock.engine.encoder.request import Encoding
-from penstock.engine.request import Delta, Load, StepOutput
+from penstock.engine.request import Delta, EngineLoad, StepOutput
 from penstock.engine_host.pacer import Pacing
 from penstock.protocol.codec import encode
 from penstock.protocol.messages import Encoded, FromEngine, Step
@@ -89,17 +89,17 @@ class Peers:
         peer.requests.clear()
         peer.backlog.clear()
 
-    def deliver(self, deltas: list[Delta], load: Load, now: float) -> None:
+    def deliver(self, deltas: list[Delta], load: EngineLoad, now: float) -> None:
         """Deliver what is due of these and of earlier deltas (see `Pacing`)."""
         self._send_steps(self._pacing.due(deltas, load.running, now), load, now)
 
-    def release(self, load: Callable[[], Load], now: float) -> None:
+    def release(self, load: Callable[[], EngineLoad], now: float) -> None:
         """Deliver everything that is held, because something is about to begin that it should not wait for."""
         held = self._pacing.rest()
         if held:
             self._send_steps(held, load(), now)
 
-    def _send_steps(self, deltas: list[Delta], load: Load, now: float) -> None:
+    def _send_steps(self, deltas: list[Delta], load: EngineLoad, now: float) -> None:
         """One `Step` to each gateway that has something in `deltas`. A final delta ends the ownership."""
         grouped: dict[bytes, tuple[Peer, list[Delta]]] = {}
         for delta in deltas:
@@ -112,7 +112,7 @@ class Peers:
         for peer, own in grouped.values():
             self.send(peer, Step(StepOutput(own, load)), now)
 
-    def deliver_encodings(self, encodings: Iterable[Encoding], load: Load, now: float) -> None:
+    def deliver_encodings(self, encodings: Iterable[Encoding], load: EngineLoad, now: float) -> None:
         """Send finished requests to their gateways; that ends the ownership."""
         for encoding in encodings:
             peer = self._owners.get(encoding.request_id)
@@ -120,7 +120,7 @@ class Peers:
                 self.disown(encoding.request_id)
                 self.send(peer, Encoded([encoding], load), now)
 
-    def heartbeat(self, load: Callable[[], Load], now: float, interval_s: float) -> None:
+    def heartbeat(self, load: Callable[[], EngineLoad], now: float, interval_s: float) -> None:
         """Send an empty `Step` to every gateway that got nothing for `interval_s`, and their backlog to slow ones."""
         due = [peer for peer in self._peers.values() if peer.backlog or now - peer.sent_at >= interval_s]
         for peer in due:

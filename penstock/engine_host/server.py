@@ -16,7 +16,7 @@ import zmq
 
 from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.encoder.request import EncodeOutput
-from penstock.engine.request import Delta, EngineState, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineLoad, EngineState, Request, StepOutput
 from penstock.engine_host.adapters import operate
 from penstock.engine_host.handover.endpoint import HandoverEndpoint
 from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
@@ -374,7 +374,7 @@ class EngineServer:
             if found != statuses:
                 self._peers.tell_all(Adapters(found), now)
 
-    def _deliver(self, deltas: list[Delta], load: Load) -> None:
+    def _deliver(self, deltas: list[Delta], load: EngineLoad) -> None:
         """Count first: tokens were produced even if their gateway never receives them."""
         self._handovers.settle(deltas)
         self._tally.add(deltas)

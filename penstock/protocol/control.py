@@ -2,7 +2,7 @@
 
     gateway                              supervisor
     (connects)       ◄──────────────────  Topology   at once, and whenever it changes
-    Scale, Restart, Drain, Stop, Load, Unload ─►
+    Scale, Restart, Drain, Stop, LoadModel, UnloadModel ─►
                      ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
 
@@ -61,14 +61,14 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     operation: int
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     """Serve one more model, described as in the configuration. Done when its engines are ready."""
 
     operation: int
     model: dict[str, Any]
 
 
-class Unload(msgspec.Struct, frozen=True, tag="unload"):
+class UnloadModel(msgspec.Struct, frozen=True, tag="unload"):
     """Stop serving a model. Done when its engines have finished their requests."""
 
     operation: int
@@ -90,7 +90,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: str = ""
 
 
-Operation: TypeAlias = Scale | Restart | Drain | Stop | Load | Unload
+Operation: TypeAlias = Scale | Restart | Drain | Stop | LoadModel | UnloadModel
 FromSupervisor: TypeAlias = Topology | Loading | Done
 
 decode_operation = msgspec.json.Decoder(Operation).decode

@@ -38,7 +38,7 @@ import msgspec
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
-from penstock.engine.request import EngineInfo, EngineState, FinishReason, Load, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineLoad, EngineState, FinishReason, Request, StepOutput
 
 PROTOCOL_VERSION = 2
 HELLO_S = 1.0
@@ -171,7 +171,7 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """Finished requests of the receiver, with the engine's load."""
 
     encodings: list[Encoding]
-    load: Load
+    load: EngineLoad
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from penstock.engine.request import HandoverLoad, Load
+from penstock.engine.request import EngineLoad, HandoverLoad
 
 
-def total_load(loads: Sequence[Load]) -> Load:
+def total_load(loads: Sequence[EngineLoad]) -> EngineLoad:
     """The sum of all counters; the adapter state is that of the first engine that reports one."""
     if len(loads) == 1:
         return loads[0]
-    total = Load(
+    total = EngineLoad(
         adapters=next((load.adapters for load in loads if load.adapters is not None), None),
         devices=[device for load in loads for device in load.devices or ()] or None,
     )
@@ -24,7 +24,7 @@ def total_load(loads: Sequence[Load]) -> Load:
     return total
 
 
-def _add_up(total: Load | HandoverLoad, parts: Sequence[Load | HandoverLoad]) -> None:
+def _add_up(total: EngineLoad | HandoverLoad, parts: Sequence[EngineLoad | HandoverLoad]) -> None:
     for field in dataclasses.fields(total):
         if isinstance(field.default, int | float):
             setattr(total, field.name, sum(getattr(part, field.name) for part in parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.request import Delta, EngineInfo, Load
+from penstock.engine.request import Delta, EngineInfo, EngineLoad
 from penstock.routing.policy import ReplicaView
 from penstock.routing.rate import BusyRate
 
@@ -85,7 +85,9 @@ class ReplicaMeter:
         for request_id in list(self._work):
             self.ended(request_id, now)
 
-    def view(self, name: str, load: Load, info: EngineInfo | None, now: float, weight: float = 1.0) -> ReplicaView:
+    def view(
+        self, name: str, load: EngineLoad, info: EngineInfo | None, now: float, weight: float = 1.0
+    ) -> ReplicaView:
         unreported = max(0, len(self._work) - load.running - load.waiting)
         return ReplicaView(
             name=name,

@@ -15,7 +15,7 @@ from typing import TypeVar
 from penstock.backends.base import Backend, Clock, deltas_of, monotonic
 from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
-from penstock.engine.request import Delta, EngineInfo, EngineState, Load, Request
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
 from penstock.protocol.errors import ApiError, EngineUnavailable
 from penstock.protocol.messages import Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
@@ -118,7 +118,7 @@ class ReplicaSet:
         return any(member.backend.ready for member in self._members)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return total_load([member.backend.load for member in self._members])
 
     @property

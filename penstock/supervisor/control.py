@@ -17,14 +17,14 @@ from penstock.errors import PenstockError
 from penstock.protocol.control import (
     Done,
     Drain,
-    Load,
     Loading,
+    LoadModel,
     Operation,
     Restart,
     Scale,
     Stop,
     Topology,
-    Unload,
+    UnloadModel,
     decode_operation,
     line,
 )
@@ -92,7 +92,7 @@ class ControlServer:
     async def _work(self) -> None:
         for description in await self._replicas.saved_descriptions():
             try:
-                await self._carry_out(Load(0, description))
+                await self._carry_out(LoadModel(0, description))
             except PenstockError as problem:  # it stays in the file: the next start may succeed
                 log.error("a saved model could not be loaded; the next start tries again", extra={"why": str(problem)})
         while True:
@@ -116,12 +116,12 @@ class ControlServer:
                 await self._replicas.restart(model, replica)
             case Drain(_, model, replica):
                 await self._replicas.drain(model, replica)
-            case Load(_, description):
+            case LoadModel(_, description):
                 try:
                     await self._replicas.load(description)
                 finally:
                     self._broadcast(Loading(str(description.get("name", ""))))
-            case Unload(_, model):
+            case UnloadModel(_, model):
                 await self._replicas.unload(model)
             case Stop():
                 self._replicas.stop()

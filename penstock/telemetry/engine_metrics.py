@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.engine.request import DeviceLoad, EngineInfo, Load
+from penstock.engine.request import DeviceLoad, EngineInfo, EngineLoad
 from penstock.telemetry.adapter_metrics import add_adapter_samples
 from penstock.telemetry.exposition import MetricRegistry
 from penstock.telemetry.handover_metrics import add_handover_samples
@@ -26,7 +26,7 @@ class EngineView:
     engine: str
     ready: bool
     info: EngineInfo | None
-    load: Load
+    load: EngineLoad
     awake: bool = True
     cost_per_hour: float = 0.0
     """Hardware cost in dollars."""
@@ -34,7 +34,7 @@ class EngineView:
 
 Engines = Callable[[], Iterable[EngineView]]
 
-_LOADS: tuple[tuple[str, str, str, Callable[[Load], float]], ...] = (
+_LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
     ("gauge", "vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
     ("gauge", "vllm:num_requests_waiting", "Requests waiting in the engine.", lambda load: load.waiting),
     ("gauge", "vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", lambda load: _usage(load)),
@@ -126,7 +126,7 @@ _DEVICES: tuple[tuple[str, str, Callable[[DeviceLoad], float]], ...] = (
 def add_engine_metrics(registry: MetricRegistry, engines: Engines) -> None:
     engines = registry.once(engines)
 
-    def loads(kind: str, name: str, help: str, value: Callable[[Load], float]) -> None:
+    def loads(kind: str, name: str, help: str, value: Callable[[EngineLoad], float]) -> None:
         registry.sampled(
             kind,
             name,
@@ -178,5 +178,5 @@ def add_engine_metrics(registry: MetricRegistry, engines: Engines) -> None:
     )
 
 
-def _usage(load: Load) -> float:
+def _usage(load: EngineLoad) -> float:
     return load.used_blocks / load.total_blocks if load.total_blocks else 0.0

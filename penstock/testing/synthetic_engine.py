@@ -22,7 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.engine.process import die_with_parent
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.server import EngineServer
 from penstock.protocol.transport import Listener
@@ -141,9 +141,9 @@ class SyntheticEngine:
                 del self._running[delta.request_id]
         return StepOutput(deltas, self.load_snapshot())
 
-    def load_snapshot(self) -> Load:
+    def load_snapshot(self) -> EngineLoad:
         count = len(self._running)
-        return Load(
+        return EngineLoad(
             running=count,
             used_blocks=count,
             total_blocks=self.info.num_blocks,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.request import Delta, EngineInfo, FinishReason, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, FinishReason, Request, StepOutput
 from penstock.engine.scheduler import Batch, Scheduler
 from penstock.engine.sequence import Sequence
 
@@ -131,9 +131,9 @@ class TimedEngine:
             self._sleep(seconds)
         return self.end()
 
-    def load_snapshot(self) -> Load:
+    def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
-        return Load(
+        return EngineLoad(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
             used_blocks=pool.used,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.cli.top_screen import Screen, duration, sparkline
-from penstock.engine.request import DeviceLoad, Load
+from penstock.engine.request import DeviceLoad, EngineLoad
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.scrapes import Interval, Scrape
 from penstock.text import TextModel
@@ -28,7 +28,10 @@ def shown(screen: Screen, interval: Interval) -> str:
 
 
 def test_a_frame_says_how_each_replica_is() -> None:
-    loads = [Load(running=3, waiting=7, used_blocks=30, total_blocks=40, devices=[DeviceLoad(0, 20, 80, 0.5)]), Load()]
+    loads = [
+        EngineLoad(running=3, waiting=7, used_blocks=30, total_blocks=40, devices=[DeviceLoad(0, 20, 80, 0.5)]),
+        EngineLoad(),
+    ]
     views = [EngineView("m", "0", True, None, loads[0], cost_per_hour=2.5), EngineView("m", "1", False, None, loads[1])]
     metrics = Metrics(lambda: views)
     before = Scrape(metrics.render().decode(), 0.0)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from penstock.config.schema import RequestLogConfig
-from penstock.engine.request import Delta, DeviceLoad, Load, Request
+from penstock.engine.request import Delta, DeviceLoad, EngineLoad, Request
 from penstock.metering.request_log import LogEntry, RequestLog, Sink, SinkError
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
@@ -93,7 +93,7 @@ class Moody(ScriptedEngine):
         else:
             super().submit(request)
 
-    def load_snapshot(self) -> Load:
+    def load_snapshot(self) -> EngineLoad:
         load = super().load_snapshot()
         load.used_blocks = 62 if self.troubled else 6
         load.waiting = 1500 if self.troubled else 0

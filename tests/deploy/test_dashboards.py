@@ -16,7 +16,7 @@ import pytest
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import LimitConfig, TelemetryConfig
 from penstock.engine.adapters.spec import AdapterLoad
-from penstock.engine.request import DeviceLoad, HandoverLoad, Load
+from penstock.engine.request import DeviceLoad, EngineLoad, HandoverLoad
 from penstock.gateway.process.settings import ModelSettings
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
@@ -91,7 +91,7 @@ def test_every_panel_is_explained() -> None:
 class Busy(ScriptedEngine):
     """Says that it has everything a dashboard could show."""
 
-    def load_snapshot(self) -> Load:
+    def load_snapshot(self) -> EngineLoad:
         load = super().load_snapshot()
         n = load.generation_tokens
         load.prefix_query_tokens, load.prefix_hit_tokens = 2 * n, n

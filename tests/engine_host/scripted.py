@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from penstock.engine.request import Delta, EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput
 
 
 class ScriptedEngine:
@@ -40,8 +40,8 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.running or self._final)
 
-    def load_snapshot(self) -> Load:
-        return Load(running=len(self.running), steps=self.steps)
+    def load_snapshot(self) -> EngineLoad:
+        return EngineLoad(running=len(self.running), steps=self.steps)
 
     def step(self) -> StepOutput | None:
         if not self.has_work:

@@ -65,7 +65,7 @@ STUCK = """
 
 SILENT = """
     import threading
-    from penstock.engine.request import Load
+    from penstock.engine.request import EngineLoad
     from penstock.protocol.messages import Hello
     from penstock.engine_host.server import EngineServer
     from penstock.protocol.transport import Listener
@@ -79,7 +79,7 @@ SILENT = """
             return None if self.steps < SILENT_STEPS else output
 
         def load_snapshot(self):
-            return Load(steps=self.steps * ADVANCES)
+            return EngineLoad(steps=self.steps * ADVANCES)
 
     with Listener("tcp://127.0.0.1:*") as listener:
         client = Client(listener.endpoint)

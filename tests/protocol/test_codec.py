@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.request import Delta, EngineInfo, Load, Request, SamplingParams, StepOutput, TokenLogprob
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, SamplingParams, StepOutput, TokenLogprob
 from penstock.protocol import messages as m
 from penstock.protocol.codec import ProtocolError, decode_from_engine, decode_to_engine, encode
 
@@ -44,7 +44,7 @@ def test_what_a_gateway_says_arrives_unchanged(message: m.ToEngine) -> None:
     assert decode_to_engine(encode(message)) == message
 
 
-@given(st.builds(m.Step, st.builds(StepOutput, st.lists(deltas, max_size=4), st.builds(Load, st.integers(0, 9)))))
+@given(st.builds(m.Step, st.builds(StepOutput, st.lists(deltas, max_size=4), st.builds(EngineLoad, st.integers(0, 9)))))
 @settings(max_examples=60)
 def test_what_an_engine_says_arrives_unchanged(message: m.FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message

@@ -12,7 +12,7 @@ from penstock.backends.mailbox import Mailbox
 from penstock.backends.native import NativeBackend
 from penstock.config.routing import AdmissionConfig
 from penstock.engine.config import Role
-from penstock.engine.request import Handover, HandoverLoad, Load, Request, SamplingParams
+from penstock.engine.request import EngineLoad, Handover, HandoverLoad, Request, SamplingParams
 from penstock.routing.admission.capacity import EngineCapacity
 from penstock.routing.dispatch import Resilience
 from penstock.routing.handover import HandoverPolicy
@@ -144,6 +144,10 @@ async def test_a_prefill_replica_is_no_room_for_requests() -> None:
 
 
 def test_counts_of_several_engines_add_up() -> None:
-    loads = [Load(handover=HandoverLoad(handovers=1, seconds=0.5)), Load(), Load(handover=HandoverLoad(handovers=2))]
+    loads = [
+        EngineLoad(handover=HandoverLoad(handovers=1, seconds=0.5)),
+        EngineLoad(),
+        EngineLoad(handover=HandoverLoad(handovers=2)),
+    ]
     assert total_load(loads).handover == HandoverLoad(handovers=3, seconds=0.5)
     assert total_load(loads[1:2] * 2).handover is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.config import load
 from penstock.config.describe import keys
 from penstock.engine.kv.block_hash import block_names
-from penstock.engine.request import Delta, Load, Request, SamplingParams
+from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
 from penstock.errors import ConfigError
 from penstock.routing.meter import ReplicaMeter
 from penstock.routing.policies import (
@@ -168,16 +168,16 @@ def test_the_meter_counts_what_the_snapshot_does_not_know_yet() -> None:
     meter = ReplicaMeter()
     for name in "abc":
         meter.sent(name, 100, 20, now=0.0)
-    view = meter.view("0", Load(running=1, total_blocks=10, used_blocks=5), None, now=0.0)
+    view = meter.view("0", EngineLoad(running=1, total_blocks=10, used_blocks=5), None, now=0.0)
     assert (view.running, view.waiting, view.queued_tokens, view.decoding_tokens, view.kv_use) == (1, 2, 300, 60, 0.5)
     meter.received(Delta("a", [1], cached_tokens=0), now=1.0)
     meter.received(Delta("a", [2], finish_reason="stop"), now=2.0)
     meter.ended("b", now=2.0)
-    view = meter.view("0", Load(), None, now=2.0)
+    view = meter.view("0", EngineLoad(), None, now=2.0)
     assert (view.queued_tokens, view.decoding_tokens) == (100, 20)
     assert view.prefill_tokens_per_s is not None and 45 < view.prefill_tokens_per_s < 55
     meter.lost(now=3.0)
-    assert meter.view("0", Load(), None, now=3.0).queued_tokens == 0 == meter.in_flight
+    assert meter.view("0", EngineLoad(), None, now=3.0).queued_tokens == 0 == meter.in_flight
 
 
 events = st.lists(st.tuples(st.sampled_from("stpe"), st.integers(0, 5), st.integers(1, 40)), max_size=60)
@@ -198,8 +198,8 @@ def test_a_meter_whose_work_is_over_holds_nothing(events: list[tuple[str, int, i
         elif kind == "e":
             meter.ended(name, now)
             live.discard(name)
-        view = meter.view("0", Load(), None, now)
+        view = meter.view("0", EngineLoad(), None, now)
         assert view.queued_tokens >= 0 and view.decoding_tokens >= 0 and view.waiting == len(live)
     meter.lost(now)
-    view = meter.view("0", Load(), None, now)
+    view = meter.view("0", EngineLoad(), None, now)
     assert (view.queued_tokens, view.decoding_tokens, view.waiting) == (0, 0, 0)

@@ -16,7 +16,7 @@ from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
 from penstock.gateway.process.supervisor_link import SupervisorLink
-from penstock.protocol.control import Drain, Load, Restart, Scale, Stop, Topology, Unload
+from penstock.protocol.control import Drain, LoadModel, Restart, Scale, Stop, Topology, UnloadModel
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.supervisor import replicas as module
 from penstock.supervisor.catalogue import ModelCatalogue
@@ -94,19 +94,19 @@ async def test_models_come_and_go_and_gateways_hear_of_them_when_they_are_ready(
 ) -> None:
     async with world(folder, monkeypatch) as it:
         with pytest.raises(InvalidRequest, match="only model"):
-            await it.line.ask(lambda number: Unload(number, "m"))
-        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "new", "replicas": 2}))
+            await it.line.ask(lambda number: UnloadModel(number, "m"))
+        await it.line.ask(lambda number: LoadModel(number, {"source": "x", "name": "new", "replicas": 2}))
         assert [len(seen.models) for seen in it.seen] == [1, 2], "told once, when it was there"
         assert len(it.seen[-1].models["new"]) == 2 and all(unit.up.is_set() for unit in it.made)
         assert not it.line.loading, "it is over"
         with pytest.raises(InvalidRequest, match="no such model"):
-            await it.line.ask(lambda number: Load(number, {"source": "x", "name": "wrong"}))
+            await it.line.ask(lambda number: LoadModel(number, {"source": "x", "name": "wrong"}))
         it.kinds[1] = "broken"
         with pytest.raises(InvalidRequest, match="no such model"):
-            await it.line.ask(lambda number: Load(number, {"source": "x", "name": "half", "replicas": 2}))
+            await it.line.ask(lambda number: LoadModel(number, {"source": "x", "name": "half", "replicas": 2}))
         assert "half" not in it.seen[-1].models
         assert not it.made[2].child or not it.made[2].child.alive, "one replica of two is none"
-        await it.line.ask(lambda number: Unload(number, "new"))
+        await it.line.ask(lambda number: UnloadModel(number, "new"))
         assert list(it.seen[-1].models) == ["m"]
         assert not any(unit.child.alive for unit in it.made if unit.child is not None)
 
@@ -117,13 +117,13 @@ async def test_models_that_were_loaded_are_there_again_after_a_restart(
     file = tmp_path / "models.json"
     file.write_text('{"wrong": {"source": "x", "name": "wrong"}}')
     async with world(folder, monkeypatch, SavedModels(file)) as it:
-        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "new"}))
-        await it.line.ask(lambda number: Load(number, {"source": "x", "name": "brief"}))
-        await it.line.ask(lambda number: Unload(number, "brief"))
+        await it.line.ask(lambda number: LoadModel(number, {"source": "x", "name": "new"}))
+        await it.line.ask(lambda number: LoadModel(number, {"source": "x", "name": "brief"}))
+        await it.line.ask(lambda number: UnloadModel(number, "brief"))
     async with world(folder, monkeypatch, SavedModels(file)) as it:
         await until(lambda: "new" in it.seen[-1].models)
         assert set(it.seen[-1].models) == {"m", "new"}, "what cannot be loaded hurts nobody"
-        await it.line.ask(lambda number: Unload(number, "new"))
+        await it.line.ask(lambda number: UnloadModel(number, "new"))
     assert [model["name"] for model in SavedModels(file).models] == ["wrong"], "and is not forgotten"
     file.write_text("damaged")
     assert SavedModels(file).models == []

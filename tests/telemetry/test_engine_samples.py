@@ -1,11 +1,11 @@
 """`/metrics` shows an engine's host tier, GPUs and cost."""
 
-from penstock.engine.request import DeviceLoad, HandoverLoad, Load
+from penstock.engine.request import DeviceLoad, EngineLoad, HandoverLoad
 from penstock.telemetry.metrics import EngineView, Metrics
 
 
 def test_the_host_tier_is_visible() -> None:
-    load = Load(
+    load = EngineLoad(
         host_blocks=3, total_host_blocks=40, offloaded_blocks=17, restored_blocks=11, host_hit_tokens=176,
     )  # fmt: skip
     text = Metrics(lambda: [EngineView("m", "e", True, None, load)]).render().decode()
@@ -24,8 +24,8 @@ def test_the_host_tier_is_visible() -> None:
 def test_gpus_and_cost_are_visible_where_there_are_any() -> None:
     gpus = [DeviceLoad(0, 30, 80, 0.25), DeviceLoad(1, 40, 80, 0.5)]
     views = [
-        EngineView("big", "0", True, None, Load(devices=gpus), cost_per_hour=7.2),
-        EngineView("small", "0", True, None, Load()),
+        EngineView("big", "0", True, None, EngineLoad(devices=gpus), cost_per_hour=7.2),
+        EngineView("small", "0", True, None, EngineLoad()),
     ]
     lines = Metrics(lambda: views).render().decode().splitlines()
     for line in (
@@ -42,7 +42,10 @@ def test_prompts_handed_over_are_visible_where_there_are_any() -> None:
     handover = HandoverLoad(
         waiting=1, handovers=2, fallbacks=3, seconds=0.5, blocks_in=4, bytes_in=5, blocks_out=6, bytes_out=7
     )
-    views = [EngineView("m", "0", True, None, Load(handover=handover)), EngineView("plain", "0", True, None, Load())]
+    views = [
+        EngineView("m", "0", True, None, EngineLoad(handover=handover)),
+        EngineView("plain", "0", True, None, EngineLoad()),
+    ]
     lines = Metrics(lambda: views).render().decode().splitlines()
     shown = dict(line.rsplit(" ", 1) for line in lines if line.startswith("penstock_handover"))
     labels = '{model_name="m",engine="0"}'

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.bench import arrivals, report
 from penstock.bench.gateway.harness import MODEL, VOCABULARY, Gateway, cpu_seconds, gateway
-from penstock.bench.load import Load, run_loop
+from penstock.bench.load import LoadGenerator, run_loop
 from penstock.bench.stats import median
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
@@ -36,7 +36,7 @@ class AdmissionCostBenchSettings:
 
 async def cpu_per_request(running: Gateway, settings: AdmissionCostBenchSettings, seed: int) -> float:
     """Seconds."""
-    load = Load(Target.parse(running.url, None), MODEL, VOCABULARY)
+    load = LoadGenerator(Target.parse(running.url, None), MODEL, VOCABULARY)
     requests = load.ready(arrivals.closed(settings.requests, settings.prompt, 1), seed)
     before = cpu_seconds(running.workers)
     tally = await load.closed(requests, settings.streams, lambda: None)

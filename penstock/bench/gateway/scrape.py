@@ -24,7 +24,7 @@ from rich.table import Table
 from penstock.bench import arrivals, report
 from penstock.bench.gateway.harness import MODEL, VOCABULARY, Gateway, cpu_seconds, gateway
 from penstock.bench.gateway.scraper import ACCEPT
-from penstock.bench.load import Load, run_loop
+from penstock.bench.load import LoadGenerator, run_loop
 from penstock.bench.stats import median, percentiles
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
@@ -53,7 +53,7 @@ class ScrapeBenchSettings:
 
 
 async def tokens_per_second(running: Gateway, settings: ScrapeBenchSettings, seed: int) -> float:
-    load = Load(Target.parse(running.url, None), MODEL, VOCABULARY)
+    load = LoadGenerator(Target.parse(running.url, None), MODEL, VOCABULARY)
     requests = [
         replace(ready, body=ready.body[:-1] + b',"metadata":{"feature":"f%d"}}' % (index % settings.features))
         for index, ready in enumerate(load.ready(arrivals.closed(settings.requests, PROMPT, settings.tokens), seed))

@@ -72,7 +72,7 @@ class Reader(asyncio.Protocol):
         "wrong",
     )
 
-    def __init__(self, load: Load, number: int, tokens: int, slow: bool) -> None:
+    def __init__(self, load: StreamClients, number: int, tokens: int, slow: bool) -> None:
         self._load = load
         self.number = number
         self.tokens = tokens
@@ -134,7 +134,7 @@ class Reader(asyncio.Protocol):
         self._end(self._buffer)
 
 
-class Load:
+class StreamClients:
     """All clients together."""
 
     def __init__(self, count: int) -> None:
@@ -162,7 +162,7 @@ class Load:
             self.all_ended.set()
 
 
-async def connect(load: Load, port: int, number: int, tokens: int, slow: bool) -> Reader:
+async def connect(load: StreamClients, port: int, number: int, tokens: int, slow: bool) -> Reader:
     loop = asyncio.get_running_loop()
     sock = socket.socket()
     sock.setblocking(False)
@@ -175,13 +175,13 @@ async def connect(load: Load, port: int, number: int, tokens: int, slow: bool) -
 
 
 async def run(running: Gateway, settings: StreamsBenchSettings, console: Console) -> dict[str, Any]:
-    warm = Load(50)
+    warm = StreamClients(50)
     for number in range(50):
         await connect(warm, running.port, number, 2, False)
     await asyncio.wait_for(warm.all_ended.wait(), 60)
     idle = memory(running.workers)
 
-    load = Load(settings.streams)
+    load = StreamClients(settings.streams)
     ramp_s = settings.streams / settings.ramp
     tokens = round((ramp_s + settings.seconds) / settings.interval) + 2
     began = time.monotonic()

@@ -24,7 +24,7 @@ from penstock.engine.encoder.model import Encoder, MakeProduct, Packed, Product,
 from penstock.engine.encoder.queue import Item, Job, TextQueue
 from penstock.engine.encoder.request import EncodeOutput, EncodeRequest, Encoding
 from penstock.engine.loading.checkpoint import open_checkpoint
-from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, Load, Request
+from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, EngineLoad, Request
 from penstock.engine.startup.part import Phases, Progress
 from penstock.errors import ConfigError
 
@@ -99,8 +99,8 @@ class EncoderEngine:
         deltas, self._deltas = self._deltas, []
         return EncodeOutput(deltas, self.load_snapshot(), encodings) if batch or deltas else None
 
-    def load_snapshot(self) -> Load:
-        return Load(
+    def load_snapshot(self) -> EngineLoad:
+        return EngineLoad(
             running=len(self._queue), waiting=self._queue.waiting, steps=self._steps, prompt_tokens=self._tokens
         )
 

@@ -20,7 +20,7 @@ from penstock.engine.kv.block_hash import block_names
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.request import HandoverLoad, Load, Request
+from penstock.engine.request import EngineLoad, HandoverLoad, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
@@ -140,7 +140,7 @@ class BlockExchange:
         for block in reversed(blocks):
             self._pool.release(block)
 
-    def report(self, load: Load) -> None:
+    def report(self, load: EngineLoad) -> None:
         load.handover = replace(self.counts)
         load.waiting += self.counts.waiting
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from penstock.engine.request import Load
+from penstock.engine.request import EngineLoad
 
 IDLE_COPIES = 32
 """Most idle blocks copied out in one step, so that no step is delayed noticeably."""
@@ -117,7 +117,7 @@ class HostTier:
         self._cooling.clear()
         self._transfers = Transfers()
 
-    def report(self, load: Load) -> None:
+    def report(self, load: EngineLoad) -> None:
         load.host_blocks, load.total_host_blocks = self.used, self.capacity
         load.offloaded_blocks, load.restored_blocks = self.offloaded, self.restored
 

@@ -20,7 +20,7 @@ from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.models.families import read_config
-from penstock.engine.request import EngineInfo, Load, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineLoad, Request, StepOutput
 from penstock.engine.sleep.offload import OffloadedEngine, offload
 from penstock.engine.startup.part import open_weights
 from penstock.errors import ReplicaLost
@@ -51,8 +51,8 @@ class SleepingEngine:
     def step(self) -> StepOutput | None:
         return None
 
-    def load_snapshot(self) -> Load:
-        return Load()
+    def load_snapshot(self) -> EngineLoad:
+        return EngineLoad()
 
 
 class EngineSleep:

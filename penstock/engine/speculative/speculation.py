@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.engine.request import Load
+from penstock.engine.request import EngineLoad
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import MARGIN, Balance, StepCosts, choose_depths
@@ -187,7 +187,7 @@ class Speculation:
     def forget(self, seq: Sequence) -> None:
         self.proposer.forget(seq)
 
-    def report(self, load: Load) -> None:
+    def report(self, load: EngineLoad) -> None:
         load.drafts, load.draft_tokens, load.accepted_tokens = self.drafts, self.draft_tokens, self.accepted_tokens
 
     def reset_counters(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.backends.base import EngineClient, monotonic
-from penstock.engine.request import Delta, EngineInfo, Load, Request, SamplingParams, StepOutput, TokenLogprob
+from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, SamplingParams, StepOutput, TokenLogprob
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.spec import GenerationSpec, TokenPrompt
 from penstock.protocol.errors import EngineLost
@@ -74,14 +74,14 @@ class Puppet(EngineClient):
                 del self._running[id]
             deltas.append(delta)
         if deltas:
-            self._deliver(StepOutput(deltas, Load(running=len(self._running))))
+            self._deliver(StepOutput(deltas, EngineLoad(running=len(self._running))))
 
     def _send_submit(self, request: Request) -> None:
         self._running[request.request_id] = (request, len(request.produced))
 
     def _send_abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
-            self._deliver(StepOutput([Delta(request_id, finish_reason="abort")], Load()))
+            self._deliver(StepOutput([Delta(request_id, finish_reason="abort")], EngineLoad()))
 
     def _send_state(self, message: Sleep | Wake) -> None:
         raise NotImplementedError

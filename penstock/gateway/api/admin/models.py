@@ -19,7 +19,7 @@ from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.schemas import Name
-from penstock.protocol.control import Load, Unload
+from penstock.protocol.control import LoadModel, UnloadModel
 from penstock.protocol.errors import InvalidRequest, NotFound
 from penstock.routing.registry import ModelRegistry
 
@@ -83,7 +83,7 @@ class ModelAdminEndpoints:
         if self._registry.named(name) or any(name in model.adapter_names for model in self._registry):
             raise InvalidRequest(f"`{name}` is already the name of a model.", param="name", code="name_taken")
         described = {**request.options, "source": request.source, "name": name}
-        await self._supervisor.ask(lambda number: Load(number, described))
+        await self._supervisor.ask(lambda number: LoadModel(number, described))
         model = self._registry.route(name).model
         await model.backend.wait_ready(self._engine_wait_s)
         await exchange.reply_json(self._models.describe(exchange.caller, model))
@@ -103,5 +103,5 @@ class ModelAdminEndpoints:
         needs += [other for other, smaller in self._admissions.smaller.items() if smaller == name]
         if needs:
             raise InvalidRequest(f"`{name}` is needed by {', '.join(f'`{other}`' for other in needs)}.", param="model")
-        await self._supervisor.ask(lambda number: Unload(number, name))
+        await self._supervisor.ask(lambda number: UnloadModel(number, name))
         await exchange.reply_json({"id": name, "object": "model", "deleted": True})
