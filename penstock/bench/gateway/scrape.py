@@ -68,7 +68,7 @@ def measure(settings: ScrapeBenchSettings, console: Console) -> dict[str, Any]:
     without: list[float] = []
     scraped: list[float] = []
     times: list[float] = []
-    busy = size = 0.0
+    busy, size = 0.0, 0
     with (
         tempfile.TemporaryDirectory(prefix="ps-") as name,
         gateway(Path(name), interval_s=0.0, workers=settings.workers, settings={}) as running,
@@ -76,7 +76,7 @@ def measure(settings: ScrapeBenchSettings, console: Console) -> dict[str, Any]:
         run_loop(tokens_per_second(running, settings, seed=0))  # warm-up; makes every series, too
         idle = cpu_seconds(running.workers)
         for _ in range(100):
-            httpx.get(f"{running.url}/metrics", headers={"accept": ACCEPT})
+            size = len(httpx.get(f"{running.url}/metrics", headers={"accept": ACCEPT}).content)
         busy = (cpu_seconds(running.workers) - idle) / 100
         for number in range(settings.rounds):
             without.append(run_loop(tokens_per_second(running, settings, seed=2 * number + 1)))
@@ -90,7 +90,8 @@ def measure(settings: ScrapeBenchSettings, console: Console) -> dict[str, Any]:
                     scraper.terminate()
                 lines = [json.loads(line) for line in scraper.communicate()[0].splitlines()]
             times += [line["ms"] for line in lines]
-            size = lines[-1]["bytes"]
+            if lines:  # a short round may end before the first scrape
+                size = lines[-1]["bytes"]
             turn = f"round {number + 1}: {without[-1]:,.0f} tokens/s without, {scraped[-1]:,.0f}"
             console.print(f"{turn} with {len(lines)} scrapes", highlight=False)
     return {
@@ -112,7 +113,7 @@ def show(results: dict[str, Any], settings: ScrapeBenchSettings, console: Consol
     table.add_row(f"scraped every {settings.every * 1000:g} ms", f"{results['tokens_per_s_with']:,.0f}")
     console.print(table)
     took = results["scrape_ms"]
-    times = f"p50 {took['p50']:.1f} ms, p99 {took['p99']:.1f} ms"
+    times = "none was taken" if took is None else f"p50 {took['p50']:.1f} ms, p99 {took['p99']:.1f} ms"
     console.print(f"a scrape under load: {times}; {results['bytes']:,.0f} bytes", highlight=False)
     console.print(f"idle, it costs the gateway {results['gateway_cpu_ms_per_scrape']:.2f} ms of CPU", highlight=False)
     good = bool(results["ratio"] >= LEAST_RATIO)
