@@ -2,8 +2,8 @@
 
 A target is a function that takes one input and raises when a promise is broken (an exception that is not the documented
 error, a wrong answer, a process that died). The harness adds two promises of its own: no input takes longer than
-`limit_s`, and a run is repeatable from its seed. A failing input is written to `found/<target>/`; once it is mended, it moves to
-`corpus/<target>/`, which every later run replays first.
+`limit_s`, and a run is repeatable from its seed. A failing input is written to `found/<target>/`; once it
+is mended, it moves to `corpus/<target>/`, which every later run replays first.
 
 `PENSTOCK_FUZZ_SECONDS` is the time per target: 10 in the quick suite, which always takes the same seed, 600 in the slow
 one (six targets: an hour), which takes a new seed each time.
