@@ -107,6 +107,8 @@ class GatewaySettings:
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
     cors_origins: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    """Names besides the loopback ones under which a server without keys answers."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """The port of /v1/admin; None: the same port as everything else."""
@@ -222,6 +224,7 @@ class GatewaySettings:
             header_limit=server.header_limit,
             receive_s=server.receive_s,
             cors_origins=server.cors_origins,
+            trusted_hosts=server.trusted_hosts,
             admin_host=server.admin_host,
             admin_port=server.admin_port,
             drain_s=server.drain_s,
