@@ -57,8 +57,12 @@ class ServerConfig:
         least=1, example="200",
     )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), doc="Origins whose web pages may use this API from a browser; *: all.",
-        example="['https://app.example.com']",
+        (), doc="Origins whose web pages may use this API from a browser; *: all (while there is no key: those of "
+        "this machine).", example="['https://app.example.com']",
+    )  # fmt: skip
+    trusted_hosts: tuple[str, ...] = setting(
+        (), doc="Host names besides localhost under which a server without keys answers, such as that of a proxy; "
+        "with keys any name will do.", example="[penstock.example.com]",
     )  # fmt: skip
     admin_port: int | None = setting(
         None, doc="Separate port for /v1/admin, which is then served only there.", least=1, most=65535,

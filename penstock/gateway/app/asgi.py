@@ -128,11 +128,10 @@ class App:
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, bound: BoundEndpoint, authenticated: bool) -> None:
-        scope = bound.endpoint.scope
         if authenticated:
             exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
-        elif scope is not None:
-            caller = exchange.caller = await self._authentication.caller(exchange, scope)
+        elif bound.endpoint.scope is not None:
+            caller = exchange.caller = await self._authentication.caller(exchange, bound.endpoint)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
         await bound.handle(exchange)
