@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Without bytecode on disk, every server that a test starts compiles our modules again, and every worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
