@@ -27,7 +27,7 @@ LONG = (
     "tests/engine/test_sliding_window.py",
     "tests/console/",
 )
-"""What takes longest, first: processes run whole files, and one that begins a long file last keeps the others waiting."""
+"""The longest first: a process takes whole files, and one that begins a long file last keeps the others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
