@@ -106,6 +106,8 @@ class GatewaySettings:
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
+    max_connections: int | None = None
+    connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
     trusted_hosts: tuple[str, ...] = ()
     """Names besides the loopback ones under which a server without keys answers."""
@@ -223,6 +225,9 @@ class GatewaySettings:
             body_limit=server.body_limit,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
+            stalled_reader_s=server.stalled_reader_s,
+            max_connections=server.max_connections,
+            connections_per_address=server.connections_per_address,
             cors_origins=server.cors_origins,
             trusted_hosts=server.trusted_hosts,
             admin_host=server.admin_host,

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.app.asgi import App
-from penstock.gateway.http.connection import Application, Receive, Send
+from penstock.gateway.http.connections import Application, Receive, Send
 from penstock.gateway.http.request import Scope
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
@@ -263,6 +263,9 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"
         assert (await gateway.client.delete("/v1/models")).status_code == 405
+        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, POST", "all of them"
+        reply = await gateway.client.get("/v1/models/?a=b", headers={"host": "evil.example"})
+        assert reply.status_code == 307 and reply.headers["location"] == "/v1/models?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
 
 
