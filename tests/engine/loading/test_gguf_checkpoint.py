@@ -52,7 +52,7 @@ def test_the_default_model_is_read_exactly(default_model: Path) -> None:
     checkpoint = open_checkpoint(default_model)
     file = GGUFFile(default_model)
     reference = {
-        name: gguf.quants.dequantize(file.raw(name).data, gguf.GGMLQuantizationType(int(info.type)))
+        name: gguf.quants.dequantize(file.raw(name).data, gguf.GGMLQuantizationType(info.type)).reshape(info.shape)
         for name, info in file.tensors.items()
         if name.startswith(("blk.7.", "output_norm"))
     }
