@@ -75,7 +75,9 @@ def test_large_but_honest_grammars_pass(build: Callable[[], Grammar]) -> None:
     assert grammars.check(build())
 
 
-@pytest.mark.parametrize("source", ['"\\"' * 60_000, "/\\/" * 60_000, "/" * 200_000, "a" + "{" * 200_000, "[" * 200_000])
+@pytest.mark.parametrize(
+    "source", ['"\\"' * 60_000, "/\\/" * 60_000, "/" * 200_000, "a" + "{" * 200_000, "[" * 200_000]
+)
 def test_looking_takes_linear_time(source: str) -> None:
     begun = time.thread_time()
     with pytest.raises(GrammarError):
