@@ -61,6 +61,7 @@ class Exchange:
         "_given",
         "_receive",
         "_send",
+        "_watcher",
         "body_read",
         "body_size",
         "caller",
@@ -88,6 +89,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._bodies = bodies
+        self._watcher: Callable[[], None] | None = None
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.route = self.path
@@ -217,13 +219,16 @@ class Exchange:
 
     @contextmanager
     def watched(self, fail: Callable[[Exception], None]) -> Iterator[None]:
-        """In this context `fail` is called as soon as the client disconnects, whatever the handler is doing."""
-        on_disconnect = self.scope[ON_DISCONNECT]
-        on_disconnect(lambda: fail(ClientDisconnected()))
+        """In this context `fail` is called as soon as the client disconnects, whatever the handler is doing. In an
+        inner one only the inner `fail` is called."""
+        on_disconnect, outer = self.scope[ON_DISCONNECT], self._watcher
+        self._watcher = lambda: fail(ClientDisconnected())
+        on_disconnect(self._watcher)
         try:
             yield
         finally:
-            on_disconnect(None)
+            self._watcher = outer
+            on_disconnect(outer)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         length = (b"content-length", str(len(body)).encode())

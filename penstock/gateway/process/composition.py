@@ -35,7 +35,7 @@ from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
-from penstock.gateway.api.operations.health import HealthEndpoints
+from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
@@ -81,6 +81,7 @@ from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
+from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -134,10 +135,15 @@ async def compose(
         tokenization = Tokenization()
         stack.callback(tokenization.close)
         database, stores = None, None
+        checks: dict[str, Check] = {}
         if settings.store_url is not None:
             database = await open_database(settings.store_url)
             closing(database.close)
             stores = await open_stores(database, settings, metrics.registry)
+            watch = DatabaseWatch(database)
+            watch.start()
+            closing(watch.close)
+            checks["store"] = watch.check
         tracing = RequestTracing(settings.telemetry, metrics)
         closing(tracing.close)
         request_log = open_request_log(settings, database, metrics)
@@ -167,6 +173,7 @@ async def compose(
         closing(quotas.close)
         background = BackgroundTasks()
         closing(background.close)
+        checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
         closing(encoders.close)
@@ -188,6 +195,7 @@ async def compose(
         moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
         guardrails = Guardrails(settings.guardrails, metrics, moderators)
         closing(guardrails.close)
+        checks["guardrails"] = guardrails.problem
         tools = ToolRegistry(
             settings.tool_servers,
             None if stores is None else stores.tools,
@@ -293,7 +301,7 @@ async def compose(
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),
-            HealthEndpoints(registry, drain),
+            HealthEndpoints(registry, drain, checks),
             MetricsEndpoints(workers),
         ]
         if stores is None or runner is None:
