@@ -8,7 +8,8 @@ adapters, ...). A key that changes what the reference computes is honoured or re
 - inert: the value does not change what a loaded model computes (training, names, token ids);
 - any other key of the reference: honoured at the reference's default only, which is what running without it means.
 
-A key that the reference does not have either cannot change what the reference computes; it is logged once.
+A key that the reference does not have either cannot change what the reference computes; it is logged once. Where a
+format grows by such keys (a newer version of its library), `strict` rules refuse those that switch something on.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class KeyRules:
     limited: Mapping[str, Collection[Any]] = field(default_factory=dict)
     """The values that are honoured, by key."""
     inert: Collection[str] = ()
+    strict: bool = False
+    """Refuse a key that nobody knows if it is true, or a list or object that is not empty: it switches something on."""
 
     def check(self, given: Mapping[str, Any], where: str = "config.json") -> None:
         """CheckpointError for the first key whose value is not honoured. `where`: the file, or the key above."""
@@ -56,6 +59,11 @@ class KeyRules:
                 honoured = self.limited[key]
             elif key in self.reference:
                 honoured = (self.reference[key],)
+            elif self.strict and (value is True or (isinstance(value, list | dict) and value)):
+                raise CheckpointError(
+                    f"{where}: {key} is {_shown(value)}, a key that {self.reader} do not know; "
+                    "what it changes cannot be applied"
+                )
             else:
                 unknown.append(str(key))
                 continue
