@@ -79,13 +79,13 @@ def _requests(rng: random.Random) -> list[Request]:
 
 def test_same_tokens_as_unpadded_steps(tmp_path: Path) -> None:
     path = write_checkpoint("llama-gqa", tmp_path)
-    plain = generate(_engine(path, token_budget=96), *_requests(random.Random(1)))
-    engine = _engine(path, token_budget=96)
+    unpadded, engine = _engine(path, token_budget=96), _engine(path, token_budget=96)
     padded = PaddedExecutor(engine)
     engine.runner.executor = padded
-    assert generate(engine, *_requests(random.Random(1))) == plain
+    for requests in ([greedy("alone", list(range(40)), 3)], _requests(random.Random(1))):
+        assert generate(engine, *requests) == generate(unpadded, *requests)
     assert_idle(engine)
-    assert len(padded.shapes) > 3
+    assert {shape.decodes for shape in padded.shapes} == {0, 8}, "prompts alone, and prompts beside decodes"
 
 
 def test_same_tokens_with_draft_tokens(tmp_path: Path) -> None:

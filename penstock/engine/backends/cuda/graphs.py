@@ -21,6 +21,7 @@ from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs
+from penstock.engine.backends.cuda.recording import record
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache
@@ -105,7 +106,7 @@ class GraphExecutor(EagerExecutor):
         for graphs in self._all():
             graphs.capture_all()
         if self.prompt_graphs is not None:
-            self.prompt_graphs.capture_lone(token_budget)
+            self.prompt_graphs.capture_all(token_budget)
 
     def release(self) -> Callable[[], None]:
         sizes = [(graphs, graphs.forget()) for graphs in self._all()]
@@ -237,16 +238,9 @@ class DecodeGraphs:
         """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
         inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self._fields], self.kv.device)
         inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
-        stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.kv.device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            self._step(inputs, bucket)
-        torch.cuda.current_stream(self.kv.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits, tokens = self._step(inputs, bucket)
-        self._pool = self._pool or graph.pool()
-        captured = _Captured(graph, inputs, logits, tokens)
+        recording = record(self.kv.device, lambda: self._step(inputs, bucket), self._pool)
+        self._pool = self._pool or recording.graph.pool()
+        captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
         return captured
 

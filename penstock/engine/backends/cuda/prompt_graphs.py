@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.recording import record
 from penstock.engine.backends.interface import AttentionBatch, HostBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -28,9 +29,10 @@ from penstock.engine.scheduler import Batch
 PROMPTS = 8
 """Most prompts in a captured step."""
 TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
-"""Numbers of prompt tokens that get a graph."""
-DECODES = (0, 4, 16, 64, 128, 256)
-"""Numbers of decoded tokens beside them."""
+"""Numbers of prompt tokens that get a graph when nothing else runs."""
+DECODES = (16, 64, 256)
+"""Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
+TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,14 @@ class Shape:
         per_sample = [Field(name, np.int64, self.samples) for name in ("sample_at", "sample_rows", "keys", "stores")]
         per_sequence = [Field(name, np.int32, self.sequences) for name in ("rows", "contexts")]
         return [*per_token, *per_sample, *per_sequence, Field("starts", np.int32, self.sequences + 1)]
+
+
+def shapes_for(max_rows: int, max_context: int) -> list[Shape]:
+    """All shapes, smallest first. The padding must fit into the scratch row's block table."""
+    shapes = [Shape(0, tokens) for tokens in TOKENS]
+    for decodes in sorted({min(count, max_rows) for count in DECODES}):
+        shapes += [Shape(decodes, tokens) for tokens in TOKENS_BESIDE_DECODES]
+    return sorted((shape for shape in shapes if shape.tokens <= max_context), key=lambda shape: shape.total)
 
 
 def arrange(packed: Packed, shape: Shape, scratch_row: int) -> dict[str, np.ndarray]:
@@ -133,9 +143,7 @@ class PromptGraphs:
         self.rows = rows
         self.scratch_row = max_rows
         self._padding = {"sample_rows": max_rows, "stores": max_rows}
-        self._decodes = [*(count for count in DECODES if count < max_rows), min(max_rows, DECODES[-1])]
-        # The padding must fit into the scratch row's block table.
-        self._tokens = [count for count in TOKENS if count <= rows.max_context]
+        self._shapes = shapes_for(max_rows, rows.max_context)
         self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = None
         # A state per sequence would be advanced by the padding too.
@@ -144,17 +152,15 @@ class PromptGraphs:
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
         tokens = batch.num_tokens - batch.num_decodes
-        if not self._applies or not tokens or not self._tokens or tokens > self._tokens[-1]:
+        if not self._applies or not 0 < tokens <= TOKENS[-1]:
             return None
         chunks = batch.chunks
         if len(chunks) > PROMPTS and not chunks[-PROMPTS - 1].decodes:
             return None
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
             return None
-        decodes = next((count for count in self._decodes if count >= batch.num_decodes), None)
-        if decodes is None:
-            return None
-        return Shape(decodes, next(count for count in self._tokens if count >= tokens))
+        decodes = batch.num_decodes
+        return next((s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes), None)
 
     def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
         """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
@@ -167,12 +173,12 @@ class PromptGraphs:
         count = len(packed.sample_at)
         return captured.logits[:count], captured.tokens[:count]
 
-    def capture_lone(self, token_budget: int) -> None:
-        """Capture the shapes of prompts that arrive alone, largest first; the others when they first occur."""
+    def capture_all(self, token_budget: int) -> None:
+        """Capture every shape that steps of `token_budget` tokens can need, largest first."""
         if self._applies:
-            for tokens in reversed(self._tokens):
-                if tokens <= token_budget:
-                    self.capture(Shape(0, tokens))
+            for shape in reversed(self._shapes):
+                if shape.tokens <= token_budget:
+                    self.capture(shape)
 
     def forget(self) -> list[Shape]:
         """Drop every graph, because what they read is about to move; their shapes, largest first."""
@@ -186,16 +192,9 @@ class PromptGraphs:
         device = self.kv.device
         inputs = PackedInputs(shape.fields(), device)
         inputs.send(arrange(_nothing(self.kv.block_size), shape, self.scratch_row), self._padding)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            self.step(inputs, shape)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits, tokens = self.step(inputs, shape)
-        self._pool = self._pool or graph.pool()
-        captured = _Captured(graph, inputs, logits, tokens)
+        recording = record(device, lambda: self.step(inputs, shape), self._pool)
+        self._pool = self._pool or recording.graph.pool()
+        captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
         return captured
 
