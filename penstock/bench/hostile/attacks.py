@@ -136,6 +136,27 @@ async def schema_bomb(attacker: Attacker) -> None:
     await attacker.steadily(5, lambda: attacker.post("/v1/chat/completions", bodies[next(turn) % len(bodies)]))
 
 
+@attack("costly-grammars")
+async def costly_grammars(attacker: Attacker) -> None:
+    """Grammars inside the limits on their size that are slow to compile or to follow, each one new."""
+    doubled = "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(24))
+    number = iter(range(1 << 60))
+
+    async def send() -> None:
+        n = next(number)
+        forms: list[dict[str, object]] = [
+            {"type": "regex", "regex": f"(a?){{{300 + n % 50}}}a{{300}}"},
+            {"type": "regex", "regex": f"(x{{90}}){{{100 + n % 10}}}"},
+            {"type": "regex", "regex": f"(.*a.{{50}}){{10}}{n}"},
+            {"type": "grammar", "grammar": f'start: T0 "{n}"\n{doubled}\nT24: "a"'},
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"multipleOf": 90_001 + n}}},
+            {"type": "choice", "choice": [f"{n} {i}" for i in range(10_000)]},
+        ]
+        await attacker.post("/v1/chat/completions", attacker.chat(response_format=forms[n % len(forms)]))
+
+    await attacker.steadily(10, send, at_once=8)
+
+
 @attack("long-chat")
 async def long_chat(attacker: Attacker) -> None:
     """Chats of 4 MiB that cannot fit the context window, ten a second."""
@@ -159,9 +180,16 @@ async def long_arguments(attacker: Attacker) -> None:
 
 @attack("tokenize")
 async def tokenize(attacker: Attacker) -> None:
-    """`/v1/tokenize` of 4 MiB, ten a second."""
-    body = json.dumps({"model": attacker.model, "prompt": "lorem ipsum " * (4 * MIB // 12 - 100)}).encode()
-    await attacker.steadily(10, lambda: attacker.post("/v1/tokenize", body))
+    """`/v1/tokenize` and `/v1/messages/count_tokens` of 4 MiB and of 600 KB, ten a second."""
+    text = "lorem ipsum " * (4 * MIB // 12 - 100)
+    sent = [
+        ("/v1/tokenize", {"prompt": text}),
+        ("/v1/tokenize", {"prompt": text[: 600 << 10]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+    ]
+    bodies = [(path, json.dumps({"model": attacker.model, **fields}).encode()) for path, fields in sent]
+    turn = iter(range(1 << 60))
+    await attacker.steadily(10, lambda: attacker.post(*bodies[next(turn) % len(bodies)]))
 
 
 @attack("ingest")
