@@ -43,9 +43,26 @@ class ServerConfig:
         30.0, doc="Time limit in seconds for headers, for the body, and for an idle connection.",
         least=0.1, most=3600,
     )  # fmt: skip
+    stalled_reader_s: float = setting(
+        60.0, doc="Seconds that a client may leave a full buffer of ours unread; then it counts as disconnected.",
+        least=0.1, most=3600,
+    )  # fmt: skip
+    max_connections: int | None = setting(
+        None, doc="Maximum connections of a gateway process; others get 503. null: as many as files may be open.",
+        least=1, example="10000",
+    )  # fmt: skip
+    connections_per_address: int | None = setting(
+        None, doc="Maximum connections from one address to a gateway process; others get 503. Leave it unset behind a "
+        "proxy, which is one address. null: no limit.",
+        least=1, example="200",
+    )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), doc="Origins whose web pages may use this API from a browser; *: all.",
-        example="['https://app.example.com']",
+        (), doc="Origins whose web pages may use this API from a browser; *: all (while there is no key: those of "
+        "this machine).", example="['https://app.example.com']",
+    )  # fmt: skip
+    trusted_hosts: tuple[str, ...] = setting(
+        (), doc="Host names besides localhost under which a server without keys answers, such as that of a proxy; "
+        "with keys any name will do.", example="[penstock.example.com]",
     )  # fmt: skip
     admin_port: int | None = setting(
         None, doc="Separate port for /v1/admin, which is then served only there.", least=1, most=65535,

@@ -28,12 +28,12 @@ from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.gateway.app.asgi import App
 from penstock.gateway.app.docs_page import PAGES, Documentation
 from penstock.gateway.app.endpoint import Door, bind
-from penstock.gateway.http.connection import Application
+from penstock.gateway.http.connections import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection
 from penstock.gateway.process.composition import Gateway, compose
-from penstock.gateway.process.limits import connections
+from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.identity.exposure import check_exposure
@@ -149,7 +149,7 @@ async def serve(
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
     async with compose(settings, registry, encoders or Encoders((), ()), control) as gateway:
-        room = connections()
+        room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:
             doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
@@ -160,7 +160,15 @@ async def serve(
         ]
         listeners = [
             Listener(
-                front, app.failed, host, port, head_limit=settings.header_limit, receive_s=settings.receive_s, room=room
+                front,
+                app.failed,
+                host,
+                port,
+                head_limit=settings.header_limit,
+                receive_s=settings.receive_s,
+                stalled_reader_s=settings.stalled_reader_s,
+                room=room,
+                room_per_address=settings.connections_per_address,
             )
             for front, app, (_, host, port) in zip(fronts, apps, doors, strict=True)
         ]

@@ -106,7 +106,11 @@ class GatewaySettings:
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
+    max_connections: int | None = None
+    connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    """Names besides the loopback ones under which a server without keys answers."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """The port of /v1/admin; None: the same port as everything else."""
@@ -221,7 +225,11 @@ class GatewaySettings:
             body_limit=server.body_limit,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
+            stalled_reader_s=server.stalled_reader_s,
+            max_connections=server.max_connections,
+            connections_per_address=server.connections_per_address,
             cors_origins=server.cors_origins,
+            trusted_hosts=server.trusted_hosts,
             admin_host=server.admin_host,
             admin_port=server.admin_port,
             drain_s=server.drain_s,
