@@ -127,11 +127,10 @@ class _MeteredCode(CodeGenerator):
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         first = node.ops[0]
-        if len(node.ops) == 1 and first.op not in ("in", "notin"):
-            # The usual case, a comparison with a constant, costs no more than the constant is long.
-            if isinstance(node.expr, nodes.Const) or isinstance(first.expr, nodes.Const):
-                super().visit_Compare(node, frame)
-                return
+        constant = isinstance(node.expr, nodes.Const) or isinstance(first.expr, nodes.Const)
+        if constant and len(node.ops) == 1 and first.op not in ("in", "notin"):
+            super().visit_Compare(node, frame)  # the usual case; it costs no more than the constant is long
+            return
         self.write("(")
         self._metered(node.expr, frame)
         for operand in node.ops:
@@ -430,8 +429,35 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     **{name: _JINJA_FILTERS[name] for name in ("count", "default", "d", "first", "last", "length", "random")},
     **{
         name: _charged(_JINJA_FILTERS[name], 8)
-        for name in "abs attr capitalize e escape filesizeformat float forceescape int items list lower map reject "
-        "rejectattr reverse safe select selectattr slice string title truncate upper urlencode wordcount xmlattr".split()
+        for name in [
+            "abs",
+            "attr",
+            "capitalize",
+            "e",
+            "escape",
+            "filesizeformat",
+            "float",
+            "forceescape",
+            "int",
+            "items",
+            "list",
+            "lower",
+            "map",
+            "reject",
+            "rejectattr",
+            "reverse",
+            "safe",
+            "select",
+            "selectattr",
+            "slice",
+            "string",
+            "title",
+            "truncate",
+            "upper",
+            "urlencode",
+            "wordcount",
+            "xmlattr",
+        ]
     },
     **{
         name: _charged(_JINJA_FILTERS[name], 32)  # they compare elements: as often as sorting does
@@ -448,16 +474,28 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "tojson": _to_json,
     "trim": _trim,
 }
-_FREE_TESTS = (
-    "boolean callable defined escaped false filter float integer iterable mapping none number sameas sequence string "
-    "test true undefined"
-).split()
+_FREE_TESTS = [
+    "boolean",
+    "callable",
+    "defined",
+    "escaped",
+    "false",
+    "filter",
+    "float",
+    "integer",
+    "iterable",
+    "mapping",
+    "none",
+    "number",
+    "sameas",
+    "sequence",
+    "string",
+    "test",
+    "true",
+    "undefined",
+]
 _NUMBER_TESTS = ("divisibleby", "even", "odd")
 _TESTS: dict[str, Callable[..., Any]] = {
-    name: test
-    if name in _FREE_TESTS
-    else _numbers_only(test)
-    if name in _NUMBER_TESTS
-    else _charged(test)
+    name: test if name in _FREE_TESTS else _numbers_only(test) if name in _NUMBER_TESTS else _charged(test)
     for name, test in jinja2.tests.TESTS.items()
 }

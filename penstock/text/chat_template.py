@@ -16,6 +16,8 @@ from penstock.text.template_meter import WORK, TemplateLimit
 
 LONGEST = 256 * 1024
 """Maximum of a template's text, in characters."""
+OUTPUT = 8 * 1024 * 1024
+"""Maximum of a rendered prompt, in characters."""
 _SHOWN = 500
 """How much of a template's own error message is passed on."""
 
@@ -81,17 +83,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(variables, work)
+            text = template.render(variables, work)
+            if len(text) > OUTPUT:
+                raise TemplateLimit(f"the prompt has {len(text)} characters; the limit is {OUTPUT}")
+            return text
         except ChatTemplateError:
             raise
         except TemplateLimit as error:
             raise TemplateTooHeavy(f"the model's chat template cannot render these messages: {error}") from error
         except jinja2.exceptions.SecurityError as error:
-            raise ChatTemplateError(f"the model's chat template does something unsafe: {str(error)[:_SHOWN]}") from error
+            raise ChatTemplateError(
+                f"the model's chat template does something unsafe: {str(error)[:_SHOWN]}"
+            ) from error
         except Exception as error:  # a template is a program: it may fail in any way, for these messages only
             raise ChatTemplateError(
-                "the model's chat template cannot render these messages: "
-                f"{type(error).__name__}: {str(error)[:_SHOWN]}"
+                f"the model's chat template cannot render these messages: {type(error).__name__}: {str(error)[:_SHOWN]}"
             ) from error
 
 
