@@ -69,7 +69,7 @@ class _MeteredCode(CodeGenerator):
         super().write_commons()
         self.writeline("meter = context.meter")
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         operands: list[nodes.Expr] = [node.right]
         left: nodes.Expr = node.left
         while isinstance(left, nodes.Add):
@@ -365,7 +365,7 @@ def _depth(value: Any) -> int:
 @pass_context
 def _trim(context: Context, value: Any, chars: str | None = None) -> str:
     text = _meter(context).use(value)
-    return text.strip(chars) if type(text) is str else jinja2.filters.do_trim(text, chars)
+    return jinja2.filters.do_trim(text, chars) if type(text) is not str else str(text.strip(chars))
 
 
 @pass_context
@@ -424,7 +424,7 @@ def _sum(context: Context, iterable: Any, attribute: Any = None, start: Any = 0)
     return jinja2.filters.sync_do_sum(context.environment, numbers, attribute, start)
 
 
-_JINJA_FILTERS: dict[str, Callable[..., Any]] = jinja2.filters.FILTERS
+_JINJA_FILTERS: dict[str, Any] = dict(jinja2.filters.FILTERS)
 _FILTERS: dict[str, Callable[..., Any]] = {
     **{name: _JINJA_FILTERS[name] for name in ("count", "default", "d", "first", "last", "length", "random")},
     **{
@@ -494,8 +494,9 @@ _FREE_TESTS = [
     "true",
     "undefined",
 ]
+_JINJA_TESTS: dict[str, Any] = dict(jinja2.tests.TESTS)
 _NUMBER_TESTS = ("divisibleby", "even", "odd")
 _TESTS: dict[str, Callable[..., Any]] = {
     name: test if name in _FREE_TESTS else _numbers_only(test) if name in _NUMBER_TESTS else _charged(test)
-    for name, test in jinja2.tests.TESTS.items()
+    for name, test in _JINJA_TESTS.items()
 }

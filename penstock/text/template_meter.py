@@ -30,7 +30,7 @@ PRECISION = 100
 _INT_BITS = 100_000
 _WIDE = re.compile(r"\d{4}|\*")
 _NESTED_FIELD = re.compile(r"\{[^{}]*\{")
-_SEVERAL = (list, tuple, range, type({}.keys()), type({}.values()), type({}.items()), set, frozenset)
+_SEVERAL: Any = (list, tuple, range, type({}.keys()), type({}.values()), type({}.items()), set, frozenset)
 
 _LINEAR = frozenset(
     [
@@ -328,9 +328,9 @@ class Meter:
 
     def joined(self, separator: Any, values: Any) -> list[Any]:
         """What is about to be joined."""
-        values = list(self.counted(values, 1))
-        self.charge(self.weigh(values) + len(values) * self.weigh(separator))
-        return values
+        parts = list(self.counted(values, 1))
+        self.charge(self.weigh(parts) + len(parts) * self.weigh(separator))
+        return parts
 
     def replaced(self, text: str, old: Any, new: Any) -> None:
         if isinstance(old, str) and isinstance(new, str):
