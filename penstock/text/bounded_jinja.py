@@ -372,7 +372,8 @@ def _trim(context: Context, value: Any, chars: str | None = None) -> str:
 def _join(context: Context, value: Any, d: Any = "", attribute: Any = None) -> str:
     if attribute is not None:
         value = map(jinja2.filters.make_attrgetter(context.environment, attribute), value)
-    return jinja2.filters.do_join(context.eval_ctx, _meter(context).joined(d, value), d)
+    text: str = jinja2.filters.do_join(context.eval_ctx, _meter(context).joined(d, value), d)
+    return text
 
 
 @pass_context
