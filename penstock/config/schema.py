@@ -35,6 +35,15 @@ class ServerConfig:
     body_limit: int = setting(
         4 * 2**20, doc="Maximum size of a request body; larger ones get 413.", least=1024, size=True, example="4MiB"
     )
+    body_memory: int = setting(
+        256 * 2**20, doc="Memory of a gateway process for request bodies that are arriving; beyond it, they are "
+        "written to the temporary folder (TMPDIR) until they are complete.", least=0, size=True, example="256MiB",
+    )  # fmt: skip
+    body_disk: int = setting(
+        4 * 2**30, doc="Disk space in the temporary folder for request bodies that are arriving, of which one tenant "
+        "may use a quarter; beyond it, large bodies get 503 (429 for the tenant).", least=2**20, size=True,
+        example="4GiB",
+    )  # fmt: skip
     header_limit: int = setting(
         64 * 2**10, doc="Maximum size of request line and headers; larger ones get 431.", least=8192, most=2**20,
         size=True, example="64KiB",

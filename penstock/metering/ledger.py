@@ -202,6 +202,11 @@ class Ledger:
     async def prepare(self) -> None:
         await self._database.migrate("ledger", _VERSIONS)
 
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be written any more; see `Database.problem`."""
+        return self._database.problem
+
     async def write(self, statements: Sequence[Statement]) -> list[int]:
         """Runs the statements in one transaction; returns how many rows each added."""
         return await self._database.transact(statements, durable=self._durable)

@@ -89,7 +89,12 @@ class Fp8Checkpoint:
         if len(found) != 1 or weight.dim() != 2:
             what = "no scale" if not found else "more than one scale" if len(found) > 1 else f"shape {weight.shape}"
             raise CheckpointError(f"{name!r} is FP8 but has {what}; the checkpoint is incomplete or damaged")
-        scale: Tensor = self.inner.tensor(found[0], weight.device).float()
+        scale: Tensor = self.inner.tensor(found[0], weight.device)
+        if scale.dtype == torch.uint8:  # bare exponents
+            scale = (scale.float() - 127).exp2()
+        elif not scale.is_floating_point():
+            raise CheckpointError(f"{found[0]!r} is {scale.dtype}; scales must be floating-point numbers")
+        scale = scale.float()
         out, inputs = weight.shape
         if scale.numel() == 1:
             return scale.reshape(1, 1).expand(out, 1)

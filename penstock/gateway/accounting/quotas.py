@@ -90,6 +90,10 @@ class Quotas:
         amounts = Amounts(reserved.requests, used.prompt + used.completion, reserved.concurrent, cost)
         await self._store.settle(reservation.id, reservation.limits, reserved, amounts)
 
+    async def problem(self) -> str | None:
+        """Why every request is refused at the moment; None: they are not."""
+        return await self._store.problem()
+
     async def close(self) -> None:
         await self._store.close()
 

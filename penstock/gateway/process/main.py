@@ -221,6 +221,7 @@ def application(gateway: Gateway, door: Door) -> App:
         cors_origins=gateway.settings.cors_origins,
         stalled_reader_s=gateway.settings.stalled_reader_s,
         receive_s=gateway.settings.receive_s,
+        bodies=gateway.bodies,
     )
 
 

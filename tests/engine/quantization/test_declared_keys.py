@@ -234,6 +234,19 @@ def test_one_scale_for_a_whole_matrix_under_either_name(dense: Path, tmp_path: P
         assert close(weights(few, [name]) or [], [tensors[name].double().numpy() * 0.25])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu, torch.bfloat16])
+def test_scales_that_are_powers_of_two_in_any_type(dtype: torch.dtype, dense: Path, tmp_path: Path) -> None:
+    few, _, _ = write(dense, "fp8-tiles", tmp_path)
+    tensors, name = load_file(few / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    scale = torch.tensor([[0.5, 2.0, 0.25], [4.0, 1.0, 0.125]])
+    stored = (scale.log2() + 127).to(torch.uint8) if dtype is torch.uint8 else scale.to(dtype)
+    save_file(tensors | {f"{name}_scale_inv": stored}, few / "model.safetensors")
+    wide = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert close(weights(few, [name]) or [], [(tensors[name].float() * wide).double().numpy()])
+    save_file(tensors | {f"{name}_scale_inv": scale.int()}, few / "model.safetensors")
+    assert weights(few, [name]) is None
+
+
 def test_a_quantized_checkpoint_that_does_not_say_so_is_refused(dense: Path, tmp_path: Path) -> None:
     few, _, _ = write(dense, "fp8", tmp_path)
     (few / "config.json").write_text((dense / "config.json").read_text())
