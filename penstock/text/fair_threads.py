@@ -27,7 +27,7 @@ THREADS = 3
 THREADS_PER_TENANT = 2
 WAITING_CHARACTERS = 16 << 20
 """Of one tenant."""
-NICENESS = 5
+NICENESS = 10
 
 
 @dataclass(slots=True)
