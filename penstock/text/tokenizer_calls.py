@@ -2,7 +2,7 @@
 
 `Tokenizer.encode` holds the lock for as long as it works, over a second per megabyte; the batch calls do not, and are
 faster, as they record no offsets. What still holds it is making Python objects of the result, so a result that
-is too long is never made: with `most`, text is counted piece by piece first, and at most `most + 1` ids come back.
+is far too long is never made: with `most`, such text is counted piece by piece first, and `most + 1` ids come back.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ _NFC_SHRINKS = 3
 
 
 def encode_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-    """The token ids of a text. If they are more than `most`, the first `most + 1` of them."""
-    if most is None:
-        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
-    if len(text) * 4 > BYTES_PER_TOKEN * most and utf8_size(text) > BYTES_PER_TOKEN * most:
+    """The token ids of a text. If they are many more than `most`, the first `most + 1` of them."""
+    begin = None
+    if most is not None and len(text) * 4 > BYTES_PER_TOKEN * most and utf8_size(text) > BYTES_PER_TOKEN * most:
         begin = beginning(tokenizer, text, most)
-        text = text if begin is None else begin
-    encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-    if len(encoding) > most + 1:
+    encoding = tokenizer.encode_batch_fast([begin or text], add_special_tokens=add_special_tokens)[0]
+    if begin is not None and most is not None:
         encoding.truncate(most + 1)
-    ids = encoding.ids
+    ids: list[int] = encoding.ids
     return ids
 
 

@@ -83,9 +83,7 @@ class Tokenization:
             return model.text.decode(tokens)
         return await self.run(tenant, size, model.text.decode, tokens)
 
-    async def run(
-        self, tenant: str, characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def run(self, tenant: str, characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function`, which works on a text of so many characters, in one of the text threads."""
         return await self.threads.run(tenant, characters, function, *args, **kwargs)
 

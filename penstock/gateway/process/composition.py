@@ -172,6 +172,8 @@ async def compose(
         closing(background.close)
 
         # What answers.
+        for embedder in encoders:
+            embedder.threads = text_threads
         closing(encoders.close)
         cache = implementations.response_cache(settings.cache, encoders, metrics)
         closing(cache.close)

@@ -32,9 +32,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 class TokenEndpoints:
     """Counts tokens."""
 
-    def __init__(
-        self, registry: ModelRegistry, tokenization: Tokenization, quotas: Quotas, body_limit: int
-    ) -> None:
+    def __init__(self, registry: ModelRegistry, tokenization: Tokenization, quotas: Quotas, body_limit: int) -> None:
         self._registry = registry
         self._tokenization = tokenization
         self._quotas = quotas
