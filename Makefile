@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Without bytecode on disk, every server that a test starts compiles our modules again, and every worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -34,12 +36,14 @@ help: ## show this list
 serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it on 127.0.0.1:8000
 	@exec $(BIN)/penstock serve $(ARGS)
 
-# Tests wait for servers and clocks a good part of their time: types and layers are checked in the gaps, and reported last.
+# Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and
+# types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.
 .PHONY: test
-test: ruff ## lint, and every quick test, a process per core (ARGS go to pytest)
+test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	  $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
-	  $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS) || status=$$?; \
+	  workers=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); \
+	  $(BIN)/python -m pytest -n $$workers --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || status=$$?; \
 	  wait $$types || status=$$?; cat "$$log"; exit $$status
 
 .PHONY: test-slow

@@ -2,7 +2,8 @@
 
 An `Embedder` is a tokenizer in this process and an engine in another. Neither exists before its first use: then the
 supervisor starts the engine, which may have to download its model, and callers wait up to `wait_s`. Invariant: no call
-blocks the event loop (long texts are tokenized in threads that tenants share fairly), and lists of any length are sent in bounded requests.
+blocks the event loop (long texts are tokenized in threads that tenants share fairly), and lists of any length are sent
+in bounded requests.
 """
 
 from __future__ import annotations

@@ -35,6 +35,15 @@ class ServerConfig:
     body_limit: int = setting(
         4 * 2**20, doc="Maximum size of a request body; larger ones get 413.", least=1024, size=True, example="4MiB"
     )
+    body_memory: int = setting(
+        256 * 2**20, doc="Memory of a gateway process for request bodies that are arriving; beyond it, they are "
+        "written to the temporary folder (TMPDIR) until they are complete.", least=0, size=True, example="256MiB",
+    )  # fmt: skip
+    body_disk: int = setting(
+        4 * 2**30, doc="Disk space in the temporary folder for request bodies that are arriving, of which one tenant "
+        "may use a quarter; beyond it, large bodies get 503 (429 for the tenant).", least=2**20, size=True,
+        example="4GiB",
+    )  # fmt: skip
     header_limit: int = setting(
         64 * 2**10, doc="Maximum size of request line and headers; larger ones get 431.", least=8192, most=2**20,
         size=True, example="64KiB",
@@ -43,9 +52,26 @@ class ServerConfig:
         30.0, doc="Time limit in seconds for headers, for the body, and for an idle connection.",
         least=0.1, most=3600,
     )  # fmt: skip
+    stalled_reader_s: float = setting(
+        60.0, doc="Seconds that a client may leave a full buffer of ours unread; then it counts as disconnected.",
+        least=0.1, most=3600,
+    )  # fmt: skip
+    max_connections: int | None = setting(
+        None, doc="Maximum connections of a gateway process; others get 503. null: as many as files may be open.",
+        least=1, example="10000",
+    )  # fmt: skip
+    connections_per_address: int | None = setting(
+        None, doc="Maximum connections from one address to a gateway process; others get 503. Leave it unset behind a "
+        "proxy, which is one address. null: no limit.",
+        least=1, example="200",
+    )  # fmt: skip
     cors_origins: tuple[str, ...] = setting(
-        (), doc="Origins whose web pages may use this API from a browser; *: all.",
-        example="['https://app.example.com']",
+        (), doc="Origins whose web pages may use this API from a browser; *: all (while there is no key: those of "
+        "this machine).", example="['https://app.example.com']",
+    )  # fmt: skip
+    trusted_hosts: tuple[str, ...] = setting(
+        (), doc="Host names besides localhost under which a server without keys answers, such as that of a proxy; "
+        "with keys any name will do.", example="[penstock.example.com]",
     )  # fmt: skip
     admin_port: int | None = setting(
         None, doc="Separate port for /v1/admin, which is then served only there.", least=1, most=65535,
@@ -53,6 +79,10 @@ class ServerConfig:
     )  # fmt: skip
     admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
     console: bool = setting(True, doc="Serve the web console at /console/ (on admin_port, if set).")
+    max_engines: int = setting(
+        64, doc="Maximum of engine processes, all models together; loading or scaling beyond it is refused.",
+        least=1, most=256,
+    )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
@@ -201,8 +231,8 @@ class ResilienceConfig:
         least=0.1,
     )  # fmt: skip
     frozen_s: float = setting(
-        30.0, doc="Seconds without a heartbeat after which an engine of this server is killed and restarted; "
-        "0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
+        30.0, doc="Seconds without a heartbeat after which an engine or gateway of this server is killed and "
+        "restarted; 0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
         least=0,
     )  # fmt: skip
     retry_share: float = setting(

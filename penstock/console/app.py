@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.console.assets import Asset, Assets
 from penstock.gateway.app.exchange import Receive, Send
-from penstock.gateway.http.connection import Application
+from penstock.gateway.http.connections import Application
 from penstock.gateway.http.request import Scope
 
 Headers = list[tuple[bytes, bytes]]

@@ -1,4 +1,5 @@
-"""Refuses to expose a server without keys: an address that other machines can reach needs one."""
+"""Refuses to expose a server without keys: an address that other machines can reach needs one, and so does a server
+that has had keys."""
 
 from __future__ import annotations
 
@@ -9,14 +10,12 @@ from penstock.storage import open_database
 
 
 async def check_exposure(host: str, store_url: str) -> None:
-    """ConfigError when other machines can reach `host` and there is no key."""
-    if is_loopback(host):
-        return
+    """ConfigError when there is no key and other machines can reach `host`, or there were keys before."""
     database = await open_database(store_url)
     try:
         store = IdentityStore(database)
         await store.prepare()
-        if await store.has_keys():
+        if await store.has_keys() or is_loopback(host):
             return
     finally:
         await database.close()

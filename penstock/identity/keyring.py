@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.identity.entities import OPEN_CALLER, Caller
+from penstock.identity.key_marker import KeysLost
 from penstock.identity.secrets import key_id, matches
 from penstock.identity.store import IdentityStore, StoredKey
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable
@@ -115,6 +116,9 @@ class KeyRing:
                 if changes == self._changes:
                     self._asked_at = now
                 self._seen(True)
+            except KeysLost as error:
+                self._seen(False, error)
+                raise KeyStoreUnavailable from error
             except DatabaseError as error:
                 self._seen(False, error)
                 if self._asked_at == float("-inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from penstock.errors import PenstockError
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
 from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
+from penstock.identity.key_marker import KeyMarker
 from penstock.identity.secrets import Minted, mint
-from penstock.storage import Database, Row
+from penstock.storage import Database, DatabaseError, Row
+
+log = logging.getLogger(__name__)
 
 _VERSIONS = (
     (
@@ -60,6 +64,7 @@ class IdentityStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
+        self._marker = KeyMarker(database)
 
     async def prepare(self) -> None:
         await self._database.migrate("identity", _VERSIONS)
@@ -130,6 +135,7 @@ class IdentityStore:
         key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
         if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
             await self._database.execute(_LIMIT, "key", key.id, stored(limits))
+        await self._marker.set()
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -175,8 +181,18 @@ class IdentityStore:
         return StoredKey(_key(row[:9]), row[9], _tenant(row[10:]))
 
     async def has_keys(self) -> bool:
-        """Whether a key was ever created: revoking the last one does not open the server."""
-        return bool(await self._database.fetch("SELECT 1 FROM keys LIMIT 1"))
+        """Whether a key was ever created: revoking the last one does not open the server. `KeysLost` if there is none
+        although one was created: then the database is not the one that it was."""
+        if await self._database.fetch("SELECT 1 FROM keys LIMIT 1"):
+            try:
+                await self._marker.set()  # keys of before there was a marker
+            except DatabaseError as error:
+                log.warning("it cannot be noted that there are keys", extra={"why": str(error)})
+            return True
+        missed = await self._marker.missed()
+        if missed is not None:
+            raise missed
+        return False
 
 
 def _key(row: Row) -> ApiKey:

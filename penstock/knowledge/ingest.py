@@ -1,10 +1,10 @@
 """Ingestion: turns documents into searchable chunks, in the background.
 
 A fixed number of workers take documents from the queue in the database, round robin over tenants, so that one tenant's
-ten thousand documents do not delay another's one. Each worker has a reader process of its own, and no tenant's documents
-occupy all of them, so that one which takes long to read delays its own tenant's only. The queue survives a crash;
-unfinished work is repeated. Memory is bounded by the number of workers, each with one document and a few batches of
-vectors.
+ten thousand documents do not delay another's one. Each worker has a reader process of its own, and no tenant's
+documents occupy all of them, so that one which takes long to read delays its own tenant's only. The queue survives a
+crash; unfinished work is repeated. Memory is bounded by the number of workers, each with one document and a few
+batches of vectors.
 """
 
 from __future__ import annotations

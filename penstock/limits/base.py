@@ -91,6 +91,10 @@ class LimitStore(ABC):
     async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
         """Replaces what was reserved by what was used and releases concurrency. Only the first call counts."""
 
+    async def problem(self) -> str | None:
+        """Why all requests are refused at the moment; None: they are counted."""
+        return None
+
     async def close(self) -> None:
         """Closes connections; does nothing by default."""
         return

@@ -11,7 +11,7 @@ gateway (with all its workers) on its own, until Redis is back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from penstock.limits.base import STEPS, Amounts, Decision, Limit, LimitState, LimitStore, Refusal
@@ -170,6 +170,15 @@ class RedisLimits(LimitStore):
             log.warning("limit reservation could not be settled; it will expire")
         await self._local.settle(id, limits, reserved, used)
 
+    async def problem(self) -> str | None:
+        if self._fallback == "open":
+            return None
+        try:
+            await self._run(self._redis.ping)
+        except RedisUnavailable:
+            return "Redis, which counts the limits, is unavailable"
+        return None
+
     async def close(self) -> None:
         await self._redis.aclose()
 
@@ -178,19 +187,26 @@ class RedisLimits(LimitStore):
 
     async def _call(self, script: Any, keys: list[str], arguments: list[int]) -> list[Any] | None:
         """The script's reply; None when Redis is unavailable and limits are counted locally."""
+        try:
+            reply = await self._run(lambda: script(keys=keys, args=arguments))
+        except RedisUnavailable:
+            if self._fallback == "closed":
+                raise Overloaded("Limits cannot be checked at the moment; try again.", retry_after=RETRY_S) from None
+            return None
+        return reply if isinstance(reply, list) else []
+
+    async def _run(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """The reply of Redis; logs when it becomes unavailable, and when it is back."""
         was_up = self.up
         try:
-            reply: Any = await self._turns.call(lambda: script(keys=keys, args=arguments))
+            reply = await self._turns.call(ask)
         except RedisUnavailable as error:
             if error.first:
                 log.error(_MEANWHILE[self._fallback], extra={"why": str(error)})
-        else:
-            if not was_up:
-                log.info("limits are shared again: Redis is back")
-            return reply if isinstance(reply, list) else []
-        if self._fallback == "closed":
-            raise Overloaded("Limits cannot be checked at the moment; try again.", retry_after=RETRY_S)
-        return None
+            raise
+        if not was_up:
+            log.info("limits are shared again: Redis is back")
+        return reply
 
 
 _MEANWHILE = {

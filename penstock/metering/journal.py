@@ -6,7 +6,7 @@ open charges is written with the next transaction, at most `NOTE_S` later: when 
 stored progress is older than that by at most one transaction. While the database is unavailable, or its disk full,
 entries stay queued and are written when it is back; `lag_s` is the age of the oldest. A request that waits for its
 entry fails after `patience_s`, and from then on new charges are refused, before any token exists. So the queue is
-bounded, and no request hangs.
+bounded, and no request hangs. When the database is gone or damaged, new charges are refused at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Journal:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                while self._waiting or self._progress:
+                while (self._waiting or self._progress) and self._ledger.problem is None:
                     self._wake.set()
                     await asyncio.sleep(0.01)
         self._task.cancel()
@@ -73,7 +73,7 @@ class Journal:
                 timer.cancel()
         if self._waiting:
             log.error(
-                "ledger entries not written at shutdown; they will be settled later",
+                "ledger entries not written at shutdown; they will be settled later, unless the database is lost",
                 extra={"entries": len(self._waiting)},
             )
 
@@ -81,9 +81,20 @@ class Journal:
     def lag_s(self) -> float:
         return self._clock() - self._waiting[0][2] if self._waiting else 0.0
 
+    @property
+    def _full(self) -> bool:
+        return len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s
+
+    @property
+    def problem(self) -> str | None:
+        """Why charges are refused, or soon will be; None: they are written."""
+        if self._ledger.problem is not None:
+            return self._ledger.problem
+        return "the ledger cannot be written" if self._full or not self.store_up else None
+
     def open(self, charge: Charge) -> asyncio.Future[bool]:
         """Opens a charge; resolves to True once written, False after `patience_s`. Nothing may be delivered before."""
-        if len(self._waiting) >= MOST_WAITING or self.lag_s > self._patience_s:
+        if self._full or self._ledger.problem is not None:
             raise LedgerUnavailable
         written = self._add(charge)
         if self._later is None and not self._wake.is_set():
@@ -187,11 +198,12 @@ class Journal:
         if not self._waiting:
             return
         now, next_s = self._clock(), RETRY_S
+        patience_s = self._patience_s if self._ledger.problem is None else 0.0
         for _, future, since in self._waiting:
             if future.done():
                 continue
-            if since > now - self._patience_s:
-                next_s = since + self._patience_s - now
+            if since > now - patience_s:
+                next_s = since + patience_s - now
                 break
             future.set_result(False)
         self._late = asyncio.get_running_loop().call_later(next_s, self._tell_late)

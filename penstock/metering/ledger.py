@@ -202,6 +202,11 @@ class Ledger:
     async def prepare(self) -> None:
         await self._database.migrate("ledger", _VERSIONS)
 
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be written any more; see `Database.problem`."""
+        return self._database.problem
+
     async def write(self, statements: Sequence[Statement]) -> list[int]:
         """Runs the statements in one transaction; returns how many rows each added."""
         return await self._database.transact(statements, durable=self._durable)
@@ -241,13 +246,19 @@ class Ledger:
         since: float | None = None,
         until: float | None = None,
         tenant: str | None = None,
+        user: str | None = None,
     ) -> list[Total]:
         """Sums of settled charges, largest cost first."""
         unknown = [name for name in by if name not in _COLUMNS]
         if unknown:
             raise LedgerError(f"usage can be grouped by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
         where, values = ["1 = 1"], list[str | float]()
-        for condition, value in (("settled_at >= ?", since), ("settled_at < ?", until), ("tenant = ?", tenant)):
+        for condition, value in (
+            ("settled_at >= ?", since),
+            ("settled_at < ?", until),
+            ("tenant = ?", tenant),
+            ("user_id = ?", user),
+        ):
             if value is not None:
                 where.append(condition)
                 values.append(value)

@@ -79,6 +79,19 @@ class Database(ABC):
     @abstractmethod
     async def close(self) -> None: ...
 
+    @property
+    def problem(self) -> str | None:
+        """Why nothing may be read or written any more, as far as is known; an outage that may pass is none."""
+        return None
+
+    def beside(self, name: str) -> Path | None:
+        """Where a small file about this database may be kept that survives its loss; None: nowhere."""
+        return None
+
+    async def check(self) -> None:
+        """Raises `DatabaseError` if the database is gone, damaged or unavailable."""
+        await self.fetch("SELECT 1")
+
     async def execute(self, sql: str, *values: Any) -> int:
         """Runs one statement; returns how many rows it changed."""
         return (await self.transact([(sql, values)]))[0]

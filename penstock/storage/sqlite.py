@@ -4,7 +4,8 @@ Several processes may open the same file; a writer waits up to `BUSY_S` for anot
 and survives a crash of the machine. Other commits are in the write-ahead log, which survives a crash of any process,
 and reach the disk with the next durable commit, or in the background after `FLUSH_S`. When the log has grown, a second
 connection on another thread checkpoints it concurrently; only what was added meanwhile is left for the moment in which
-the log is restarted.
+the log is restarted. A file that was deleted, replaced or damaged while open is neither read nor written any more
+(`sqlite_health.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.storage.database import Database, DatabaseError, Row, Statement
+from penstock.storage.sqlite_health import DAMAGED, DatabaseFiles, connect_existing, is_damage
 from penstock.storage.wal_index import WalIndex
 
 BUSY_S = 10.0
@@ -49,6 +51,10 @@ class SQLiteDatabase(Database):
         self._thread = _Thread("sqlite")
         self._connection: sqlite3.Connection | None = None
         self._index: WalIndex | None = None
+        self._files: DatabaseFiles | None = None
+        self._wrong: str | None = None
+        """What is wrong with the files, as far as is known."""
+        self._damaged = False
         self._durable = True
         self._page_size = 4096
         self._transactions = 0
@@ -98,7 +104,22 @@ class SQLiteDatabase(Database):
         except OSError as error:
             raise DatabaseError(f"{self.path}: {error}") from error
 
+    @property
+    def problem(self) -> str | None:
+        return self._wrong
+
+    def beside(self, name: str) -> Path:
+        return self.path.with_name(f".{self.path.name}.{name}")  # hidden, so that no `rm penstock.db*` finds it
+
+    async def check(self) -> None:
+        try:
+            await asyncio.wrap_future(self._executor.submit(self._examine))
+        except (sqlite3.Error, OSError) as error:
+            raise DatabaseError(f"{self.path}: {error}") from error
+
     async def close(self) -> None:
+        if self._files is not None:
+            self._files.interrupt()
         for work in (self._checkpointing, self._flushing):
             if work is not None:
                 await asyncio.wait((asyncio.wrap_future(work),))
@@ -123,6 +144,7 @@ class SQLiteDatabase(Database):
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         (self._page_size,) = connection.execute("PRAGMA page_size").fetchone()
         self.path.chmod(0o600)
+        self._files = DatabaseFiles(self.path, self._page_size)
         return connection
 
     def _disconnect(self) -> None:
@@ -136,7 +158,18 @@ class SQLiteDatabase(Database):
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             raise DatabaseError(f"{self.path} is closed")
+        if self._wrong is None and self._files is not None:
+            self._wrong = self._files.missing()
+        if self._wrong is not None:
+            raise DatabaseError(f"{self.path}: {self._wrong}")
         return self._connection
+
+    def _examine(self) -> None:
+        if self._files is not None and not self._damaged:
+            self._wrong = self._files.problem(BUSY_S)
+            self._damaged = self._wrong == DAMAGED
+        if self._wrong is not None:
+            raise DatabaseError(f"{self.path}: {self._wrong}")
 
     def _transact(self, statements: Sequence[Statement], guarded: bool, durable: bool) -> list[int]:
         connection = self._open()
@@ -196,7 +229,7 @@ class SQLiteDatabase(Database):
         """Checkpoints the log without blocking readers or writers. What was written during one pass is copied by the
         next, shorter pass, until little is left for the restart of the log, which does block."""
         try:
-            connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+            connection = connect_existing(self.path, BUSY_S)
             try:
                 pages = 0
                 for _ in range(PASSES):
@@ -214,6 +247,8 @@ class SQLiteDatabase(Database):
         try:
             return await self._thread.run(work)
         except (sqlite3.Error, OSError) as error:
+            if is_damage(error):
+                self._damaged, self._wrong = True, DAMAGED
             raise DatabaseError(f"{self.path}: {error}") from error
 
 

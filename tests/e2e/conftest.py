@@ -1,4 +1,4 @@
-"""One real server for the whole session: `penstock serve` with the default model, as a person would start it."""
+"""One real server for all these tests: `penstock serve` with the default model, as a person would start it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"

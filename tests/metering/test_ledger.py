@@ -178,6 +178,10 @@ class Slow(Ledger):
     def __init__(self) -> None:
         self.safe: list[tuple[float, int]] = [(0.0, 0)]
 
+    @property
+    def problem(self) -> None:
+        return None
+
     async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
         counts = [values[2] for text, values in statements if "charges_progress" in text and "VALUES" in text]
         await asyncio.sleep(0.05)

@@ -97,7 +97,10 @@ class Reader(asyncio.Protocol):
         if self.slow:
             body["top_k"] = SLOW_PER_STEP
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        )
         transport.write(head.encode() + data)
 
     def data_received(self, data: bytes) -> None:

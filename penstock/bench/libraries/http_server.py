@@ -12,7 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-from penstock.gateway.http.connection import Receive, Send
+from penstock.gateway.http.connections import Receive, Send
 from penstock.gateway.http.request import Scope
 
 EVENTS = 64
@@ -56,7 +56,9 @@ def serve_penstock(port: int) -> None:
         raise error
 
     async def run() -> None:
-        listener = Listener(application, failed, "127.0.0.1", port, head_limit=65536, receive_s=60.0, room=10_000)
+        listener = Listener(
+            application, failed, "127.0.0.1", port, head_limit=65536, receive_s=60.0, stalled_reader_s=60.0, room=10_000
+        )
         await listener.start()
         await asyncio.Event().wait()
 

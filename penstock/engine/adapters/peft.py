@@ -18,12 +18,51 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
-_REWRITES_BASE = ("pissa", "olora", "corda")
-"""Initializations after which the adapter fits only a changed base model, unless it was converted when saved."""
+RULES = KeyRules(
+    reader="LoRA adapters",
+    reference={
+        "fan_in_fan_out": False,
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "velora_config": None,
+        "alora_invocation_tokens": None,
+        "use_qalora": False,
+        "monteclora_config": None,
+        "layer_replication": None,
+        "lora_bias": False,
+        "target_parameters": None,
+        "arrow_config": None,
+        "kasa_config": None,
+        "megatron_config": None,
+    },
+    read={
+        "peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
+        "layers_to_transform",
+    },
+    limited={
+        "bias": ("none",),
+        "modules_to_save": (None, []),
+        "rank_pattern": (None, {}),
+        "alpha_pattern": (None, {}),
+        "use_bdlora": (None, False, {}),
+    },
+    inert={
+        "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+        "lora_dropout", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
+        "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    },
+    strict=True,
+)  # fmt: skip
+"""The reference is peft's `LoraConfig`. `init_lora_weights` says how an adapter was initialized; the settings of each
+way are inert."""
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initializations after which the adapter fits the base model as it was. Others change the base too, unless the adapter
+was converted when saved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +89,11 @@ class LoraConfig:
 
     rank: int
     scale: float
+    targets: tuple[str, ...] | None = None
+    """Names of modules, or the ends of their paths; None where any may be changed, or a pattern says which."""
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    """None: any."""
 
     @classmethod
     def read(cls, folder: Path, max_rank: int) -> LoraConfig:
@@ -59,28 +103,57 @@ class LoraConfig:
         where = CONFIG
         kind = raw.get("peft_type", "LORA")
         if kind != "LORA":
-            raise CheckpointError(f"{where}: peft_type {kind!r} is not supported; only LORA is")
-        for key in ("use_dora", "fan_in_fan_out", "lora_bias"):
-            if raw.get(key):
-                raise CheckpointError(f"{where}: {key} is not supported")
-        if raw.get("bias", "none") != "none":
-            raise CheckpointError(f"{where}: bias {raw['bias']!r} is not supported; only 'none' is")
-        for key in ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices"):
-            if raw.get(key):
-                raise CheckpointError(f"{where}: {key} is not supported (found {raw[key]!r})")
-        start = raw.get("init_lora_weights")
-        if isinstance(start, str) and start.startswith(_REWRITES_BASE):
+            raise CheckpointError(f"{where}: peft_type {kind!r:.80} is not supported; only LORA is")
+        RULES.check(raw, where)
+        start = raw.get("init_lora_weights", True)
+        if not any(start is choice or (isinstance(start, str) and start == choice) for choice in _KEEPS_BASE):
             raise CheckpointError(
-                f"{where}: init_lora_weights {start!r} changes the base model; save it as a plain LoRA first"
+                f"{where}: init_lora_weights {start!r:.80} changes the base model; save it as a plain LoRA first"
             )
-        rank, alpha = raw.get("r"), raw.get("lora_alpha", 8)
+        rank, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r}")
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r}")
+            raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r:.80}")
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
+            raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r:.80}")
         if rank > max_rank:
             raise CheckpointError(f"{where}: rank {rank} is above adapter_rank {max_rank}; raise adapter_rank")
-        return cls(rank, alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank)
+        rooted = raw.get("use_rslora", False)
+        if rooted not in (True, False, None):
+            raise CheckpointError(f"{where}: use_rslora must be true or false, found {rooted!r:.80}")
+        targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
+        return cls(
+            rank,
+            alpha / math.sqrt(rank) if rooted else alpha / rank,
+            # A pattern is not evaluated: it could take for ever, and the tensors say what it matched.
+            _strings(targets, "target_modules") if isinstance(targets, list) else None,
+            _strings(raw.get("exclude_modules"), "exclude_modules"),
+            None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
+        )
+
+    def applies(self, module: str, layer: int) -> bool:
+        """Whether the configuration lets the module with this path be changed."""
+        if self.targets is not None and not _is_named(module, self.targets):
+            return False
+        return not _is_named(module, self.excluded) and (self.layers is None or layer in self.layers)
+
+
+def _is_named(module: str, names: Collection[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _strings(value: Any, key: str) -> tuple[str, ...]:
+    if value is None or isinstance(value, str):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError(f"{CONFIG}: {key} must be a list of names or a pattern, found {value!r:.80}")
+    return tuple(value)
+
+
+def _integers(value: Any, key: str) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise CheckpointError(f"{CONFIG}: {key} must be one or more integers, found {value!r:.80}")
+    return tuple(numbers)
 
 
 def read_adapter(
@@ -129,6 +202,12 @@ class _Packer:
                 raise CheckpointError(f"{self.file.name}: cannot apply {key!r}; adapters may change {modules}")
             if int(match[1]) >= self.layout.layers:
                 raise CheckpointError(f"{self.file.name}: {key!r} is beyond the model's {self.layout.layers} layers")
+            path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
+            if not self.config.applies(path, int(match[1])):
+                raise CheckpointError(
+                    f"{self.file.name} changes {path}, which {CONFIG} leaves out (target_modules, exclude_modules or "
+                    "layers_to_transform)"
+                )
             found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
         if not found:
             raise CheckpointError(f"{self.file.name} holds no LoRA matrices")

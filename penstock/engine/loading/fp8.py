@@ -1,22 +1,31 @@
 """FP8 checkpoints as they are published.
 
-A weight in float8_e4m3fn is stored with its scale: one number for the tensor or one per output row (`weight_scale`), or
-one per tile of 128 x 128 (`weight_scale_inv`). Read as a plain tensor a weight is dequantized; `stored`
-gives the FP8 numbers themselves with one scale per row, where the checkpoint has that, `grouped` with one per row and
-group of inputs, which every checkpoint has.
+A weight in float8 is stored with its scale: one number for the tensor, one per output row, or one per tile, whose
+sides `quantization_config` gives; a tile at the edge of a matrix may be cut. Read as a plain tensor a weight is
+dequantized in float32; `stored` gives the FP8 numbers themselves with one scale per row, where the checkpoint has that,
+`grouped` with one per row and group of inputs, which every checkpoint in e4m3 has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.loading.quantization_keys import FP8, check_compressed, pair, whole_number
 from penstock.errors import CheckpointError
 
-_SUFFIXES = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale")
+_SCALES = ("_scale", "_scale_inv")
+"""What follows the name of a weight in that of its scale."""
+_SUFFIXES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "k_scale", "v_scale")
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_DEFAULT_TILE = [128, 128]
+
+Tile = tuple[int, int]
+"""Outputs and inputs that share a scale."""
 
 
 class Fp8Checkpoint:
@@ -26,64 +35,121 @@ class Fp8Checkpoint:
         self.inner = inner
         self.config: dict[str, Any] = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self._names = set(inner.names())
+        self._tile = _tile(inner.config.get("quantization_config") or {})
 
     @property
     def scaled_by_rows(self) -> bool:
         """Whether every scale belongs to a row or a whole matrix, not to a tile of one."""
-        return not any(name.endswith("weight_scale_inv") for name in self._names)
+        return self._tile is None or not any(
+            name.endswith("weight_scale_inv") or self._is_tiled(name) for name in self._names
+        )
+
+    def _is_tiled(self, name: str) -> bool:
+        return name.endswith("weight_scale") and self.inner.tensor(name).squeeze().dim() > 1
 
     def names(self) -> Collection[str]:
         return {name for name in self._names if not name.endswith(_SUFFIXES)}
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         weight: Tensor = self.inner.tensor(name, device)
-        if weight.dtype != torch.float8_e4m3fn:
+        if not self._is_float8(name, weight):
             return weight
-        tiles = f"{name}_scale_inv"
-        if tiles in self._names:
-            scale = self.inner.tensor(tiles, device).float()
-            side = -(-weight.shape[0] // scale.shape[0]), -(-weight.shape[1] // scale.shape[1])
-            wide = scale.repeat_interleave(side[0], 0).repeat_interleave(side[1], 1)
-            dense: Tensor = weight.float() * wide[: weight.shape[0], : weight.shape[1]]
-            return dense.to(torch.bfloat16)
-        return (weight.float() * self._row_scale(name, weight).unsqueeze(1)).to(torch.bfloat16)
+        scale = self._group_scales(name, weight)
+        out, groups = scale.shape
+        return (weight.float().view(out, groups, -1) * scale.unsqueeze(-1)).view(weight.shape)
 
     def stored(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
-        """FP8 weight [out, in] and float32 scale [out], or None when the checkpoint has no scale per row."""
-        if f"{name}_scale" not in self._names:
-            return None
-        weight: Tensor = self.inner.tensor(name, device)
-        return weight, self._row_scale(name, weight)
+        """e4m3 weight [out, in] and float32 scale [out], or None when the checkpoint has no scale per row."""
+        if self._tile is not None and f"{name}_scale_inv" in self._names:
+            return None  # known without reading the weight
+        found = self.grouped(name, device)
+        return None if found is None or found[1].shape[1] != 1 else (found[0], found[1][:, 0].contiguous())
 
     def grouped(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
-        """FP8 weight [out, in] and float32 scale [out, groups] of inputs; None when it is not FP8, or the groups are
-        not of one size."""
+        """e4m3 weight [out, in] and float32 scale [out, groups] of inputs; None when it is not e4m3."""
         weight: Tensor = self.inner.tensor(name, device)
-        if weight.dtype != torch.float8_e4m3fn:
+        if not self._is_float8(name, weight) or weight.dtype != torch.float8_e4m3fn:
             return None
-        tiles = f"{name}_scale_inv"
-        if tiles not in self._names:
-            return weight, self._row_scale(name, weight).unsqueeze(1)
-        scale = self.inner.tensor(tiles, device).float()
-        rows = -(-weight.shape[0] // scale.shape[0])
-        if weight.shape[1] % scale.shape[1]:
-            return None
-        return weight, scale.repeat_interleave(rows, 0)[: weight.shape[0]]
+        return weight, self._group_scales(name, weight)
 
     def kv_scale(self, attention: str) -> tuple[float, float]:
         """Scales of a layer's cached keys and values; 1 where the checkpoint has none."""
-        found = []
-        for kind in ("k", "v"):
-            names = (f"{attention}{kind}_scale", f"{attention}{kind}_proj.{kind}_scale")
-            name = next((n for n in names if n in self._names), None)
-            found.append(float(self.inner.tensor(name).float().max()) if name else 1.0)
-        return found[0], found[1]
+        return kv_scale(self.inner, self._names, attention)
 
-    def _row_scale(self, name: str, weight: Tensor) -> Tensor:
-        scale_name = f"{name}_scale"
-        if scale_name not in self._names:
-            raise CheckpointError(f"{name!r} is FP8 but the checkpoint has no scale for it; it is incomplete")
-        scale: Tensor = self.inner.tensor(scale_name, weight.device).float().reshape(-1)
-        if scale.numel() not in (1, weight.shape[0]):
-            raise CheckpointError(f"{scale_name!r} has {scale.numel()} scales for {weight.shape[0]} rows")
-        return scale.expand(weight.shape[0]).contiguous()
+    def _is_float8(self, name: str, weight: Tensor) -> bool:
+        if weight.dtype in _FLOAT8:
+            return True
+        if any(f"{name}{suffix}" in self._names for suffix in _SCALES):
+            raise CheckpointError(f"{name!r} has a scale but is {weight.dtype}, not FP8; the checkpoint is damaged")
+        return False
+
+    def _group_scales(self, name: str, weight: Tensor) -> Tensor:
+        """float32 [out, groups]: a scale per row and group of inputs; all groups have one size."""
+        found = [f"{name}{suffix}" for suffix in _SCALES if f"{name}{suffix}" in self._names]
+        if len(found) != 1 or weight.dim() != 2:
+            what = "no scale" if not found else "more than one scale" if len(found) > 1 else f"shape {weight.shape}"
+            raise CheckpointError(f"{name!r} is FP8 but has {what}; the checkpoint is incomplete or damaged")
+        scale: Tensor = self.inner.tensor(found[0], weight.device)
+        if scale.dtype == torch.uint8:  # bare exponents
+            scale = (scale.float() - 127).exp2()
+        elif not scale.is_floating_point():
+            raise CheckpointError(f"{found[0]!r} is {scale.dtype}; scales must be floating-point numbers")
+        scale = scale.float()
+        out, inputs = weight.shape
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(out, 1)
+        by_row = tuple(scale.shape) in ((out,), (out, 1))
+        if self._tile is None or (by_row and found[0].endswith("_scale")):
+            if not by_row:
+                raise CheckpointError(
+                    f"{found[0]!r} has shape {tuple(scale.shape)} for {out} rows, and the configuration names no tiles"
+                )
+            return scale.reshape(out, 1)
+        rows, columns = self._tile
+        if tuple(scale.shape) != (-(-out // rows), -(-inputs // columns)):
+            raise CheckpointError(
+                f"{found[0]!r} has shape {tuple(scale.shape)}, which does not fit a weight of {(out, inputs)} in tiles "
+                f"of {self._tile}"
+            )
+        scale = scale[torch.arange(out, device=scale.device) // rows]
+        if scale.shape[1] == 1:
+            return scale
+        # A tile that the edge cuts makes groups of different sizes: they are cut into equal ones.
+        size = math.gcd(columns, inputs)
+        return scale[:, torch.arange(0, inputs, size, device=scale.device) // columns]
+
+
+def kv_scale(inner: Any, names: Collection[str], attention: str) -> tuple[float, float]:
+    """Scales of a layer's cached keys and values; 1 where the checkpoint has none."""
+    found = []
+    for kind in ("k", "v"):
+        places = (f"{attention}{kind}_scale", f"{attention}{kind}_proj.{kind}_scale")
+        name = next((n for n in places if n in names), None)
+        found.append(float(inner.tensor(name).float().max()) if name else 1.0)
+    return found[0], found[1]
+
+
+def _tile(settings: dict[str, Any]) -> Tile | None:
+    """What shares a scale, as the configuration says; None: a row or a whole matrix. Checks every key."""
+    if settings.get("quant_method") != "compressed-tensors":
+        FP8.check(settings, "quantization_config")
+        sides = settings.get("weight_block_size", _DEFAULT_TILE)
+        return None if sides is None else pair(sides, "weight_block_size")
+    tiles = set()
+    for weights in check_compressed(settings):
+        size = whole_number(weights, "group_size", -1)
+        strategy = weights.get("strategy") or ("group" if size > 0 else "channel")
+        if strategy == "block":
+            tiles.add(pair(weights.get("block_structure"), "block_structure"))
+        elif strategy == "group" and size > 0:
+            tiles.add((1, size))
+        elif strategy in ("tensor", "channel"):
+            tiles.add((0, 0))
+        else:
+            raise CheckpointError(
+                f"FP8 weights with strategy {strategy!r} are not supported; supported: tensor, channel, group, block"
+            )
+    if len(tiles) > 1:
+        raise CheckpointError("config_groups with different layouts of FP8 scales are not supported")
+    found = tiles.pop()
+    return None if found == (0, 0) else found

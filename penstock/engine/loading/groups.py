@@ -8,6 +8,7 @@ spends a byte per weight and is held for one layer at a time; kernels pack it th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.loading.dequantize import dequantize, fifth_bits, half_at, k_scales, nibbles, quants_q5_k
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
+from penstock.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,44 @@ def stack(parts: Sequence[IntGroups]) -> IntGroups | None:
     )
 
 
-def from_zero_points(quants: Tensor, scale: Tensor, zero: Tensor, bits: int, order: Tensor | None) -> IntGroups:
-    """W = scale * (q - zero), with unsigned q [out, in] and zero points [out, groups] of the same kind."""
+def consecutive(inputs: int, size: int, device: torch.device) -> Tensor:
+    """int64 [in]: the group of each input, `size` after `size` (-1: all in one); the last may be smaller."""
+    if size != -1 and size < 1:
+        raise CheckpointError(f"quantization_config: group_size must be positive, or -1 for one group, found {size}")
+    return torch.arange(inputs, device=device) // (inputs if size == -1 else size)
+
+
+def in_groups(quants: Tensor, scale: Tensor, minimum: Tensor | None, bits: int, group_of: Tensor) -> IntGroups:
+    """Integers [out, in] whose scales [out, groups] belong to any groups of inputs: `group_of` [in].
+
+    Inputs are put in the order of their groups; groups of different sizes are cut into equal ones.
+    """
+    order = None
+    if bool((group_of.diff() < 0).any()):
+        order = group_of.argsort(stable=True)
+        quants, group_of = quants[:, order], group_of[order]
+    ends = torch.bincount(group_of).cumsum(0)
+    size = math.gcd(*(int(end) for end in ends.tolist()))
+    of_group = group_of[::size]
+    return IntGroups(
+        quants.contiguous(),
+        scale.float()[:, of_group].contiguous(),
+        None if minimum is None else minimum[:, of_group].contiguous(),
+        bits,
+        order,
+    )
+
+
+def from_zero_points(quants: Tensor, scale: Tensor, zero: Tensor, bits: int, group_of: Tensor) -> IntGroups:
+    """W = scale * (q - zero), with unsigned q [out, in] and zero points [out, groups] of the same kind; `group_of`
+    [in] is the group of each input."""
     scale = scale.float()
     if bits == 8:
         # Centred, so that they fit into a signed byte; a zero point in the centre then needs no minimum at all.
         signed = (quants.int() - 128).to(torch.int8)
         off = zero.float() - 128
-        return IntGroups(signed, scale, -scale * off if bool(off.any()) else None, 8, order)
-    return IntGroups(quants.to(torch.uint8), scale, -scale * zero.float(), 4, order)
+        return in_groups(signed, scale, -scale * off if bool(off.any()) else None, 8, group_of)
+    return in_groups(quants.to(torch.uint8), scale, -scale * zero.float(), 4, group_of)
 
 
 def from_gguf(raw: RawTensor, device: str | torch.device = "cpu") -> IntGroups | None:

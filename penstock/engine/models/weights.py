@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import KVScales
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
 from penstock.errors import CheckpointError
@@ -94,5 +95,7 @@ class WeightReader:
     def kv_scales(self, attention: str, kv_heads: int) -> KVScales:
         """The checkpoint's own scales for an FP8 cache, or 1: e4m3 reaches 448 and keeps three bits at any size."""
         checkpoint, device = self._weights, self.backend.device
-        k, v = checkpoint.kv_scale(attention) if isinstance(checkpoint, Fp8Checkpoint) else (1.0, 1.0)
+        k, v = 1.0, 1.0
+        if isinstance(checkpoint, Fp8Checkpoint | QuantizedCheckpoint):
+            k, v = checkpoint.kv_scale(attention)
         return torch.full((kv_heads,), k, device=device), torch.full((kv_heads,), v, device=device)

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 ASK_S = 5.0
 """How long an engine may take to report; it is asked again later."""
+RETRY_S = 1.0
+"""How soon a heartbeat that failed is tried again."""
 MOST_ASKED = 500
 _FEATURE_LENGTH = 64
 _USER_LENGTH = 256
@@ -92,6 +94,9 @@ class NoAccounts:
     """Without a ledger nothing is charged."""
 
     _account = NoAccount()
+
+    async def problem(self) -> None:
+        return
 
     def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> NoAccount:
         return self._account
@@ -203,6 +208,8 @@ class Accounts:
         self.journal = Journal(ledger, patience_s=patience_s)
         self.gateway = uuid.uuid4().hex
         self._keeper: asyncio.Task[None] | None = None
+        self._beats = True
+        """Whether the last heartbeat was written."""
 
     async def start(self) -> None:
         await self.ledger.prepare()
@@ -218,6 +225,10 @@ class Accounts:
             await self.journal.close()
             with suppress(DatabaseError):
                 await self.ledger.leave(self.gateway)
+
+    async def problem(self) -> str | None:
+        """Why requests cannot be charged, which refuses all of them; None: they can."""
+        return self.journal.problem or (None if self._beats else "the ledger cannot be written")
 
     def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> Account:
         """`feature`: what it is for; what the client says when empty."""
@@ -305,10 +316,13 @@ class Accounts:
         while True:
             try:
                 await self.ledger.beat(self.gateway, time.time())
+                self._beats = True
                 await self.recover()
             except DatabaseError as error:
+                self._beats = False
                 log.warning("the ledger cannot be reached: %s", error)
-            await asyncio.sleep(self._dead_after_s / 4)
+            # A heartbeat also finds out whether there is space again, when no request tries to.
+            await asyncio.sleep(self._dead_after_s / 4 if self._beats else min(RETRY_S, self._dead_after_s / 4))
 
 
 def _count(metrics: UsageMetrics, settlement: Settlement) -> None:

@@ -160,6 +160,10 @@ class Quotas:
             if limit.metric != "budget"
         ]
 
+    async def problem(self) -> str | None:
+        """Why every request is refused at the moment; None: they are not."""
+        return await self._store.problem()
+
     async def close(self) -> None:
         await self._store.close()
 

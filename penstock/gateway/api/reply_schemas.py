@@ -171,7 +171,7 @@ _SCHEMAS: dict[str, Schema] = {
     "create_key": {**_KEY, "required": [*_KEY["required"], "key"], "properties": {**_KEY["properties"], "key": STRING}},
     "revoke_key": obj(id=STRING, object=STRING, revoked=BOOLEAN),
     "live": obj(status=STRING, models=ANY_OBJECT),
-    "ready": obj(status=STRING, models=ANY_OBJECT),
+    "ready": obj(status=STRING, checks=ANY_OBJECT, models=ANY_OBJECT),
     "metrics": {"text/plain": {"schema": STRING}},
 }
 

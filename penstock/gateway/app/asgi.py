@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from urllib.parse import quote
 
 from penstock.gateway.app.authentication import OpenAuthentication
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
@@ -46,6 +47,7 @@ class App:
         cors_origins: Sequence[str] = (),
         stalled_reader_s: float,
         receive_s: float,
+        bodies: Bodies,
     ) -> None:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
@@ -59,6 +61,7 @@ class App:
         self._cors = Cors(cors_origins) if cors_origins else None
         self._stalled_reader_s = stalled_reader_s
         self._receive_s = receive_s
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +97,14 @@ class App:
             await exchange.reply_error(_our_fault(exchange))
 
     def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        return Exchange(scope, receive, send, stalled_reader_s=self._stalled_reader_s, receive_s=self._receive_s)
+        return Exchange(
+            scope,
+            receive,
+            send,
+            stalled_reader_s=self._stalled_reader_s,
+            receive_s=self._receive_s,
+            bodies=self._bodies,
+        )
 
     @property
     def paths(self) -> Collection[str]:
@@ -128,11 +138,10 @@ class App:
             self._finish(exchange, endpoint.logged, timed=endpoint.serves_tokens)
 
     async def _handle(self, exchange: Exchange, bound: BoundEndpoint, authenticated: bool) -> None:
-        scope = bound.endpoint.scope
         if authenticated:
             exchange.record.tenant, exchange.record.user_id = exchange.caller.tenant, exchange.caller.user or None
-        elif scope is not None:
-            caller = exchange.caller = await self._authentication.caller(exchange, scope)
+        elif bound.endpoint.scope is not None:
+            caller = exchange.caller = await self._authentication.caller(exchange, bound.endpoint)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
         await bound.handle(exchange)
@@ -185,12 +194,12 @@ class App:
     async def _answer_unrouted(self, exchange: Exchange) -> None:
         exchange.route = "unknown"
         path = exchange.path
-        method = self._router.method_of(path)
+        methods = ", ".join(self._router.methods_of(path))
         where = f"{exchange.method[:16]} {path[:256]}"
-        if method is not None:
-            exchange.extra_headers.append((b"allow", method.encode()))
-            await self._guarded(exchange, _fail(MethodNotAllowed(f"{where} is not possible; use {method}.")))
-        elif path.endswith("/") and self._router.method_of(path.rstrip("/")) is not None:
+        if methods:
+            exchange.extra_headers.append((b"allow", methods.encode()))
+            await self._guarded(exchange, _fail(MethodNotAllowed(f"{where} is not possible; use {methods}.")))
+        elif path.endswith("/") and self._router.methods_of(path.rstrip("/")):
             await self._guarded(exchange, exchange.reply(307, b"", headers=[(b"location", _without_slash(exchange))]))
         else:
             problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
@@ -221,8 +230,8 @@ def _our_fault(exchange: Exchange) -> ServerError:
 
 
 def _without_slash(exchange: Exchange) -> bytes:
-    """The URL of a request without the slashes at its end."""
+    """The path of a request without the slashes at its end. It names no host, since what a client sends as `Host` must
+    not decide where others are sent; for the same reason it begins with one slash."""
     query: bytes = exchange.scope["query_string"]
-    host = exchange.header(b"host")
-    path = quote(exchange.path.rstrip("/"), safe=":/%#?=@[]!$&'()*+,;").encode()
-    return (b"" if host is None else b"http://" + host) + path + (b"?" + query if query else b"")
+    path = quote("/" + exchange.path.strip("/"), safe=":/@!$&'()*+,;=").encode()
+    return path + (b"?" + query if query else b"")

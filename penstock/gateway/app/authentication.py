@@ -1,25 +1,30 @@
 """Who sends a request, and whether that caller may use the endpoint.
 
-Without a store for keys, and as long as it holds none, every request comes from the open caller.
+Without a store for keys, and as long as it holds none, every request comes from the open caller, unless a web page of
+another origin may have sent it (`browsers.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from penstock.gateway.app.browsers import BrowserGuard
+from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.app.exchange import Exchange
-from penstock.identity import OPEN_CALLER, Caller, KeyRing, Scope
+from penstock.identity import OPEN_CALLER, Caller, KeyRing
 from penstock.protocol.errors import PermissionDenied
 
 
 class OpenAuthentication:
-    """Accepts every request: there is no store for keys."""
+    """Accepts every request that no foreign web page can have sent: there is no store for keys."""
 
-    def __init__(self, default_tier: str) -> None:
+    def __init__(self, default_tier: str, guard: BrowserGuard) -> None:
         self._open_caller = dataclasses.replace(OPEN_CALLER, tier=default_tier)
+        self._guard = guard
 
-    async def caller(self, exchange: Exchange, scope: Scope) -> Caller:
-        """The caller of a request, if it may use `scope`; raises otherwise."""
+    async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:
+        """The caller of a request, if it may use the endpoint; raises otherwise."""
+        self._guard.check(exchange, takes_files=endpoint.form is not None)
         return self._open_caller
 
     async def holder(self, tenant: str, key: str) -> Caller:
@@ -33,17 +38,17 @@ class OpenAuthentication:
 class Authentication(OpenAuthentication):
     """Checks keys against the store, through the key ring."""
 
-    def __init__(self, keyring: KeyRing, default_tier: str) -> None:
-        super().__init__(default_tier)
+    def __init__(self, keyring: KeyRing, default_tier: str, guard: BrowserGuard) -> None:
+        super().__init__(default_tier, guard)
         self._keyring = keyring
 
-    async def caller(self, exchange: Exchange, scope: Scope) -> Caller:
+    async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:
         sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
         caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
         if caller is OPEN_CALLER:
-            return self._open_caller
-        if scope not in caller.scopes:
-            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{scope}`.")
+            return await super().caller(exchange, endpoint)
+        if endpoint.scope not in caller.scopes:
+            raise PermissionDenied(f"The API key {caller.key} lacks the scope `{endpoint.scope}`.")
         return caller
 
     async def holder(self, tenant: str, key: str) -> Caller:

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from penstock.gateway.app.endpoint import Endpoint
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.exchange import JSON, Exchange, encode_json
 from penstock.gateway.app.openapi import Document, Replies, openapi
 
 _STYLE = """
@@ -22,7 +22,8 @@ HTML = b"text/html; charset=utf-8"
 
 
 class Documentation:
-    """Answers both; the document is made when it is first asked for."""
+    """Answers both; they are made when they are first asked for, and all connections share the bytes: no key is needed
+    to ask for them."""
 
     def __init__(self, endpoints: Sequence[Endpoint], replies: Replies) -> None:
         self._endpoints = endpoints
@@ -32,11 +33,19 @@ class Documentation:
     def _document(self) -> Document:
         return openapi(self._endpoints, self._replies)
 
+    @cached_property
+    def _encoded(self) -> bytes:
+        return encode_json(self._document)
+
+    @cached_property
+    def _page(self) -> bytes:
+        return page(self._document).encode()
+
     async def openapi_json(self, exchange: Exchange) -> None:
-        await exchange.reply_json(self._document)
+        await exchange.reply(200, self._encoded, JSON)
 
     async def docs(self, exchange: Exchange) -> None:
-        await exchange.reply(200, page(self._document).encode(), HTML)
+        await exchange.reply(200, self._page, HTML)
 
 
 PAGES = tuple(

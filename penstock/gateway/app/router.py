@@ -39,10 +39,8 @@ class Router:
                 return bound, found.groupdict()
         return None
 
-    def method_of(self, path: str) -> str | None:
-        """The method of the first endpoint that has this path; None when there is no such path."""
-        for bound in self.endpoints:
-            endpoint = bound.endpoint
-            if endpoint.path == path or ("{" in endpoint.path and pattern(endpoint.path).fullmatch(path)):
-                return endpoint.method
-        return None
+    def methods_of(self, path: str) -> list[str]:
+        """The methods of the endpoints that have this path; none when there is no such path."""
+        found = [method for method, known in self.fixed if known == path]
+        found += [method for method, regex, _ in self._patterns if regex.fullmatch(path)]
+        return sorted(set(found))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tool_choice import for_template
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.registry import ServedModel
-from penstock.text import ChatTemplateError
+from penstock.text import ChatTemplateError, TemplateTooHeavy
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.toolbox import Tool
 
@@ -62,15 +63,16 @@ class Tokenization:
             )
         size = messages_size(messages)
 
-        def encode() -> list[int]:
+        def encode(*, quick: bool = False) -> list[int]:
             prepared, described = for_template(messages, tools, model)
             return model.text.encode_chat(
-                prepared, tools=described, add_generation_prompt=add_generation_prompt, most=most
+                prepared, tools=described, add_generation_prompt=add_generation_prompt, most=most, quick=quick
             )
 
         try:
             if size <= INLINE_CHARACTERS and not tools:
-                return encode()
+                with suppress(TemplateTooHeavy):  # a template may take long for a short chat
+                    return encode(quick=True)
             return await self.run(tenant, size, encode)
         except ChatTemplateError as error:
             message = str(error)

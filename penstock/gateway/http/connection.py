@@ -1,31 +1,29 @@
 """One client's connection: bytes are parsed into requests, which are answered one after the other.
 
-Invariants: one request is answered at a time and few more are queued, so the memory of a connection is bounded. A head
-that is malformed or larger than `head_limit` is answered with an error and ends the connection. The unread rest of a
-body is discarded for a moment before the connection closes, so that the client sees the reply. An exception that the
-application does not catch goes to the listener's `Failure`, which may still reply; without a reply the connection ends.
-Finished requests are not part of reference cycles, so their memory is freed without a garbage collection.
+Invariants: what a connection holds is bounded. One request is answered at a time, the next one begins when the last
+reply has left our buffers, few more are queued, and of a large reply only a piece is in the transport's buffer. A head
+that is malformed or larger than `head_limit` is answered with an error and ends the connection; trailers and the
+framing of a chunked body have the same limit. Every wait for the client has a deadline: for its requests (`due`) and
+for reading our replies (`write_due`). The unread rest of a body is discarded for a moment before the connection closes,
+so that the client sees the reply. A client that has shut down its sending side still gets its reply. An exception that
+the application does not catch goes to the listener's `Failure`, which may still reply; without a reply the connection
+ends. Finished requests are not part of reference cycles, so their memory is freed without a garbage collection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
-from itertools import chain
 from typing import Any, cast
 
 import httptools
 
-from penstock.gateway.http.request import Message, Request, Scope
+from penstock.gateway.http.connections import Connections
+from penstock.gateway.http.head import BAD_REQUEST, MOST_HEADERS, TOO_LARGE, framing, refusal
+from penstock.gateway.http.request import Request, Scope
 
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-Failure = Callable[[Exception, Scope, Receive, Send | None], Awaitable[None]]
-"""Called with an exception that the application did not catch. The last argument sends a reply; it is None when a reply
-has begun already."""
 log = logging.getLogger("penstock.http")
 
 MOST_WAITING = 64
@@ -34,30 +32,16 @@ BODY_AHEAD = 256 * 1024
 """Bytes of a body that are buffered before the application reads them."""
 UNSENT = 64 * 1024
 """Bytes of a reply that are buffered for the client before sending blocks."""
+PIECE = 128 * 1024
+"""A reply that is larger is given to the transport in pieces of this size."""
 LINGER_S = 2.0
 """How long the unread rest of a body is discarded before the connection closes."""
-
-
-class Connections:
-    """The state that the connections of one listener share."""
-
-    def __init__(self, app: Application, failed: Failure, *, head_limit: int, receive_s: float, room: int) -> None:
-        """`room`: the most connections; further ones are answered with 503."""
-        self.app = app
-        self.failed = failed
-        self.head_limit = head_limit
-        self.receive_s = receive_s
-        self.room = room
-        self.loop = asyncio.get_running_loop()
-        self.open: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.closing = False
-
-    def sweep(self) -> None:
-        """Close connections whose deadline has passed."""
-        now = self.loop.time()
-        for connection in [one for one in self.open if one.due is not None and one.due <= now]:
-            connection.expire()
+NOTICE_S = 1.0
+"""The application waits for a reader just as long as the connection and shall notice first, since it counts them."""
+LOOK_S = (0.02, 0.2)
+"""When to see whether a client that sends no more is gone altogether; after that, the sweeper looks."""
+_TCP_CLOSE = 7
+"""The state of a socket after a reset, in the first byte of Linux's TCP_INFO."""
 
 
 class Connection(asyncio.Protocol):
@@ -67,31 +51,51 @@ class Connection(asyncio.Protocol):
         self._shared = shared
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
+        self._address = ""
         self._scheme: dict[str, Any] = {}
         self._coming: Request | None = None
         """The request whose head or body is arriving."""
         self._answering: Request | None = None
+        """The request whose reply is being made or has not left our buffers."""
         self._waiting: deque[Request] = deque()
         self._head_size = 0
         self._in_head = True
+        self._trailers = 0
+        self._since_body = 0
+        """Bytes read after the last part of the body: the size of a chunk or the trailers."""
+        self._fed = 0
+        self._body_size = 0
+        self._repeated_head = False
         self._refusal = b""
         self._reading = True
         self._last = False
         """Whether no further request on this connection is read."""
+        self._overdue = False
+        self._unsent: deque[memoryview] = deque()
+        """What the transport's buffer has no room for yet."""
+        self._blocked = False
+        """Whether the transport's buffer is full."""
+        self._looking: asyncio.TimerHandle | None = None
+        self.half_closed = False
+        """Whether the client sends no more; it may still read."""
         self.paused: asyncio.Future[None] | None = None
         self.due: float | None = None
-        """The deadline of the client, by the clock of the event loop; None while there is none."""
+        """The deadline of the client for its next step, by the clock of the event loop; None while there is none."""
+        self.write_due: float | None = None
+        """The deadline of the client for reading what fills our buffer; None while it is not full."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         shared = self._shared
         self._transport = transport = cast(asyncio.Transport, transport)
-        if shared.closing or len(shared.open) >= shared.room:
-            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        self._address = str(client[0]) if isinstance(client, tuple) else ""
+        if not shared.admit(self, self._address):
+            self._last = True
+            transport.write(_short(b"503 Service Unavailable\r\nretry-after: 1"))
+            transport.close()
             return
         transport.set_write_buffer_limits(high=UNSENT)
-        shared.open.add(self)
         self.due = shared.loop.time() + shared.receive_s
-        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
         self._scheme = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -102,34 +106,116 @@ class Connection(asyncio.Protocol):
         }
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._shared.open.discard(self)
+        self._shared.forget(self, self._address)
         self.due = None
         self._last = True
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         for request in (self._answering, self._coming):
             if request is not None:
                 request.disconnect()
         self._coming = self._parser = None  # the parser refers to its connection
         self._waiting.clear()
+        self._unsent.clear()
+        if self._answering is not None and self._answering.done:
+            self._answering = None
         self.resume_writing()
 
+    def eof_received(self) -> bool:
+        """The client sends no more. Whether it is gone altogether shows only when it refuses data: so a request that
+        is complete goes on, and the client is sent something that it can ignore."""
+        answering = self._answering
+        if answering is None or not (answering.complete or answering.done):
+            return False
+        if answering.probe() is None:
+            return False
+        self.half_closed = True
+        self._coming = None
+        self._probe()
+        self._look_again(0)
+        return True
+
+    def _probe(self) -> None:
+        if self._answering is not None and self.paused is None and (probe := self._answering.probe()):
+            self._transport.write(probe)
+
+    def _look_again(self, turn: int) -> None:
+        loop = self._shared.loop
+        self._looking = loop.call_later(LOOK_S[turn], self._look_twice, turn) if turn < len(LOOK_S) else None
+
+    def _look_twice(self, turn: int) -> None:
+        self.look()
+        if not self._transport.is_closing():
+            self._look_again(turn + 1)
+
+    def look(self) -> None:
+        """End a half-closed connection whose client has refused data. The event loop no longer watches it."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            gone = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+        except (OSError, AttributeError):  # a system without this option
+            gone = True
+        if gone:
+            self._transport.abort()
+
+    def look_closely(self) -> None:
+        """`look`, and make a client that has gone meanwhile refuse something."""
+        self.look()
+        if not self._transport.is_closing():
+            self._probe()
+
     def data_received(self, data: bytes) -> None:
-        parser = self._parser
-        if self._last or parser is None:
+        if self._last or self._parser is None:
             return
         if self._in_head:
             self._head_size += len(data)
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._last = True  # upgrades are not supported: this request is answered, then the connection ends
-            if self._answering is not None:
-                self._answering.keep_alive = False
-        except httptools.HttpParserError:
-            self._refusal = self._refusal or b"400 Bad Request"
-        if self._in_head and self._head_size > self._shared.head_limit:
-            self._refusal = self._refusal or b"431 Request Header Fields Too Large"
+        else:
+            self._since_body += len(data)
+            self._fed += len(data)
+        self._feed(data)
+        if not self._refusal:
+            limit = self._shared.head_limit
+            if self._in_head:
+                if self._head_size > limit:
+                    self._refusal = TOO_LARGE
+            elif self._since_body > limit:
+                self._refusal = TOO_LARGE
+            elif self._fed > limit + 2 * self._body_size:
+                self._refusal = BAD_REQUEST  # more framing than body
         if self._refusal:
             self._refuse(self._refusal)
+
+    def _feed(self, data: bytes) -> None:
+        parser = self._parser
+        assert parser is not None
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError:
+            log.exception("a request could not be read")
+            self._refusal = self._refusal or BAD_REQUEST
+        except httptools.HttpParserError:
+            self._refusal = self._refusal or BAD_REQUEST
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """The parser ends a message that asks for an upgrade after its head. Another one reads on as if the head had
+        not asked."""
+        request = self._coming
+        if self._refusal or self._last or request is None:
+            return
+        self._parser = parser = httptools.HttpRequestParser(self)
+        if framed := framing(request):
+            self._repeated_head = True
+            parser.feed_data(b"POST / HTTP/1.1\r\n" + framed + b"\r\n")
+            self._repeated_head = self._in_head = False
+            self._coming = request
+        else:
+            request.upgrades = False
+            self.on_message_complete()
+        if rest:
+            self._feed(rest)
 
     def on_message_begin(self) -> None:
         loop = self._shared.loop
@@ -144,24 +230,26 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._coming is not None
-        if self._in_head:  # trailers of a chunked body are ignored
+        if self._in_head:
             self._coming.headers.append((name.lower(), value))
+        else:  # trailers of a chunked body are ignored
+            self._trailers += 1
+            if self._trailers > MOST_HEADERS:
+                self._refusal = TOO_LARGE
 
     def on_headers_complete(self) -> None:
         request, parser = self._coming, self._parser
         assert request is not None and parser is not None
+        if self._repeated_head:
+            return
         self._in_head = False
-        headers = request.headers
-        size = len(request.target) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
-        self._head_size = 0
-        if size > self._shared.head_limit:
-            self._refusal = b"431 Request Header Fields Too Large"
+        self._head_size = self._trailers = self._since_body = self._fed = self._body_size = 0
+        request.method, request.version = parser.get_method().decode("latin-1"), parser.get_http_version()
+        self._refusal = self._refusal or refusal(request, self._shared.head_limit)
         if self._refusal or self._last:
             return
-        if not request.target.startswith(b"/"):
-            request.target = _origin_form(request.target)
-        request.method, request.version = parser.get_method().decode("latin-1"), parser.get_http_version()
         request.keep_alive = parser.should_keep_alive()
+        request.upgrades = request.upgrades and parser.should_upgrade()
         if self._answering is None:
             self._answer(request)
         elif len(self._waiting) < MOST_WAITING:
@@ -172,15 +260,21 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         request = self._coming
+        self._since_body = 0
+        self._body_size += len(part)
         if request is not None and not request.done:
             request.feed(part)
             if request.buffered > BODY_AHEAD:
                 self._pause_reading()
 
     def on_message_complete(self) -> None:
-        request, self._coming = self._coming, None
+        request = self._coming
+        if request is not None and request.upgrades:
+            request.upgrades = False  # only the head is complete
+            return
+        self._coming = None
         self._in_head = True
-        if request is not None:
+        if request is not None and not self._refusal:
             request.end()
 
     def _answer(self, request: Request) -> None:
@@ -219,39 +313,74 @@ class Connection(asyncio.Protocol):
             self._refuse(b"500 Internal Server Error")
 
     def write(self, data: bytes) -> None:
-        self._transport.write(data)
+        if not self._unsent and len(data) <= PIECE:
+            self._transport.write(data)
+            return
+        self._unsent.append(memoryview(data))
+        self._send_pieces()
+
+    def _send_pieces(self) -> None:
+        unsent = self._unsent
+        while unsent and not self._blocked:
+            first = unsent[0]
+            if len(first) > PIECE:
+                unsent[0] = first[PIECE:]
+            else:
+                unsent.popleft()
+            self._transport.write(first[:PIECE])
 
     def read_on(self) -> None:
-        if not self._reading and not self._waiting and not self._last:
+        if not self._reading and not self._waiting and not self._last and not self.half_closed:
             self._reading = True
             self._transport.resume_reading()
 
-    def answered(self, request: Request, *, keep: bool) -> None:
+    def answered(self, request: Request) -> None:
+        if self.paused is None:
+            self._go_on(request)  # otherwise when the reply has left our buffers
+
+    def _go_on(self, request: Request) -> None:
+        """To the next request, now that a reply has been sent."""
         self._answering = None
         if not request.complete:
             self._linger()
-        elif not keep:
-            self._last = True
-            self._transport.close()
+        elif not request.keep:
+            self._close()
         elif self._waiting:
             self._answer(self._waiting.popleft())
             self.read_on()
-        elif self._last or self._shared.closing:
-            self._last = True
-            self._transport.close()
+        elif self._last:
+            self._linger()  # what was not read must not reset the connection before the client has read the replies
+        elif self.half_closed or self._shared.closing:
+            self._close()
         else:
             self.due = self._shared.loop.time() + self._shared.receive_s
             self.read_on()  # reading may have been paused by a large body
+
+    def _close(self) -> None:
+        self._last = True
+        self.due = self._shared.loop.time() + self._shared.stalled_reader_s
+        self._transport.close()
+
+    @property
+    def sending(self) -> bool:
+        """Whether a reply is complete and the client has not taken all of it."""
+        if self._answering is not None:
+            return self._answering.done
+        return self._transport.get_write_buffer_size() > 0
 
     def close_when_idle(self) -> None:
         if self._answering is None:
             self._transport.close()
 
     def expire(self) -> None:
-        """The deadline has passed."""
+        """The deadline for the client's next step has passed."""
         self.due = None
         if self._coming is not None and not self._last:
             self._refuse(b"408 Request Timeout")
+        elif not self._overdue and self._transport.get_write_buffer_size():
+            # The end of the last reply has not been read: that has a deadline of its own.
+            self._overdue = self._last = True
+            self.due = self._shared.loop.time() + self._shared.stalled_reader_s
         else:
             self._transport.abort()
 
@@ -259,13 +388,24 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def pause_writing(self) -> None:
+        loop = self._shared.loop
+        self._blocked = True
+        self.write_due = loop.time() + self._shared.stalled_reader_s + NOTICE_S
         if self.paused is None:
-            self.paused = self._shared.loop.create_future()
+            self.paused = loop.create_future()
 
     def resume_writing(self) -> None:
+        self._blocked = False
+        self.write_due = None
+        self._send_pieces()
+        if self._blocked:
+            return
         paused, self.paused = self.paused, None
         if paused is not None and not paused.done():
             paused.set_result(None)
+        request = self._answering
+        if request is not None and request.done:
+            self._go_on(request)
 
     def _pause_reading(self) -> None:
         if self._reading:
@@ -276,6 +416,9 @@ class Connection(asyncio.Protocol):
         """Half-close; discard what the client still sends, for a while."""
         self._last = True
         self.due = self._shared.loop.time() + LINGER_S
+        if self.half_closed:
+            self._transport.close()
+            return
         if self._transport.can_write_eof():
             self._transport.write_eof()
         if not self._reading:
@@ -287,21 +430,15 @@ class Connection(asyncio.Protocol):
         self._last = True
         answering = self._answering
         if answering is not None:
-            if answering.complete:
+            if answering.complete or answering.done:
                 return  # only a later request is malformed; the connection ends after this reply
             answering.disconnect()
             if answering.started:
                 self._transport.abort()
                 return
-        self._transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self._transport.write(_short(status))
         self._linger()
 
 
-def _origin_form(target: bytes) -> bytes:
-    """The path of a target in absolute form, which clients send to proxies (`http://host/path`)."""
-    try:
-        url = httptools.parse_url(target)
-    except httptools.HttpParserInvalidURLError:
-        return target
-    path = url.path or b"/"
-    return path if url.query is None else path + b"?" + url.query
+def _short(status: bytes) -> bytes:
+    return b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"

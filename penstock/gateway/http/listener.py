@@ -10,7 +10,8 @@ import asyncio
 import logging
 import socket
 
-from penstock.gateway.http.connection import Application, Connection, Connections, Failure
+from penstock.gateway.http.connection import Connection
+from penstock.gateway.http.connections import Application, Connections, Failure
 
 log = logging.getLogger("penstock.http")
 
@@ -19,6 +20,8 @@ AT_ONCE = 64
 """Connections that are accepted in one iteration of the event loop."""
 AGAIN_S = 0.1
 """How long to wait before accepting again when the system is out of resources."""
+FLUSH_S = 0.01
+"""How often to see whether the last replies have been sent, at the end."""
 
 
 class Listener:
@@ -34,11 +37,23 @@ class Listener:
         head_limit: int,
         receive_s: float,
         room: int,
+        stalled_reader_s: float,
+        room_per_address: int | None = None,
     ) -> None:
         """`failed` is called with exceptions that `app` does not catch. `head_limit`: bytes of a request line and its
-        headers. `receive_s`: how long a connection may be idle or take to send a head. `room`: most connections."""
+        headers. `receive_s`: how long a connection may be idle or take to send a head. `room`: most connections.
+        `stalled_reader_s`: how long a client may leave a full buffer unread. `room_per_address`: most connections of
+        one address."""
         self._address = host, port
-        self._shared = Connections(app, failed, head_limit=head_limit, receive_s=receive_s, room=room)
+        self._shared = Connections(
+            app,
+            failed,
+            head_limit=head_limit,
+            receive_s=receive_s,
+            stalled_reader_s=stalled_reader_s,
+            room=room,
+            room_per_address=room_per_address,
+        )
         self._listening: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
         self._arriving: set[asyncio.Task[None]] = set()
@@ -57,6 +72,7 @@ class Listener:
             return
         shared = self._shared
         shared.closing = True
+        until = shared.loop.time() + within
         if self._again is not None:
             self._again.cancel()
         shared.loop.remove_reader(self._listening.fileno())
@@ -66,6 +82,10 @@ class Listener:
             connection.close_when_idle()
         if shared.tasks:
             await asyncio.wait(list(shared.tasks), timeout=within)
+        while (  # noqa: ASYNC110 (connections end in many ways, and there is no common event)
+            shared.loop.time() < until and any(connection.sending for connection in shared.open)
+        ):
+            await asyncio.sleep(FLUSH_S)
         self._sweeper.cancel()
         for task in list(shared.tasks):
             task.cancel()
@@ -106,7 +126,7 @@ class Listener:
             log.debug("a connection ended before it was set up: %s", error)
 
     async def _sweep(self) -> None:
-        interval = min(1.0, self._shared.receive_s / 4)
+        interval = min(1.0, self._shared.receive_s / 4, self._shared.stalled_reader_s / 4)
         while True:
             await asyncio.sleep(interval)
             self._shared.sweep()

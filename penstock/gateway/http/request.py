@@ -22,6 +22,9 @@ Callback = Callable[[], None]
 ON_DISCONNECT = "penstock.on_disconnect"
 """Key of a scope: a function that registers the callback for a disconnect of the client; None removes it."""
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+COPIED = 64 * 1024
+"""A larger body is not copied to be sent together with its head."""
 _BODILESS = frozenset((204, 304))
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
@@ -37,8 +40,8 @@ class Wire(Protocol):
     def read_on(self) -> None:
         """Resume reading: more of the body fits into the buffer."""
 
-    def answered(self, request: Request, *, keep: bool) -> None:
-        """The reply is complete; `keep`: the connection may be used again."""
+    def answered(self, request: Request) -> None:
+        """The reply is complete."""
 
 
 class Request:
@@ -47,9 +50,8 @@ class Request:
     __slots__ = (
         "_callback",
         "_chunked",
-        "_expects",
+        "_events",
         "_head",
-        "_keep",
         "_loop",
         "_parts",
         "_told",
@@ -59,11 +61,14 @@ class Request:
         "complete",
         "disconnected",
         "done",
+        "expects",
         "headers",
+        "keep",
         "keep_alive",
         "method",
         "started",
         "target",
+        "upgrades",
         "version",
     )
 
@@ -86,20 +91,23 @@ class Request:
         self._parts: list[bytes] = []
         self._told = False
         """Whether the application has been told that the body is complete."""
-        self._expects = False
+        self.expects = False
+        """Whether the client waits for `100 Continue` before it sends the body."""
+        self.upgrades = False
+        """Whether the client offers to change the protocol."""
         self._waiter: asyncio.Future[None] | None = None
         self._callback: Callback | None = None
         self._head = b""
         self._chunked = False
-        self._keep = True
+        self._events = False
+        """Whether the reply is a stream of server-sent events."""
+        self.keep = True
+        """Whether the connection may be used again after this reply."""
 
     def scope(self, scheme: dict[str, Any]) -> Scope:
         """The ASGI scope, once the head has arrived. `scheme`: the part that all requests of the connection share."""
         path, _, query = self.target.partition(b"?")
         text = path.decode("latin-1")
-        for name, value in self.headers:
-            if name == b"expect" and value.lower() == b"100-continue":
-                self._expects = True
         return {
             **scheme,
             "method": self.method,
@@ -145,9 +153,9 @@ class Request:
                 return {"type": "http.request", "body": body, "more_body": not self.complete}
             if self.disconnected or self.done:
                 return _DISCONNECT
-            if self._expects and not self.started:
-                self._expects = False
-                self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if self.expects and not self.started:
+                self.expects = False
+                self._wire.write(CONTINUE)
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -171,7 +179,11 @@ class Request:
         elif self.method == "HEAD":
             body = b""
         if self._head:
-            body, self._head = self._head + body, b""
+            head, self._head = self._head, b""
+            if len(body) > COPIED:
+                self._wire.write(head)  # not joined: large bodies may be files that all connections share
+            else:
+                body = head + body
         if body:
             self._wire.write(body)
         if not more:
@@ -183,7 +195,16 @@ class Request:
         self.done = True
         self._callback = None
         self._wake()
-        self._wire.answered(self, keep=self._keep)
+        self._wire.answered(self)
+
+    def probe(self) -> bytes | None:
+        """Bytes that mean nothing to a client that still reads and that one which is gone refuses; None: there are
+        none before the reply to an HTTP/1.0 request."""
+        if not self.started:
+            return CONTINUE if self.version == "1.1" else None
+        if not self._events or self._head or self.done:
+            return b""
+        return b"3\r\n:\n\n\r\n" if self._chunked else b":\n\n"
 
     def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if self.started:
@@ -197,12 +218,13 @@ class Request:
         if not sized and self.version == "1.1":
             self._chunked = self.method != "HEAD"
             lines.append(b"transfer-encoding: chunked\r\n")
+        self._events = given.get(b"content-type", b"").startswith(b"text/event-stream")
         # Without a length, the end of the connection ends the body; and the unread rest of a request body would be
         # taken for the next request.
-        self._keep = self.keep_alive and not closes and (sized or self.version == "1.1") and self.complete
-        if not self._keep and not closes:
+        self.keep = self.keep_alive and not closes and (sized or self.version == "1.1") and self.complete
+        if not self.keep and not closes:
             lines.append(b"connection: close\r\n")
-        elif self._keep and self.version == "1.0":
+        elif self.keep and self.version == "1.0":
             lines.append(b"connection: keep-alive\r\n")
         lines.append(_date())
         self._head = b"".join(lines)

@@ -108,6 +108,11 @@ class Guardrails:
         await self._moderate(exchange, [text], "prompt")
         return text
 
+    async def problem(self) -> str | None:
+        """Why every request is refused at the moment; None: they are not."""
+        failing = [moderation.config.name for moderation in self._moderations if moderation.refuses_all]
+        return f"the model of the guardrail `{failing[0]}` does not answer" if failing else None
+
     def watch(self, exchange: Exchange, generation: Generation) -> None:
         """Filter what the generation says."""
         if not self._output and not self._moderations:

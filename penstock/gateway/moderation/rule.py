@@ -31,6 +31,8 @@ AT_ONCE = 4
 CACHED_PARTS = 4096
 """Parts found harmless: the turns of a conversation, which every request repeats, are checked once."""
 
+FAILED_S = 10.0
+
 Stage = Literal["input", "output"]
 Verdict = Literal["passed", "flagged", "failed"]
 
@@ -44,9 +46,20 @@ class ModerationRule:
         self._metrics = metrics
         self._slots = asyncio.Semaphore(config.concurrency)
         self._harmless: OrderedDict[bytes, None] = OrderedDict()
+        self._failed_at: float | None = None
+        """When its moderator failed, unless it has worked since."""
 
     async def close(self) -> None:
         await self._moderator.close()
+
+    @property
+    def refuses_all(self) -> bool:
+        """Whether the rule refuses every request because its moderator failed. It is believed to work again after
+        `FAILED_S`, because only requests can tell."""
+        config = self.config
+        if config.on_error != "refuse" or config.stage == "output" or config.tenants or config.tiers:
+            return False
+        return self._failed_at is not None and monotonic() - self._failed_at < FAILED_S
 
     async def verdict(self, exchange: Exchange, texts: Iterable[str], stage: Stage) -> Verdict:
         """The verdict on all texts together; `failed` only where failures do not pass."""
@@ -72,8 +85,10 @@ class ModerationRule:
             async with asyncio.timeout(self.config.timeout_s), self._slots:
                 found = await self._moderator.probability(exchange, part)
             verdict = "flagged" if found >= self._moderator.threshold else "passed"
+            self._failed_at = None
         except FAILURES as error:  # its message may quote the text, so only its type is logged
             log.warning("guardrail %r could not ask its model: %s", self.config.name, type(error).__name__)
+            self._failed_at = monotonic()
         self._metrics.context.moderated(self.config.name, stage, verdict, monotonic() - began)
         if verdict == "passed":
             self._harmless[digest] = None

@@ -6,7 +6,6 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -36,13 +35,15 @@ from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
-from penstock.gateway.api.operations.health import HealthEndpoints
+from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import Unavailable
 from penstock.gateway.app.tracing import RequestTracing
+from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
 from penstock.gateway.batches.runner import BatchRunner
@@ -80,6 +81,7 @@ from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
+from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -87,15 +89,13 @@ from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.execution import ToolRegistry
 
-UPLOADS = 4
-"""Files that are read at the same time: each is in memory while it is read."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """A running gateway, for the process that runs it (and for tests)."""
 
     settings: GatewaySettings
+    bodies: Bodies
     registry: ModelRegistry
     encoders: Encoders
     metrics: Metrics
@@ -137,10 +137,15 @@ async def compose(
         stack.callback(text_threads.close)
         tokenization = Tokenization(text_threads)
         database, stores = None, None
+        checks: dict[str, Check] = {}
         if settings.store_url is not None:
             database = await open_database(settings.store_url)
             closing(database.close)
             stores = await open_stores(database, settings, metrics.registry)
+            watch = DatabaseWatch(database)
+            watch.start()
+            closing(watch.close)
+            checks["store"] = watch.check
         tracing = RequestTracing(settings.telemetry, metrics)
         closing(tracing.close)
         request_log = open_request_log(settings, database, metrics)
@@ -170,6 +175,7 @@ async def compose(
         closing(quotas.close)
         background = BackgroundTasks()
         closing(background.close)
+        checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
         for embedder in encoders:
@@ -193,6 +199,7 @@ async def compose(
         moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
         guardrails = Guardrails(settings.guardrails, metrics, moderators)
         closing(guardrails.close)
+        checks["guardrails"] = guardrails.problem
         tools = ToolRegistry(
             settings.tool_servers,
             None if stores is None else stores.tools,
@@ -273,7 +280,7 @@ async def compose(
         responses = NoResponseStore() if stores is None else stores.responses
 
         # What requests reach.
-        limit, uploads = settings.body_limit, asyncio.Semaphore(UPLOADS)
+        limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
         models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
@@ -298,7 +305,7 @@ async def compose(
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),
-            HealthEndpoints(registry, drain),
+            HealthEndpoints(registry, drain, checks),
             MetricsEndpoints(workers),
         ]
         if stores is None or runner is None:
@@ -313,6 +320,7 @@ async def compose(
             ]
         yield Gateway(
             settings=settings,
+            bodies=Bodies(settings.body_memory, settings.body_disk),
             registry=registry,
             encoders=encoders,
             metrics=metrics,

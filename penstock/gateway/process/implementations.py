@@ -11,6 +11,7 @@ from penstock.conversations import ConversationStore, Sessions
 from penstock.conversations.store import SqlConversations
 from penstock.errors import ConfigError
 from penstock.gateway.app.authentication import Authentication, OpenAuthentication
+from penstock.gateway.app.browsers import BrowserGuard
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores
@@ -26,15 +27,16 @@ from penstock.telemetry.metrics import Metrics
 
 
 def authentication(settings: GatewaySettings, stores: Stores | None) -> OpenAuthentication:
+    guard = BrowserGuard(settings.trusted_hosts, settings.cors_origins)
     if stores is None:
-        return OpenAuthentication(settings.default_tier)
+        return OpenAuthentication(settings.default_tier, guard)
     keyring = KeyRing(
         stores.identities,
         default_tier=settings.default_tier,
         fresh_s=settings.key_fresh_s,
         grace_s=settings.key_grace_s,
     )
-    return Authentication(keyring, settings.default_tier)
+    return Authentication(keyring, settings.default_tier, guard)
 
 
 def worker_group(

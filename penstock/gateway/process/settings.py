@@ -103,10 +103,16 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20
+    body_memory: int = 256 * 2**20
+    body_disk: int = 4 * 2**30
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
+    max_connections: int | None = None
+    connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    """Names besides the loopback ones under which a server without keys answers."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """The port of /v1/admin; None: the same port as everything else."""
@@ -219,9 +225,15 @@ class GatewaySettings:
             host=server.host,
             port=server.port,
             body_limit=server.body_limit,
+            body_memory=server.body_memory,
+            body_disk=server.body_disk,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
+            stalled_reader_s=server.stalled_reader_s,
+            max_connections=server.max_connections,
+            connections_per_address=server.connections_per_address,
             cors_origins=server.cors_origins,
+            trusted_hosts=server.trusted_hosts,
             admin_host=server.admin_host,
             admin_port=server.admin_port,
             drain_s=server.drain_s,

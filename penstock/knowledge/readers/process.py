@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -106,7 +107,5 @@ async def _exchange(process: asyncio.subprocess.Process, task: Task, body: bytes
 
 def _lower_priority(pid: int) -> None:
     """Requests go first; a process that has ended already needs nothing."""
-    try:
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-    except OSError:
-        pass

@@ -19,7 +19,8 @@ from tests.engine.tiny import write_checkpoint
 LAYOUTS: dict[str, dict[str, Any]] = {
     "row": {
         "quant_method": "compressed-tensors",
-        "config_groups": {"0": {"weights": {"type": "float", "num_bits": 8}}},
+        "format": "float-quantized",
+        "config_groups": {"0": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8}}},
     },
     "tensor": {"quant_method": "fp8"},
     "tile": {"quant_method": "fp8", "weight_block_size": [32, 32]},

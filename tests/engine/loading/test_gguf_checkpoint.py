@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.engine.loading import open_checkpoint
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.loading.gguf_config import llama3_factors
 from penstock.errors import CheckpointError
 from tests.engine.loading.gguf_files import write_gguf
@@ -47,11 +48,13 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def test_the_default_model_is_read_exactly(default_model: Path) -> None:
+    """Stored bytes are the reference reader's (test_gguf.py); here, what is made of them."""
     checkpoint = open_checkpoint(default_model)
+    file = GGUFFile(default_model)
     reference = {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for tensor in gguf.GGUFReader(default_model).tensors
-        if tensor.name.startswith(("blk.7.", "output_norm"))
+        name: gguf.quants.dequantize(file.raw(name).data, gguf.GGMLQuantizationType(info.type)).reshape(info.shape)
+        for name, info in file.tensors.items()
+        if name.startswith(("blk.7.", "output_norm"))
     }
     layer = "model.layers.7"
     names = {
@@ -88,6 +91,8 @@ def test_the_default_model_is_read_exactly(default_model: Path) -> None:
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
         "eos_token_id": 2,
         "bos_token_id": 1,
         "pad_token_id": 2,

@@ -57,9 +57,11 @@ def rounded(weight: Array, bits: int, group_of: Array) -> tuple[Array, Array, Ar
     return quants, scale, zero
 
 
-def gptq(weight: Array, *, bits: int = 4, act_order: bool = False, v2: bool = False) -> Stored:
+def gptq(
+    weight: Array, *, bits: int = 4, act_order: bool = False, v2: bool = False, group: int = GROUP, g_idx: bool = True
+) -> Stored:
     inputs = weight.shape[1]
-    group_of = np.arange(inputs) // GROUP
+    group_of = np.arange(inputs) // group
     if act_order:
         group_of = group_of[np.random.default_rng(0).permutation(inputs)]
     quants, scale, zero = rounded(weight, bits, group_of)
@@ -67,13 +69,14 @@ def gptq(weight: Array, *, bits: int = 4, act_order: bool = False, v2: bool = Fa
         "qweight": tensor(words(quants, bits).T),
         "qzeros": tensor(words((zero - (0 if v2 else 1)).T, bits)),
         "scales": tensor(scale.T, torch.float16),
-        "g_idx": tensor(group_of, torch.int32),
     }
+    if g_idx:
+        tensors["g_idx"] = tensor(group_of, torch.int32)
     return Stored(tensors, scale[:, group_of] * (quants - zero[:, group_of]))
 
 
-def awq(weight: Array) -> Stored:
-    group_of = np.arange(weight.shape[1]) // GROUP
+def awq(weight: Array, *, group: int = GROUP) -> Stored:
+    group_of = np.arange(weight.shape[1]) // group
     quants, scale, zero = rounded(weight, 4, group_of)
 
     def dealt(numbers: Array) -> Array:
@@ -91,10 +94,12 @@ def awq(weight: Array) -> Stored:
     return Stored(tensors, scale[:, group_of] * (quants - zero[:, group_of]))
 
 
-def packed(weight: Array, *, symmetric: bool) -> Stored:
-    group_of = np.arange(weight.shape[1]) // GROUP
+def packed(weight: Array, *, symmetric: bool, group: int = GROUP) -> Stored:
+    group_of = np.arange(weight.shape[1]) // group
     if symmetric:
-        scale = (np.abs(weight.reshape(len(weight), -1, GROUP)).max(2) / 7).astype(np.float16).astype(float)
+        starts = range(0, weight.shape[1], group)
+        largest = np.stack([np.abs(weight[:, start : start + group]).max(1) for start in starts], 1)
+        scale = (largest / 7).astype(np.float16).astype(float)
         quants = np.clip(np.rint(weight / scale[:, group_of]), -8, 7).astype(np.int64) + 8
         zero = np.full(scale.shape, 8)
     else:
@@ -122,20 +127,29 @@ def fp8(weight: Array) -> Stored:
     return Stored({"weight": quants, "weight_scale": tensor(scale)}, dense)
 
 
-def fp8_tiles(weight: Array) -> Stored:
-    """A scale per square of weights."""
-    rows, inputs = (-(-size // GROUP) for size in weight.shape)
-    padded = np.zeros((rows * GROUP, inputs * GROUP))
+def fp8_tiles(
+    weight: Array,
+    *,
+    tile: tuple[int, int] = (GROUP, GROUP),
+    scale_name: str = "weight_scale_inv",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Stored:
+    """A scale per tile of weights; those at the edges may be cut."""
+    rows, inputs = (-(-size // side) for size, side in zip(weight.shape, tile, strict=True))
+    padded = np.zeros((rows * tile[0], inputs * tile[1]))
     padded[: weight.shape[0], : weight.shape[1]] = weight
-    scale = (np.abs(padded.reshape(rows, GROUP, inputs, GROUP)).max((1, 3)) / 448).astype(np.float32)
-    wide = scale.repeat(GROUP, 0).repeat(GROUP, 1)[: weight.shape[0], : weight.shape[1]]
-    quants = tensor(weight / wide, torch.float32).to(torch.float8_e4m3fn)
+    largest = float(torch.finfo(dtype).max)
+    scale = (np.abs(padded.reshape(rows, tile[0], inputs, tile[1])).max((1, 3)) / largest).astype(np.float32)
+    wide = scale.repeat(tile[0], 0).repeat(tile[1], 1)[: weight.shape[0], : weight.shape[1]]
+    quants = tensor(weight / wide, torch.float32).to(dtype)
     dense = quants.float().numpy().astype(float) * wide.astype(float)
-    return Stored({"weight": quants, "weight_scale_inv": tensor(scale)}, dense)
+    return Stored({"weight": quants, scale_name: tensor(scale)}, dense)
 
 
-def _compressed(form: str, kind: str, bits: int) -> dict[str, Any]:
-    weights = {"type": kind, "num_bits": bits, "strategy": "group" if bits == 4 else "channel"}
+def _compressed(form: str, kind: str, bits: int, group: int = GROUP, **more: Any) -> dict[str, Any]:
+    weights: dict[str, Any] = {"type": kind, "num_bits": bits, "strategy": "channel", **more}
+    if bits == 4:
+        weights |= {"strategy": "group", "group_size": group}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -161,6 +175,37 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Array], Stored]]] = {
     "int8": (_compressed("int-quantized", "int", 8), plain_int8),
     "fp8": (_compressed("float-quantized", "float", 8), fp8),
     "fp8-tiles": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, fp8_tiles),
+    # The down matrix has 96 inputs: groups and tiles of 64 do not divide them.
+    "gptq-cut": ({"quant_method": "gptq", "bits": 4, "group_size": 64}, lambda weight: gptq(weight, group=64)),
+    "gptq-cut-no-index": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64},
+        lambda weight: gptq(weight, group=64, g_idx=False),
+    ),
+    "gptq-cut-act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
+        lambda weight: gptq(weight, group=64, act_order=True),
+    ),
+    "awq-cut": ({"quant_method": "awq", "bits": 4, "group_size": 64}, lambda weight: awq(weight, group=64)),
+    "packed-cut": (
+        _compressed("pack-quantized", "int", 4, group=64),
+        lambda weight: packed(weight, symmetric=True, group=64),
+    ),
+    "fp8-tiles-cut": (
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        lambda weight: fp8_tiles(weight, tile=(64, 64)),
+    ),
+    "fp8-tiles-long": (
+        {"quant_method": "fp8", "weight_block_size": [40, 64]},
+        lambda weight: fp8_tiles(weight, tile=(40, 64)),
+    ),
+    "fp8-blocks": (
+        _compressed("float-quantized", "float", 8, strategy="block", block_structure=[64, 64]),
+        lambda weight: fp8_tiles(weight, tile=(64, 64), scale_name="weight_scale"),
+    ),
+    "fp8-groups": (
+        _compressed("float-quantized", "float", 8, strategy="group", group_size=64),
+        lambda weight: fp8_tiles(weight, tile=(1, 64), scale_name="weight_scale"),
+    ),
 }
 
 

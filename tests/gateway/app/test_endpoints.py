@@ -249,7 +249,10 @@ async def test_a_client_that_does_not_read_cannot_hold_up_the_end(serving: Servi
         stuck.connect(("127.0.0.1", gateway.port))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True}
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        )
         stuck.sendall(head.encode() + data)
         await eventually(lambda: bool(engine.seen) and engine.load_snapshot().running == 0, within=60)
         started = time.monotonic()

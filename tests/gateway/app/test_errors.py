@@ -11,13 +11,15 @@ import pytest
 
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.app.asgi import App
-from penstock.gateway.http.connection import Application, Receive, Send
+from penstock.gateway.http.connections import Application, Receive, Send
 from penstock.gateway.http.request import Scope
 from penstock.text import TextModel
+from tests.gateway.api.test_identity import make_key
 from tests.gateway.conftest import Serving, garbage
 from tests.scripted import ScriptedEngine
 
 USER = {"role": "user", "content": "hi"}
+JSON = {"content-type": "application/json"}
 
 
 def assert_shape(body: dict[str, Any]) -> dict[str, Any]:
@@ -213,14 +215,16 @@ async def test_the_servers_own_cap_on_tokens(serving: Serving) -> None:
 async def test_bodies_that_are_not_requests(serving: Serving, body: bytes) -> None:
     async with serving() as gateway:
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/tokenize", "/v1/detokenize"):
-            reply = await gateway.client.post(path, content=body)
+            reply = await gateway.client.post(path, content=body, headers=JSON)
             assert reply.status_code == 400, reply.text
             error = assert_shape(reply.json())
             assert len(error["message"]) < 1000
 
 
-async def test_the_content_type_does_not_matter(serving: Serving) -> None:
-    async with serving() as gateway:
+async def test_with_a_key_the_content_type_does_not_matter(serving: Serving, tmp_path: Path) -> None:
+    async with serving(store_url=f"sqlite:///{tmp_path}/store.db") as gateway:
+        await gateway.client.post("/v1/admin/tenants", json={"id": "acme"})
+        gateway.client.headers["authorization"] = f"Bearer {await make_key(gateway)}"
         body = json.dumps({"model": "tiny", "messages": [USER]}).encode()
         for headers in ({}, {"content-type": "text/plain"}, {"content-type": "nonsense"}):
             reply = await gateway.client.post("/v1/chat/completions", content=body, headers=headers)
@@ -229,7 +233,7 @@ async def test_the_content_type_does_not_matter(serving: Serving) -> None:
 
 async def test_a_body_over_the_limit_is_413(serving: Serving) -> None:
     async with serving(body_limit=2048) as gateway:
-        reply = await gateway.client.post("/v1/chat/completions", content=b"x" * 10_000_000)
+        reply = await gateway.client.post("/v1/chat/completions", content=b"x" * 10_000_000, headers=JSON)
         assert reply.status_code == 413
         message = assert_shape(reply.json())["message"]
         assert "2048" in message and "10000000" in message
@@ -238,7 +242,7 @@ async def test_a_body_over_the_limit_is_413(serving: Serving) -> None:
             for _ in range(8):
                 yield b"x" * 1024
 
-        reply = await gateway.client.post("/v1/chat/completions", content=chunked())
+        reply = await gateway.client.post("/v1/chat/completions", content=chunked(), headers=JSON)
         assert reply.status_code == 413
         assert (await gateway.chat()).status_code == 200
 
@@ -259,6 +263,9 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"
         assert (await gateway.client.delete("/v1/models")).status_code == 405
+        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, POST", "all of them"
+        reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})
+        assert reply.status_code == 307 and reply.headers["location"] == "/v1/files?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
 
 

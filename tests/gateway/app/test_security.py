@@ -23,7 +23,7 @@ from tests.gateway.api.test_identity import make_key
 from tests.gateway.conftest import Running, Serving, free_port
 from tests.scripted import ScriptedEngine
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ORIGIN = "https://app.example.com"
 
 
@@ -165,7 +165,8 @@ async def test_no_text_of_a_request_or_an_answer_is_logged(serving: Serving, tex
             answers = ""
             for path, body in bodies:
                 answers += (await gateway.client.post(path, json={"model": "tiny", **body})).text
-            await gateway.client.post("/v1/chat/completions", content=f'{{"model": "{SECRET}'.encode())
+            broken, json_type = f'{{"model": "{SECRET}'.encode(), {"content-type": "application/json"}
+            await gateway.client.post("/v1/chat/completions", content=broken, headers=json_type)
     assert SECRET in answers, "the answers are about it"
     assert log.getvalue().count('"request"') >= len(bodies) - 1, "requests are logged"
     assert SECRET not in log.getvalue()

@@ -18,7 +18,10 @@ from tests.scripted import ScriptedEngine
 
 def raw_request(gateway: Running, **body: Any) -> bytes:
     data = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **body}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 

@@ -93,7 +93,9 @@ async def reply(send: Send, body: bytes, headers: list[tuple[bytes, bytes]] | No
 @asynccontextmanager
 async def listening(room: int = 100, receive_s: float = 5.0) -> AsyncIterator[tuple[Echo, int]]:
     app, port = Echo(), free_port()
-    listener = Listener(app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=receive_s, room=room)
+    listener = Listener(
+        app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=receive_s, room=room, stalled_reader_s=60.0
+    )
     await listener.start()
     try:
         yield app, port
@@ -126,26 +128,26 @@ async def requests_in_pieces() -> None:
             answer = await say(port, *(chunked[i : i + size] for i in range(0, len(chunked), size)))
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and answer.endswith(b"\r\n\r\nabcde")
         assert b"x-late" not in dict(app.seen[-1]["headers"]), "what follows a body is no header"
-        target = b"GET http://other/a%20b/c?q=1%202 HTTP/1.1\r\nX-Name: v\r\nconnection: close\r\n\r\n"
+        target = b"GET http://other/a%20b/c?q=1%202 HTTP/1.1\r\nHost: x\r\nX-Name: v\r\nconnection: close\r\n\r\n"
         assert (await say(port, target)).endswith(b"GET")
         scope = app.seen[-1]
         assert (scope["path"], scope["query_string"]) == ("/a b/c", b"q=1%202")
-        assert (b"x-name", b"v") in scope["headers"]
+        assert (b"x-name", b"v") in scope["headers"] and (b"host", b"other") in scope["headers"]
 
 
 async def test_a_connection_answers_requests_in_order_also_when_they_come_at_once() -> None:
     async with listening() as (app, port):
         both = b"".join(POST + b"content-length: 1\r\n\r\n%d" % number for number in range(4))
-        answer = await say(port, both + b"GET /end HTTP/1.1\r\nconnection: close\r\n\r\n")
+        answer = await say(port, both + b"GET /end HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK\r\n")[1:]]
         assert bodies == [b"0", b"1", b"2", b"3", b"GET"] and len(app.seen) == 5
-        flood = await say(port, b"GET / HTTP/1.1\r\n\r\n" * 5000)
+        flood = await say(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)
         assert flood.count(b" 200 OK") <= MOST_WAITING + 1, "nobody makes it hold thousands"
 
 
 async def test_streams_are_chunked_and_older_clients_get_them_until_the_end() -> None:
     async with listening() as (_, port):
-        new = await say(port, b"GET /stream HTTP/1.1\r\nconnection: close\r\n\r\n")
+        new = await say(port, b"GET /stream HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert b"transfer-encoding: chunked" in new
         assert new.endswith(b"4\r\none \r\n4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n")
         old = await say(port, b"GET /stream HTTP/1.0\r\n\r\n")
@@ -172,7 +174,7 @@ async def test_what_is_no_request_is_answered_and_ends_the_connection() -> None:
             assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1, wrong
         assert (await say(port, b"GET /" + b"a" * 5000)).startswith(b"HTTP/1.1 431"), "without an end"
         assert not [scope for scope in app.seen if scope["method"] == "GET"]
-        good = await say(port, b"GET / HTTP/1.1\r\n\r\nNONSENSE\r\n\r\n")
+        good = await say(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\nNONSENSE\r\n\r\n")
         assert good.startswith(b"HTTP/1.1 200") and good.count(b"HTTP/1.1") == 1, "what came before it is answered"
 
 
@@ -183,16 +185,16 @@ def test_what_escapes_the_application_has_an_owner_and_half_an_answer_never_look
     async def scenario() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: nobody_asked.append(context))
         async with listening() as (app, port):
-            ends = b" HTTP/1.1\r\nconnection: close\r\n\r\n"
-            both = await say(port, b"GET /crash HTTP/1.1\r\n\r\nGET /next" + ends)
+            ends = b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            both = await say(port, b"GET /crash HTTP/1.1\r\nhost: x\r\n\r\nGET /next" + ends)
             assert both.startswith(b"HTTP/1.1 500") and b"our fault" in both and both.endswith(b"GET"), "it goes on"
             assert app.failures == [("the application failed", True)]
             worse = await say(port, b"GET /worse" + ends)
             assert worse.startswith(b"HTTP/1.1 500") and worse.endswith(b"\r\n\r\n")
             with suppress(ConnectionResetError):
-                assert not (await say(port, b"GET /half HTTP/1.1\r\n\r\n")).endswith(b"0\r\n\r\n")
+                assert not (await say(port, b"GET /half HTTP/1.1\r\nhost: x\r\n\r\n")).endswith(b"0\r\n\r\n")
             assert app.failures[-1] == ("in the middle", False), "there is no second answer"
-            after = await say(port, b"GET /after HTTP/1.1\r\n\r\nGET /next" + ends)
+            after = await say(port, b"GET /after HTTP/1.1\r\nhost: x\r\n\r\nGET /next" + ends)
             assert after.count(b"HTTP/1.1 200") == 2 and app.failures[-1] == ("when everything was said", False)
 
     run(scenario())
@@ -206,11 +208,13 @@ def test_what_is_over_leaves_nothing_for_the_garbage_collector(run: Run) -> None
 
     async def scenario() -> None:
         async with listening() as (app, port):
-            close = b"GET /stream HTTP/1.1\r\nconnection: close\r\n\r\n"
+            close = b"GET /stream HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
             with garbage() as found:
                 for _ in range(3):
-                    await say(port, b"GET / HTTP/1.1\r\n\r\n" * 3 + POST + b"content-length: 2\r\n\r\nhi" + close)
-                    await say(port, b"GET /crash HTTP/1.1\r\n\r\n" + close)
+                    await say(
+                        port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3 + POST + b"content-length: 2\r\n\r\nhi" + close
+                    )
+                    await say(port, b"GET /crash HTTP/1.1\r\nhost: x\r\n\r\n" + close)
                     await say(port, b"NONSENSE\r\n\r\n")
                 app.seen.clear()
                 await asyncio.sleep(0.05)
@@ -224,7 +228,7 @@ async def test_who_asks_before_sending_a_body_is_told_to_go_on_and_an_early_answ
         asks = POST + b"content-length: 2\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
         answer = await say(port, asks, b"hi")
         assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and answer.endswith(b"hi")
-        early = b"POST /early HTTP/1.1\r\ncontent-length: 100000\r\n\r\n"
+        early = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n"
         assert (await say(port, early, b"x" * 30_000, b"x" * 30_000)).endswith(b"no need")
 
 
@@ -234,8 +238,8 @@ def test_after_a_large_body_that_nobody_took_in_time_the_connection_goes_on(run:
         async with listening() as (_, port):
             for size in (BODY_AHEAD // 2, BODY_AHEAD + 1, 2 * BODY_AHEAD - 1000, 3 * BODY_AHEAD):
                 body = b"x" * size
-                large = b"POST /late HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + body
-                answer = await say(port, large, b"GET /last HTTP/1.1\r\nconnection: close\r\n\r\n")
+                large = b"POST /late HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + body
+                answer = await say(port, large, b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
                 assert answer.count(b"HTTP/1.1 200 OK") == 2 and body in answer, size
 
     run(scenario())
@@ -248,7 +252,10 @@ def test_a_client_that_leaves_is_noticed_while_it_is_waited_for(run: Run) -> Non
 
 async def client_that_leaves() -> None:
     async with listening() as (app, port):
-        for head in (b"POST /wait HTTP/1.1\r\ncontent-length: 0\r\n\r\n", POST + b"content-length: 5\r\n\r\nab"):
+        for head in (
+            b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+            POST + b"content-length: 5\r\n\r\nab",
+        ):
             app.left.clear()
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head)
@@ -267,13 +274,13 @@ async def client_that_does_not_read() -> None:
     async with listening() as (app, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.pause_reading()
-        writer.write(b"GET /flood HTTP/1.1\r\n\r\n")
+        writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
         before = -1
         while app.written != before or not before:
             before = app.written
             await asyncio.sleep(0.1)
         assert app.written < 500
-        assert (await say(port, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(b"GET")
+        assert (await say(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).endswith(b"GET")
         writer.close()
 
 
@@ -281,11 +288,13 @@ async def client_that_does_not_read() -> None:
 def test_a_crowd_of_new_clients_does_not_queue_behind_turns_of_the_loop(run: Run) -> None:
     async def scenario() -> None:
         app, port = Echo(), free_port()
-        listener = Listener(app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100)
+        listener = Listener(
+            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100, stalled_reader_s=60.0
+        )
         await listener.start()
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]  # nobody accepts meanwhile
         for client in crowd:
-            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(app.seen) == 40
@@ -310,11 +319,13 @@ def test_clients_wait_while_the_system_has_no_room_and_are_served_when_it_has(ru
 
     async def scenario() -> None:
         app, port = Echo(), free_port()
-        listener = Listener(app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100)
+        listener = Listener(
+            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100, stalled_reader_s=60.0
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.gateway.http.listener.socket.socket", Full)
             await listener.start()
-        answer = await say(port, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n")
+        answer = await say(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert answer.endswith(b"GET") and Full.refusals == 2
         await listener.close(0.2)
 
@@ -329,16 +340,16 @@ async def test_more_connections_than_there_is_room_for_are_told_to_come_back() -
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after" in answer
         for _, writer in held:
             writer.close()
-        request = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"
+        request = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         await until(lambda: say(port, request), lambda answer: answer.endswith(b"GET"))
 
 
 async def test_a_connection_that_sends_nothing_is_closed_and_a_busy_one_is_not() -> None:
     async with listening(receive_s=0.2) as (app, port):
         assert await say(port) == b""
-        assert (await say(port, b"GET / HTTP/1.1\r\nx-a")).startswith(b"HTTP/1.1 408")
+        assert (await say(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-a")).startswith(b"HTTP/1.1 408")
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /wait HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        writer.write(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
         await asyncio.sleep(0.6)
         assert not app.left.is_set() and not reader.at_eof(), "an answer may take as long as it needs"
         writer.close()

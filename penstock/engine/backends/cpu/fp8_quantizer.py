@@ -35,7 +35,8 @@ class Float8Quantizer:
         if isinstance(weights, Fp8Checkpoint):
             parts = [weights.grouped(name) for name in names]
             found = [part for part in parts if part is not None]
-            if len(found) == len(parts) and len({scale.shape[1] for _, scale in found}) == 1:
+            groups = {scale.shape[1] for _, scale in found}
+            if len(found) == len(parts) and len(groups) == 1 and inputs % (4 * groups.pop()) == 0:
                 weight, scale = (torch.cat(tensors) for tensors in zip(*found, strict=True))
                 return Float8Linear(self._handle, weight, scale, bias)
         if not self._rounding or any("embed_tokens" in name or "lm_head" in name for name in names):

@@ -2,12 +2,14 @@
 
 Live: this process answers, and no engine has had work for a long time without completing a step (its own watchdog
 should have restarted it by then, so only a restart of everything can help). Ready: each model has produced a token
-within the last seconds, for a client or, when there was no request, for a probe of one token.
+within the last seconds, for a client or, when there was no request, for a probe of one token, and nothing else refuses
+every request: the database, the ledger, the limits, a guardrail.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from penstock.gateway.api.operations.readiness import Readiness
@@ -17,14 +19,18 @@ from penstock.protocol.errors import Draining
 from penstock.routing.registry import ModelRegistry, ServedModel
 
 STUCK_S = 180.0
+Check = Callable[[], Awaitable[str | None]]
+"""Why everything is refused at the moment; None: it is not."""
 
 
 class HealthEndpoints:
     """Health checks."""
 
-    def __init__(self, registry: ModelRegistry, drain: Drain) -> None:
+    def __init__(self, registry: ModelRegistry, drain: Drain, checks: Mapping[str, Check]) -> None:
+        """`checks`: what else every request needs, by name."""
         self._registry = registry
         self._drain = drain
+        self._checks = {**checks, "models": self._all_asleep}
         self._readiness = Readiness()
 
     async def live(self, exchange: Exchange) -> None:
@@ -37,13 +43,26 @@ class HealthEndpoints:
         if self._drain.active:
             raise Draining
         models = list(self._registry)
-        problems = await asyncio.gather(*(self._readiness.problem(model) for model in models))
+        found = await asyncio.gather(
+            *(check() for check in self._checks.values()), *(self._readiness.problem(model) for model in models)
+        )
+        problems = found[len(self._checks) :]
         body = {
-            "status": "unavailable" if any(problems) else "ok",
+            "status": "unavailable" if any(found) else "ok",
+            "checks": dict(zip(self._checks, found, strict=False)),
             "models": {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)},
         }
-        headers = [(b"retry-after", b"1")] if any(problems) else []
-        await exchange.reply(503 if any(problems) else 200, encode_json(body), headers=headers)
+        headers = [(b"retry-after", b"1")] if any(found) else []
+        await exchange.reply(503 if any(found) else 200, encode_json(body), headers=headers)
+
+    async def _all_asleep(self) -> str | None:
+        """A model that an operator put to sleep is no problem as long as another one answers."""
+        models = list(self._registry)
+        if not models or self._registry.remotes:
+            return None
+        if all(model.backend.ready and model.backend.state != "awake" and not model.time_slice for model in models):
+            return "every model was put to sleep; wake one with POST /v1/admin/models/NAME/wake"
+        return None
 
 
 def _state(model: ServedModel, problem: str | None) -> dict[str, Any]:

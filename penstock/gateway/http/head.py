@@ -1,0 +1,89 @@
+"""Checks of a request's head that the parser leaves to us: versions, `Host`, framing, expectations, forms of targets.
+
+Invariant: a request that passes has exactly one meaning to every server on its way (RFC 9112), so that nothing can be
+smuggled past a proxy in front. Upgrades, which are optional for a server, are ignored: the answer is HTTP/1.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httptools
+
+if TYPE_CHECKING:
+    from penstock.gateway.http.request import Request
+
+MOST_HEADERS = 256
+"""Header fields of a request, and fields after a chunked body."""
+BAD_REQUEST = b"400 Bad Request"
+TOO_LARGE = b"431 Request Header Fields Too Large"
+_HOST = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~!$&'()*+,;=:[]%"
+
+
+def refusal(request: Request, limit: int) -> bytes:
+    """The status line that refuses a head, or nothing when it is in order. `limit`: its most bytes. Notes in the
+    request what follows from the head."""
+    headers = request.headers
+    if len(headers) > MOST_HEADERS:
+        return TOO_LARGE
+    size = len(request.target) + 4 * len(headers)
+    for name, value in headers:
+        size += len(name) + len(value)
+    if size > limit:
+        return TOO_LARGE
+    version = request.version
+    if version not in ("1.1", "1.0"):
+        return b"505 HTTP Version Not Supported"
+    given = dict(headers)
+    host = given.get(b"host")
+    if host is None:
+        if version == "1.1":
+            return BAD_REQUEST
+    elif host.translate(None, _HOST) or (len(given) < len(headers) and _repeated(request, b"host")):
+        return BAD_REQUEST
+    coding = given.get(b"transfer-encoding")
+    if coding is not None:
+        if version == "1.0":
+            return BAD_REQUEST  # a proxy that speaks HTTP/1.0 does not know where this body ends
+        if coding.lower() != b"chunked":
+            return b"501 Not Implemented"
+    expected = given.get(b"expect")
+    if expected is not None and version == "1.1":
+        if expected.lower() != b"100-continue":
+            return b"417 Expectation Failed"
+        request.expects = True
+    request.upgrades = b"upgrade" in given
+    return b"" if request.target.startswith(b"/") else _other_form(request)
+
+
+def _repeated(request: Request, name: bytes) -> bool:
+    return sum(given == name for given, _ in request.headers) > 1
+
+
+def _other_form(request: Request) -> bytes:
+    """A target that is no path: `*` of OPTIONS, or a whole URL, as clients send it to proxies."""
+    target = request.target
+    if request.method == "CONNECT":
+        return b"501 Not Implemented"
+    if target == b"*" and request.method == "OPTIONS":
+        return b""
+    try:
+        url = httptools.parse_url(target)
+    except httptools.HttpParserInvalidURLError:
+        return BAD_REQUEST
+    if url.schema is None or url.schema.lower() not in (b"http", b"https") or not url.host or url.userinfo:
+        return BAD_REQUEST
+    path = url.path or b"/"
+    request.target = path if url.query is None else path + b"?" + url.query
+    # The host of a URL counts, not the header (RFC 9112, 3.2.2).
+    host = (b"[" + url.host + b"]" if b":" in url.host else url.host) + (b":%d" % url.port if url.port else b"")
+    request.headers = [(b"host", host), *(header for header in request.headers if header[0] != b"host")]
+    return b""
+
+
+def framing(request: Request) -> bytes:
+    """The header that says where the body ends; nothing if there is no body."""
+    for name, value in request.headers:
+        if name in (b"content-length", b"transfer-encoding") and value.strip() != b"0":
+            return name + b": " + value + b"\r\n"
+    return b""
