@@ -172,7 +172,7 @@ def test_what_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 async def texts(
     reader: ReaderProcess, body: bytes, media_type: str = "text/plain", most_chunks: int = 100
 ) -> list[str]:
-    task = Task(len(body), kind, "", "name", "", 200, 32, most_chunks)
+    task = Task(len(body), media_type, "", "name", "", 200, 32, most_chunks)
     return [chunk.text for chunk in await reader.read(task, body)]
 
 

@@ -43,7 +43,7 @@ class ReaderProcess:
             process = await self._started()
             try:
                 async with asyncio.timeout(limit_s):
-                    chunks, error = await _exchange(process, task, body)
+                    chunks, problem = await _exchange(process, task, body)
             except TimeoutError:
                 await self._stop()
                 raise UnreadableDocument(f"The document could not be read within {limit_s:.0f} seconds.") from None
@@ -54,8 +54,8 @@ class ReaderProcess:
                 await self._stop()  # it is in the middle of a reply
                 raise
             self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
-        if error:
-            raise UnreadableDocument(error)
+        if problem:
+            raise UnreadableDocument(problem)
         return chunks
 
     async def close(self) -> None:
