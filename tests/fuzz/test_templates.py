@@ -1,4 +1,4 @@
-"""Mutated chat templates and conversations: each rendering is short and small, and ends in text or a documented error."""
+"""Mutated chat templates and conversations: each rendering is short and small and ends in text or a known error."""
 
 from __future__ import annotations
 
