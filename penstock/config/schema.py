@@ -79,6 +79,10 @@ class ServerConfig:
     )  # fmt: skip
     admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
     console: bool = setting(True, doc="Serve the web console at /console/ (on admin_port, if set).")
+    max_engines: int = setting(
+        64, doc="Maximum of engine processes, all models together; loading or scaling beyond it is refused.",
+        least=1, most=256,
+    )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
@@ -227,8 +231,8 @@ class ResilienceConfig:
         least=0.1,
     )  # fmt: skip
     frozen_s: float = setting(
-        30.0, doc="Seconds without a heartbeat after which an engine of this server is killed and restarted; "
-        "0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
+        30.0, doc="Seconds without a heartbeat after which an engine or gateway of this server is killed and "
+        "restarted; 0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
         least=0,
     )  # fmt: skip
     retry_share: float = setting(

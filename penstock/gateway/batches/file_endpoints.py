@@ -70,7 +70,9 @@ class FileEndpoints:
                         code="storage_limit",
                     )
                 name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
-                made = await files.create(exchange.caller.tenant, name, "batch", text, keep_s=keep_s)
+                made = await files.create(
+                    exchange.caller.tenant, name, "batch", text, user=exchange.caller.user, keep_s=keep_s
+                )
             except DatabaseError as error:
                 raise away() from error
         await exchange.reply_json(made.shown())
@@ -82,6 +84,7 @@ class FileEndpoints:
             after = await _found(files, exchange, asked.after) if asked.after else None
             found = await files.page(
                 exchange.caller.tenant,
+                exchange.caller.only_user,
                 purpose=asked.purpose,
                 after=after,
                 newest=asked.order == "desc",
@@ -131,7 +134,7 @@ def away() -> ServiceUnavailable:
 
 
 async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
-    file = await files.get(id, exchange.caller.tenant)
+    file = await files.get(id, exchange.caller.tenant, exchange.caller.only_user)
     if file is None:
         raise NotFound(f"There is no file `{id[:128]}`.")
     return file
