@@ -182,7 +182,7 @@ async def long_arguments(attacker: Attacker) -> None:
 async def tokenize(attacker: Attacker) -> None:
     """`/v1/tokenize` and `/v1/messages/count_tokens` of 4 MiB and of 600 KB, ten a second."""
     text = "lorem ipsum " * (4 * MIB // 12 - 100)
-    sent = [
+    sent: list[tuple[str, dict[str, object]]] = [
         ("/v1/tokenize", {"prompt": text}),
         ("/v1/tokenize", {"prompt": text[: 600 << 10]}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
