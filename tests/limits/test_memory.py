@@ -1,4 +1,4 @@
-"""Limits in memory, to the second and to the unit: when a step leaves its window, and what remains after a settlement."""
+"""Limits in memory, to the second and to the unit: when a step leaves its window, what a settlement leaves."""
 
 from __future__ import annotations
 

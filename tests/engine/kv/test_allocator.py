@@ -204,4 +204,6 @@ def test_a_block_on_the_host_comes_back() -> None:
     assert moved is not None and list(moved.back) == [seq.blocks[2]]
     assert into.pool.find(cached[2].name) == seq.blocks[2]
     assert allocator().take_transfers() is None
-    assert into.match(sequence(13)) == [Found(found.name, block) for found, block in zip(cached, seq.blocks)]
+    assert into.match(sequence(13)) == [
+        Found(found.name, block) for found, block in zip(cached, seq.blocks, strict=True)
+    ]
