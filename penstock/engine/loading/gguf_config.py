@@ -71,10 +71,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": family.hidden_act,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
-    window = key("attention.sliding_window")
-    if window:
-        config["sliding_window"] = window
-        config["use_sliding_window"] = True
+    # Said even where there is none: a file means something else by leaving a key out than a config.json does.
+    config["sliding_window"] = key("attention.sliding_window") or None
+    config["use_sliding_window"] = config["sliding_window"] is not None
     if rotated and rotated < head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
     config["rope_scaling"] = _rope_scaling(file, key, config)

@@ -92,7 +92,7 @@ class ShapeReader(WeightReader):
     """Records what is read, and reads nothing."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self.names = {"lm_head.weight"}
+        self.names = set() if model.tied_embeddings else {"lm_head.weight"}
         self.backend = ReferenceBackend()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.norms: set[str] = set()

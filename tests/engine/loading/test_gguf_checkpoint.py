@@ -91,6 +91,8 @@ def test_the_default_model_is_read_exactly(default_model: Path) -> None:
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
         "eos_token_id": 2,
         "bos_token_id": 1,
         "pad_token_id": 2,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
+    GELU,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -13,9 +14,11 @@ from penstock.engine.models.families.family import (
     HFConfig,
     alternating_windows,
     integer,
+    number,
 )
-from penstock.engine.models.families.gemma import GELU, gemma_fields, gemma_from_gguf
+from penstock.engine.models.families.gemma import TANH, gemma_fields, gemma_from_gguf
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.errors import CheckpointError
 
 SANDWICH_NORMS = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
@@ -24,28 +27,45 @@ SANDWICH_NORMS = TensorNames(
 )
 
 
-def gemma2_fields(raw: HFConfig, default_period: int = 2) -> ConfigFields:
+GEMMA2_READS = frozenset({
+    "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+})  # fmt: skip
+GEMMA2_LIMITS = {"hidden_activation": GELU}
+
+
+def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
     return {
         **gemma_fields(raw),
-        "attention_scale": integer(raw, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": raw.get("attn_logit_softcapping", 50.0),
-        "logit_softcap": raw.get("final_logit_softcapping", 30.0),
-        "windows": alternating_windows(raw, default_period),
+        "attention_scale": integer(raw, "query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": _cap(raw, "attn_logit_softcapping"),
+        "logit_softcap": _cap(raw, "final_logit_softcapping"),
+        "windows": alternating_windows(raw, period),
     }
+
+
+def _cap(raw: HFConfig, key: str) -> float | None:
+    if raw[key] is None:
+        return None
+    cap = number(raw, key)
+    if cap <= 0:
+        raise CheckpointError(f"{key} must be positive or null, found {cap}")
+    return cap
 
 
 def layer_types(config: HFConfig, period: int) -> Mapping[str, Any]:
     """GGUF files do not say which layers have the window."""
-    if "sliding_window" not in config:
+    if config.get("sliding_window") is None:
         return {}
     layers = range(1, config["num_hidden_layers"] + 1)
     return {"layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers]}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    window = keys("attention.sliding_window", 4096)
     return {
         **gemma_from_gguf(keys, config, width_scaled_layers=46),
-        **layer_types(config, 2),
+        **layer_types({**config, "sliding_window": window}, 2),
+        "sliding_window": window,
         "attn_logit_softcapping": keys.decimal("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.decimal("final_logit_softcapping", 30.0),
     }
@@ -55,7 +75,9 @@ GEMMA2 = Family(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
     fields=gemma2_fields,
-    hidden_act=GELU,
+    reads=GEMMA2_READS,
+    limits=GEMMA2_LIMITS,
+    hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
     gguf=GGUFFormat(architectures=("gemma2",), config=_from_gguf),
