@@ -46,5 +46,5 @@ GEMMA = Family(
     hidden_act=GELU,
     hidden_act_keys=("hidden_activation",),  # early files say "gelu" under hidden_act and mean the tanh form
     norm_offset=1.0,
-    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf),
+    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf, windowed=False),
 )

@@ -30,5 +30,5 @@ QWEN2 = Family(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
     fields=_fields,
-    gguf=GGUFFormat(architectures=("qwen2",)),
+    gguf=GGUFFormat(architectures=("qwen2",), windowed=False),
 )

@@ -14,5 +14,5 @@ QWEN3 = Family(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
     fields=_fields,
-    gguf=GGUFFormat(architectures=("qwen3",)),
+    gguf=GGUFFormat(architectures=("qwen3",), windowed=False),
 )
