@@ -119,7 +119,8 @@ class Engine:
         return load_engine(config, progress, checkpoint, grammars, find_adapter)
 
     def close(self) -> None:
-        """Stop the other ranks and the meter. The engine cannot be used afterwards."""
+        """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""
+        self._constraints.close()
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -141,8 +142,8 @@ class Engine:
         now = self.clock()
         if not request.params.grammar:
             self.scheduler.add(request, now)
-        elif (matcher := self._constraints.open(request, now)) is not None:
-            self._queue(request, now, matcher)
+        else:
+            self._open(request, now)
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -168,7 +169,7 @@ class Engine:
         """Launch the next step and collect what is due. None when there is nothing to report."""
         now = self.clock()
         if self._constraints.opening:
-            self._take_grammars()
+            self._take_grammars(now)
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
         if self.adapters is not None:
@@ -231,8 +232,18 @@ class Engine:
             self._collect(self._in_flight.popleft())
         return speculation.propose(self.scheduler.decoding())
 
-    def _take_grammars(self) -> None:
+    def _open(self, request: Request, now: float) -> None:
+        """Take a request with a grammar: it is queued at once if the grammar is known."""
+        found = self._constraints.open(request, now)
+        if isinstance(found, str):
+            self._deltas.append(Delta(request.request_id, finish_reason="error", error=found))
+        elif found is not None:
+            self._queue(request, now, found)
+
+    def _take_grammars(self, now: float) -> None:
         """Queue the requests whose grammar has been compiled meanwhile."""
+        for request in self._constraints.expired(now):
+            self._deltas.append(Delta(request.request_id, finish_reason="timeout"))
         for request, arrived, found in self._constraints.opened():
             # Checked again: its adapter, for example, may have been unloaded meanwhile.
             problem = found if isinstance(found, str) else self._problem(request)

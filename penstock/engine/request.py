@@ -86,6 +86,8 @@ class Request:
     """Smaller goes first; the largest is preempted first."""
     timeout_s: float | None = None
     """Time allowed from arrival in the engine to the last token."""
+    owner: str = ""
+    """Whose request it is, usually a tenant: owners take turns where requests wait for their grammars."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     speculation: bool = True

@@ -45,6 +45,7 @@ class Sequence:
         "root",
         "row",
         "slot",
+        "slow_masks",
         "started",
         "tokens",
     )
@@ -86,6 +87,8 @@ class Sequence:
         """Whether a delta has been sent."""
         self.matcher: TokenMatcher | None = None
         """Its place in its grammar, for a request that has one; it has taken the tokens in `tokens`."""
+        self.slow_masks = 0
+        """Masks of its grammar that took too long."""
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if request.params.prompt_logprobs is not None:

@@ -8,6 +8,7 @@ so no code downstream chooses a status.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal, TypedDict
 
 from penstock.errors import PenstockError
@@ -205,6 +206,22 @@ class UnsupportedMediaType(InvalidRequest):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The `Content-Encoding` of the body is none that this server decodes."""
+
+    code = "unsupported_encoding"
+
+    def __init__(self, encoding: str, accepted: Sequence[str]) -> None:
+        self.accepted = ", ".join(accepted)
+        super().__init__(
+            f"A request body with `content-encoding: {encoding[:64]}` is not understood; send it as it is, or with one "
+            f"of: {self.accepted}."
+        )
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "accept-encoding": self.accepted}
 
 
 class RateLimitExceeded(ApiError):

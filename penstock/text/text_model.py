@@ -12,13 +12,18 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from penstock.text.chat_template import ChatTemplate, ChatTemplateError, flatten
+from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+QUICK_WORK = 10_000
+QUICK_CHARACTERS = 16384
+"""What a chat may take on an event loop: work in units of `template_meter`, and text to tokenize."""
 
 
 class TextModel:
@@ -94,15 +99,20 @@ class TextModel:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        quick: bool = False,
     ) -> list[int]:
-        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages."""
+        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages. `quick`:
+        `TemplateTooHeavy` if that would take more than a millisecond or so."""
         guard = Guard(self._special)
         rendered = self._chat_template().render(
             guard.messages(flatten(messages)),
             add_generation_prompt=add_generation_prompt,
             tools=guard.value(tools),
             template_kwargs=guard.value(template_kwargs),
+            work=QUICK_WORK if quick else WORK,
         )
+        if quick and len(rendered) > QUICK_CHARACTERS:
+            raise TemplateTooHeavy(f"the prompt has {len(rendered)} characters")
         return self._encode_guarded(guard.restore(self._special.rename(rendered)))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, Vocabulary
+from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, GreedyEncoder, Vocabulary
 from penstock.text.loader import load_text
 from penstock.text.text_model import TextModel
 
@@ -24,27 +24,11 @@ class _Encoder:
     def __init__(self, text: TextModel, tokens: list[bytes], special: frozenset[int]) -> None:
         self._text = text
         self._tokens = tokens
-        self._ids = {name: token for token, name in enumerate(tokens) if name and token not in special}
-        self._longest = max(map(len, self._ids), default=0)
+        self._greedy = GreedyEncoder(tokens, special)
 
     def __call__(self, text: str) -> list[int]:
-        wanted = text.encode()
         ids = self._text.encode(text, special=False)
-        return ids if b"".join(self._tokens[token] for token in ids) == wanted else self._greedy(wanted)
-
-    def _greedy(self, wanted: bytes) -> list[int]:
-        ids: list[int] = []
-        at = 0
-        while at < len(wanted):
-            for length in range(min(self._longest, len(wanted) - at), 0, -1):
-                token = self._ids.get(wanted[at : at + length])
-                if token is not None:
-                    ids.append(token)
-                    at += length
-                    break
-            else:
-                return ids  # no token has the next byte: return the longest encodable prefix
-        return ids
+        return ids if b"".join(self._tokens[token] for token in ids) == text.encode() else self._greedy(text)
 
 
 def grammars_of(checkpoint: str | Path) -> Callable[[int], GrammarCompiler]:
@@ -53,10 +37,13 @@ def grammars_of(checkpoint: str | Path) -> Callable[[int], GrammarCompiler]:
     def make(vocab_size: int) -> GrammarCompiler:
         try:
             from penstock.engine.grammar.guidance import GuidanceCompiler
+            from penstock.engine.grammar.sandbox import SandboxedCompiler
         except ImportError as error:
             raise GrammarError(
                 "grammars need the package llguidance, which is not installed on the engine's machine"
             ) from error
-        return GuidanceCompiler(vocabulary(load_text(checkpoint)), vocab_size)
+        return SandboxedCompiler(
+            vocabulary(load_text(checkpoint)), vocab_size, lambda words: GuidanceCompiler(words, vocab_size)
+        )
 
     return make

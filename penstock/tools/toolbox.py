@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.engine.grammar.unique_keys import JsonStart
 from penstock.text import grammars
 from penstock.text.grammars import Grammar, Part, literal
 from penstock.tools.formats import ToolFormat
@@ -16,6 +17,8 @@ from penstock.tools.parser import ToolCallParser
 Use = Literal["auto", "required"]
 MAX_CALLS = 32
 """Maximum of calls in one message under a grammar."""
+_HEAD = '{"name": '
+"""How a call begins."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -73,16 +76,27 @@ class Toolbox:
             for index, tool in enumerate(self.allowed)
             for part in grammars.json_schema(tool.parameters or _NO_PARAMETERS).parts
         ]
+        json_start: JsonStart = ""
         if self.use == "required":
             rules.append(f"start: {self._opening} calls")
         elif answer is not None:
             rules.append(f"start: @answer | {self._opening} calls")
             parts += answer.named("answer").parts
+            if answer.json_start is None:
+                json_start = self._json_start
         else:
             rules += self._free()
+            json_start = self._json_start
         rules.append(f"calls: {self._calls()}")
         top: Part = {"name": "message", "lark_grammar": "\n".join(rules)}
-        return Grammar((top, *parts))
+        return Grammar((top, *parts), json_start)
+
+    @property
+    def _json_start(self) -> JsonStart:
+        """What the calls begin with, where other text may come instead."""
+        if self.form.bare and self.opener_id is None:
+            return _HEAD
+        return self.form.opener if self.opener_id is None else self.opener_id
 
     @property
     def _opener(self) -> str:
@@ -123,7 +137,7 @@ class Toolbox:
         return f"({call}){{0,{MAX_CALLS - 1}}}" if self.parallel else ""
 
     def _call(self, tool: Tool, index: int) -> str:
-        head = f'{{"name": {literal(tool.name)}, "{self.form.arguments}": '
+        head = f'{_HEAD}{literal(tool.name)}, "{self.form.arguments}": '
         return f"{literal(head)} @arguments_{index} {literal('}')}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
 
 from penstock.engine.core import Engine
 from penstock.engine.loading.checkpoint import open_checkpoint
@@ -31,7 +32,8 @@ def engine(default_model: Path) -> Engine:
 def reference(default_model: Path) -> transformers.PreTrainedModel:
     checkpoint = open_checkpoint(default_model)
     config = transformers.LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "model_type"})
-    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
+    with no_init_weights():  # all of them are loaded
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
     model.load_state_dict({name: checkpoint.tensor(name) for name in checkpoint.names()}, strict=False)
     model.tie_weights()
     return model.eval()

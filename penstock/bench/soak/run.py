@@ -22,7 +22,7 @@ from penstock.bench.soak.engines import VARIANTS, Pair, Variant, load_pair, prep
 from penstock.bench.soak.traffic import Form, Traffic
 from penstock.engine.backends.select import pick_device
 from penstock.engine.grammar.constraints import MakeCompiler
-from penstock.engine.grammar.interface import GrammarCompiler, TokenMatcher
+from penstock.engine.grammar.interface import GrammarCompiler, Interruptible, TokenMatcher
 
 MUST_HAPPEN = (
     "finished",
@@ -94,9 +94,10 @@ class _Watched:
         self._kinds = kinds
         self.copy = compiler.copy
         self.fill = compiler.fill
+        self.close = compiler.close
 
-    def compile(self, grammar: str) -> TokenMatcher:
-        matcher = self._compiler.compile(grammar)
+    def compile(self, grammar: str, interruptible: Interruptible | None = None) -> TokenMatcher:
+        matcher = self._compiler.compile(grammar, interruptible)
         self._kinds.add(type(matcher))
         return matcher
 

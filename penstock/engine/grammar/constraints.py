@@ -1,6 +1,6 @@
 """Grammars of the requests inside an engine: opened off the engine's thread, masks computed while the device runs.
 
-Two threads, started with the first grammar: one compiles, so that a large grammar delays no other request's
+Threads start with the first grammar: those of a queue compile, so that a large grammar delays no other request's
 tokens; one computes the masks of a step between its launch and its sampling. A matcher is only touched by the engine's
 thread, except between `begin` and `wait`, when it belongs to the mask thread. It has taken exactly the tokens that were
 delivered, so preemption and repeated steps need no rolling back.
@@ -8,22 +8,40 @@ delivered, so preemption and repeated steps need no rolling back.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, PendingMasks, TokenMatcher, words_for
-from penstock.engine.request import GRAMMAR_REFUSED, Request
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Request
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
 
 _KEPT = 128
 """Compiled grammars kept for requests to come."""
+_KEPT_BYTES = 512 << 20
+SLOW_STEP_S = 0.05
+"""When the masks of a step take longer, those of the next are timed one by one."""
+SLOW_MASK_S = 0.02
+"""A mask that takes longer is slow; a request may have `SLOW_MASKS` of them."""
+SLOW_MASKS = 4
 
 MakeCompiler = Callable[[int], GrammarCompiler]
 """From the number of logits to a compiler for the model's vocabulary."""
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A grammar being compiled, and the requests that wait for it."""
+
+    job: Job[TokenMatcher]
+    requests: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
 
 class Constraints:
@@ -34,48 +52,95 @@ class Constraints:
         self._vocab_size = vocab_size
         self._words = words_for(vocab_size)
         self._compiler: GrammarCompiler | None = None
+        self._making = threading.Lock()
         self._kept: OrderedDict[str, TokenMatcher] = OrderedDict()
-        self._opening: dict[str, tuple[Request, float, Future[TokenMatcher]]] = {}
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._kept_bytes = 0
+        self._opening: dict[str, _Opening] = {}
+        self._grammars: dict[str, str] = {}
+        """The grammar that a request waits for, by its id."""
+        self._compiling = CompileQueue("grammar")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._suspicious = False
+        """Whether the masks of the last step took too long."""
 
     @property
     def opening(self) -> int:
         """Requests whose grammar is being compiled."""
-        return len(self._opening)
+        return len(self._grammars)
 
     def is_opening(self, request_id: str) -> bool:
-        return request_id in self._opening
+        return request_id in self._grammars
 
-    def open(self, request: Request, now: float) -> TokenMatcher | None:
-        """The matcher of a request, when its grammar is known; otherwise `opened` will have it."""
-        fresh = self._kept.get(request.params.grammar)
+    def open(self, request: Request, now: float) -> TokenMatcher | str | None:
+        """The matcher of a request if its grammar is known, or why it is refused; otherwise `opened` will have it."""
+        grammar = request.params.grammar
+        fresh = self._kept.get(grammar)
         if fresh is not None and self._compiler is not None:
-            self._kept.move_to_end(request.params.grammar)
+            self._kept.move_to_end(grammar)
             return self._compiler.copy(fresh)
-        future = self._compiling.submit(self._compile, request.params.grammar)
-        self._opening[request.request_id] = (request, now, future)
+        opening = self._opening.get(grammar)
+        if opening is None:
+            try:
+                opening = _Opening(self._compiling.submit(request.owner, lambda job: self._compile(grammar, job)))
+            except QueueFull as error:
+                return f"{QUEUE_FULL}: {error}"
+            self._opening[grammar] = opening
+        opening.requests[request.request_id] = (request, now)
+        self._grammars[request.request_id] = grammar
         return None
 
     def opened(self) -> Iterator[tuple[Request, float, TokenMatcher | str]]:
         """Requests that are ready since the last call: when they came, and their matcher or what is wrong."""
-        ready = [entry for entry in self._opening.values() if entry[2].done()]
-        for request, arrived, future in ready:
-            del self._opening[request.request_id]
-            error = future.exception()
+        ready = [grammar for grammar, opening in self._opening.items() if opening.job.future.done()]
+        for grammar in ready:
+            opening = self._opening.pop(grammar)
+            error = opening.job.future.exception()
             if error is None:
-                yield request, arrived, self._keep(request.params.grammar, future.result())
-            elif isinstance(error, GrammarError):
-                yield request, arrived, f"{GRAMMAR_REFUSED}: {error}"
-            else:
-                yield request, arrived, f"the grammar could not be compiled ({type(error).__name__}: {error})"
+                self._keep(grammar, opening.job.future.result())
+            for request, arrived in opening.requests.values():
+                del self._grammars[request.request_id]
+                if error is None:
+                    assert self._compiler is not None
+                    yield request, arrived, self._compiler.copy(opening.job.future.result())
+                elif isinstance(error, GrammarError):
+                    yield request, arrived, f"{GRAMMAR_REFUSED}: {error}"
+                else:
+                    yield request, arrived, f"the grammar could not be compiled ({type(error).__name__}: {error})"
+
+    def expired(self, now: float) -> list[Request]:
+        """Forget the requests whose time is over before their grammar was compiled."""
+        waiting = [entry for opening in self._opening.values() for entry in opening.requests.values()]
+        late = [
+            request
+            for request, arrived in waiting
+            if request.timeout_s is not None and now - arrived >= request.timeout_s
+        ]
+        for request in late:
+            self.cancel(request.request_id)
+        return late
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request that is still opening; whether there was one."""
-        entry = self._opening.pop(request_id, None)
-        if entry is not None:
-            entry[2].cancel()
-        return entry is not None
+        """Forget a request that is still opening; whether there was one. A grammar that nobody else waits for is not
+        compiled to its end."""
+        grammar = self._grammars.pop(request_id, None)
+        if grammar is None:
+            return False
+        opening = self._opening[grammar]
+        del opening.requests[request_id]
+        if not opening.requests:
+            del self._opening[grammar]
+            opening.job.cancel()
+        return True
+
+    def close(self) -> None:
+        """End the compiler's processes and the threads."""
+        self._compiling.close()
+        for opening in self._opening.values():
+            opening.job.cancel()
+        self._masking.shutdown(wait=False)
+        with self._making:
+            if self._compiler is not None:
+                self._compiler.close()
 
     def begin(self, batch: Batch) -> PendingMasks | None:
         """Start computing the masks of the rows that need one; None when none does."""
@@ -85,31 +150,49 @@ class Constraints:
         barred = [seq.barred_stops() for seq in constrained]
         return PendingMasks(self._masking.submit(self._masks, constrained, barred))
 
-    def _compile(self, grammar: str) -> TokenMatcher:
+    def _compile(self, grammar: str, job: Job[TokenMatcher]) -> TokenMatcher:
         if self._make is None:
             raise GrammarError("this engine runs without grammar support")
-        if self._compiler is None:
-            self._compiler = self._make(self._vocab_size)
-        return self._compiler.compile(grammar)
+        with self._making:
+            if self._compiler is None:
+                self._compiler = self._make(self._vocab_size)
+        return self._compiler.compile(grammar, job.interruptible)
 
-    def _keep(self, grammar: str, fresh: TokenMatcher) -> TokenMatcher:
-        assert self._compiler is not None
+    def _keep(self, grammar: str, fresh: TokenMatcher) -> None:
         self._kept[grammar] = fresh
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        return self._compiler.copy(fresh)
+        self._kept_bytes += fresh.memory
+        while len(self._kept) > _KEPT or (self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1):
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.memory
 
     def _masks(self, sequences: list[Sequence], barred: list[tuple[int, ...]]) -> np.ndarray:
         assert self._compiler is not None
         matchers = [seq.matcher for seq in sequences if seq.matcher is not None]
         masks = np.zeros((len(matchers), self._words), np.int32)
-        self._compiler.fill(matchers, masks)
+        begun = time.perf_counter()
+        if self._suspicious:
+            self._fill_singly(self._compiler, sequences, masks)
+        else:
+            self._compiler.fill(matchers, masks)
+        self._suspicious = time.perf_counter() - begun > SLOW_STEP_S
         for row, (matcher, stops) in enumerate(zip(matchers, barred, strict=True)):
             if matcher.error is not None:
                 masks[row] = -1  # it is about to fail; until then any token will do
             elif stops:
                 masks[row] = without(masks[row], stops)
         return masks
+
+    def _fill_singly(self, compiler: GrammarCompiler, sequences: list[Sequence], masks: np.ndarray) -> None:
+        """As `fill`, and a request whose masks are slow again and again fails: others in its steps wait for them."""
+        for row, seq in enumerate(sequences):
+            assert seq.matcher is not None
+            begun = time.thread_time()
+            compiler.fill([seq.matcher], masks[row : row + 1])
+            took = time.thread_time() - begun
+            if took > SLOW_MASK_S:
+                seq.slow_masks += 1
+                if seq.slow_masks > SLOW_MASKS:
+                    seq.matcher.fail(f"it takes {took * 1e3:.0f} ms to find the tokens that may come next")
 
 
 def without(mask: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:

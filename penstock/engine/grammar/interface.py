@@ -23,6 +23,14 @@ class GrammarError(PenstockError):
     """A grammar that cannot be used; the request that brought it fails."""
 
 
+class GrammarTooComplex(GrammarError):
+    """A grammar that costs more than it may."""
+
+
+class Interrupted(PenstockError):
+    """A compilation was ended because nobody waits for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What the tokens of a model stand for."""
@@ -37,8 +45,37 @@ class Vocabulary:
     """The usual ids of a text, without control tokens."""
 
 
+class GreedyEncoder:
+    """Encodes a text by repeatedly taking the longest token that matches."""
+
+    def __init__(self, tokens: Sequence[bytes], special: frozenset[int]) -> None:
+        self._ids = {name: token for token, name in enumerate(tokens) if name and token not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        wanted = text.encode()
+        ids: list[int] = []
+        at = 0
+        while at < len(wanted):
+            for length in range(min(self._longest, len(wanted) - at), 0, -1):
+                token = self._ids.get(wanted[at : at + length])
+                if token is not None:
+                    ids.append(token)
+                    at += length
+                    break
+            else:
+                return ids  # no token has the next byte: return the longest encodable prefix
+        return ids
+
+
+Interruptible = Callable[[Callable[[], None] | None], None]
+
+
 class TokenMatcher(Protocol):
     """One sequence's place in its grammar. It moves forward only, one accepted token at a time."""
+
+    memory: int
+    """Bytes that its grammar holds, as far as known; copies share them."""
 
     @property
     def complete(self) -> bool:
@@ -51,12 +88,16 @@ class TokenMatcher(Protocol):
     def accept(self, token: int) -> None:
         """Take the token that was sampled."""
 
+    def fail(self, why: str) -> None:
+        """Set `error`, unless it is set."""
+
 
 class GrammarCompiler(Protocol):
-    """Makes matchers and computes masks. `compile` and `fill` may run in two threads at a time."""
+    """Makes matchers and computes masks. `compile` and `fill` may run in several threads at a time."""
 
-    def compile(self, grammar: str) -> TokenMatcher:
-        """A matcher at the beginning of `grammar`; raises `GrammarError`."""
+    def compile(self, grammar: str, interruptible: Interruptible | None = None) -> TokenMatcher:
+        """A matcher at the beginning of `grammar`; raises `GrammarError`. `interruptible` is told how to end it early,
+        in which case it raises `Interrupted`; and with None, when it no longer can be."""
 
     def copy(self, matcher: TokenMatcher) -> TokenMatcher:
         """Another matcher at the same place; cheap."""
@@ -66,6 +107,9 @@ class GrammarCompiler(Protocol):
 
         A matcher that cannot tell has its `error` set, and its row may hold anything.
         """
+
+    def close(self) -> None:
+        """End its processes, if it has any. Matchers remain usable."""
 
 
 class PendingMasks:

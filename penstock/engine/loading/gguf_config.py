@@ -101,7 +101,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config["rope_scaling"] = rope_scaling(file, key, config)
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
-    require_same(where, key, "attention.scale", config.get("query_pre_attn_scalar", head_dim) ** -0.5)
+    require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
     _add_token_ids(config, file)
     dense = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(embedding.type_name)
     if dense is not None:

@@ -102,7 +102,7 @@ class ShapeReader(WeightReader):
 
     def __init__(self, model: ModelConfig, fused: bool | None = None) -> None:
         """`fused`: whether parts that run as one are stored so; None: as the family does."""
-        self.names = {"lm_head.weight"}
+        self.names = set() if model.tied_embeddings else {"lm_head.weight"}
         self.backend = ReferenceBackend()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.norms: set[str] = set()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from urllib.parse import quote
 
 from penstock.gateway.app.authentication import OpenAuthentication
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
@@ -46,6 +47,7 @@ class App:
         cors_origins: Sequence[str] = (),
         stalled_reader_s: float,
         receive_s: float,
+        bodies: Bodies,
     ) -> None:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
@@ -59,6 +61,7 @@ class App:
         self._cors = Cors(cors_origins) if cors_origins else None
         self._stalled_reader_s = stalled_reader_s
         self._receive_s = receive_s
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +97,14 @@ class App:
             await exchange.reply_error(_our_fault(exchange))
 
     def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        return Exchange(scope, receive, send, stalled_reader_s=self._stalled_reader_s, receive_s=self._receive_s)
+        return Exchange(
+            scope,
+            receive,
+            send,
+            stalled_reader_s=self._stalled_reader_s,
+            receive_s=self._receive_s,
+            bodies=self._bodies,
+        )
 
     @property
     def paths(self) -> Collection[str]:

@@ -123,7 +123,7 @@ class ChatGenerations(GenerationFactory):
             model.text.eos_token_ids,
             limit,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            grammar=await grammar_for(self.grammars, request, toolbox),
+            grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)

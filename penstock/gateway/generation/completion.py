@@ -44,7 +44,7 @@ class CompletionGenerations(GenerationFactory):
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)
-        grammar = await self.grammars.response_format(request.response_format)
+        grammar = await self.grammars.response_format(request.response_format, exchange)
         params = sampling_params(
             request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
         )

@@ -1,20 +1,24 @@
 """`response_format` as a grammar that an engine can enforce.
 
-Grammars are checked in a thread of their own, one at a time, and cached, so that neither the event loop nor tokenizing
-waits for a large schema. A grammar that cannot be enforced is a 400; no request ever runs without the constraint it
-asked for.
+Grammars come from clients, so they are checked for size first and compiled in a sandbox, tenants taking turns, while
+neither the event loop nor tokenizing waits. What passed is cached. A grammar that cannot be enforced is a 400; no
+request ever runs without the constraint it asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 import msgspec
 
-from penstock.engine.grammar.interface import GrammarError
+from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
+from penstock.engine.grammar.interface import GrammarError, GrammarTooComplex, Interrupted
+from penstock.engine.grammar.sandbox import GrammarSandbox, SandboxUnavailable
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.generation.schemas import (
     ChoiceFormat,
     GrammarFormat,
@@ -27,15 +31,15 @@ from penstock.gateway.generation.schemas import (
 from penstock.protocol.errors import InvalidRequest, Overloaded
 from penstock.telemetry.metrics import Metrics
 from penstock.text import grammars
+from penstock.text.grammar_limits import MAX_SOURCE
 from penstock.text.grammars import Grammar
 
-CHECK_S = 5.0
-"""A grammar that takes longer to check is refused. The library has limits too, so the thread ends soon as well."""
 _CACHED = 256
-_WAITING = 64
-"""Grammars that may wait to be checked."""
 
 encode = msgspec.json.Encoder().encode
+
+Build = Callable[[], tuple[Grammar, Sequence[tuple[str, Grammar]]]]
+"""Makes a grammar, and its parts with their names, for messages that say which of them is at fault."""
 
 
 class GrammarCache:
@@ -44,51 +48,87 @@ class GrammarCache:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._waiting = 0
+        self._queue = CompileQueue("grammars")
+        self._sandbox = GrammarSandbox()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
+        self._sandbox.close()
 
-    async def source(self, key: bytes, build: Callable[[], Grammar], param: str) -> str:
-        """The source of the grammar that `build` makes; `key` names it. A 400 about `param` when it cannot be used."""
+    async def source(self, key: bytes, build: Build, param: str, exchange: Exchange | None) -> str:
+        """The source of the grammar that `build` makes; `key` names it. A 400 about `param` when it cannot be used.
+        `exchange`: whose it is; None for the gateway's own."""
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
             self._metrics.grammar("known")
             return known
-        if self._waiting >= _WAITING:
-            raise Overloaded(f"{self._waiting} new grammars already wait to be checked; try again shortly.")
-        self._waiting += 1
         try:
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._thread, lambda: grammars.check(build()))
-            source = await asyncio.wait_for(work, CHECK_S)
+            if len(key) > 4 * MAX_SOURCE:  # in bytes; what is longer than any grammar is not even looked at
+                raise GrammarError(f"it has {len(key)} bytes; at most {MAX_SOURCE} characters are accepted")
+            source = await self._checked(build, exchange)
         except GrammarError as error:
             self._metrics.grammar("refused")
             raise InvalidRequest(
                 f"`{param}` cannot be enforced: {error}", param=param, code="unsupported_grammar"
             ) from error
-        except TimeoutError:
-            self._metrics.grammar("refused")
-            raise InvalidRequest(
-                f"`{param}` is too complex: it was not compiled within {CHECK_S:g} s.",
-                param=param,
-                code="unsupported_grammar",
-            ) from None
-        finally:
-            self._waiting -= 1
+        except (QueueFull, SandboxUnavailable) as error:
+            raise Overloaded(f"`{param}` cannot be checked now: {error}.", retry_after=1.0) from error
         self._metrics.grammar("compiled")
         self._known[key] = source
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
         return source
 
-    async def response_format(self, wanted: ResponseFormat | None) -> str:
+    async def _checked(self, build: Build, exchange: Exchange | None) -> str:
+        tenant = "" if exchange is None else exchange.caller.tenant
+        job = self._queue.submit(tenant, lambda job: self._check(build, job))
+        try:
+            if exchange is None:
+                return await asyncio.wrap_future(job.future)
+            with exchange.watched(lambda _: job.cancel()):
+                return await asyncio.wrap_future(job.future)
+        except (Interrupted, asyncio.CancelledError):
+            if job.cancelled:
+                raise ClientDisconnected from None
+            raise
+        finally:
+            # Without effect on one that is done. When the request ends early, so does the check.
+            job.cancel()
+
+    def _check(self, build: Build, job: Job[str]) -> str:
+        if find_spec("llguidance") is None:
+            raise GrammarError(grammars.NOT_INSTALLED)
+        whole, parts = build()
+        for where, part in parts:
+            with explained(where):
+                _ = part.source
+        source = whole.source
+        try:
+            self._sandbox.try_out(source, job.interruptible)
+        except GrammarTooComplex:
+            raise
+        except GrammarError:
+            for where, part in parts:
+                with explained(where):
+                    self._sandbox.try_out(part.source, job.interruptible)
+            raise
+        return source
+
+    async def response_format(self, wanted: ResponseFormat | None, exchange: Exchange | None = None) -> str:
         """The grammar of a response format; empty for plain text."""
         if wanted is None or isinstance(wanted, TextFormat):
             return ""
-        return await self.source(encode(wanted), lambda: grammar_of(wanted), param_of(wanted))
+        return await self.source(encode(wanted), lambda: (grammar_of(wanted), ()), param_of(wanted), exchange)
+
+
+@contextlib.contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Says where in the request a grammar's mistake is."""
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"{where}: {error}") from error
 
 
 def grammar_of(wanted: ResponseFormat) -> Grammar:

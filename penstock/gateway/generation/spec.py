@@ -45,6 +45,8 @@ class GenerationSpec(Struct, frozen=True):
     """When the request arrived; latencies count from here."""
     priority: int = 0
     """In the engine, smaller first."""
+    owner: str = ""
+    """The tenant that asked; empty for the gateway's own questions."""
     cache_salt: str = ""
     affinity: str = ""
     patient: bool = True
@@ -77,6 +79,7 @@ class GenerationSpec(Struct, frozen=True):
                 prompt.tokens,
                 params,
                 priority=self.priority,
+                owner=self.owner,
                 cache_salt=self.cache_salt,
                 affinity=self.affinity,
                 patient=self.patient,
@@ -112,6 +115,7 @@ def request_spec(
         prompts=prompts,
         started_at=exchange.started_at,
         priority=priority,
+        owner=exchange.caller.tenant,
         cache_salt=settings.cache_salt(exchange.caller),
         affinity=attempt.affinity(request.prompt_cache_key),
         patient=not attempt.has_fallback,

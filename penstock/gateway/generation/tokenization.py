@@ -6,11 +6,12 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
-from penstock.text import ChatTemplateError
+from penstock.text import ChatTemplateError, TemplateTooHeavy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,7 +54,10 @@ class Tokenization:
             model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
         try:
-            return encode() if size <= INLINE_CHARACTERS and not tools else await self.run(encode)
+            if size <= INLINE_CHARACTERS and not tools:
+                with suppress(TemplateTooHeavy):  # a template may take long for a short chat
+                    return encode(quick=True)
+            return await self.run(encode)
         except ChatTemplateError as error:
             message = str(error)
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from penstock.engine.grammar.interface import GrammarError
-from penstock.gateway.generation.response_format import GrammarCache, encode, grammar_of
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
 from penstock.gateway.generation.schemas import ChatRequest, NamedTool, TextFormat, ToolDefinition
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
@@ -77,24 +77,24 @@ def for_template(
     return prompting.explained(messages, tools, form), None
 
 
-async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbox | None) -> str:
+async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbox | None, exchange: Exchange) -> str:
     """The grammar of the answer, from `tools` and `response_format`; empty when any text is allowed."""
     wanted = request.response_format
     free = wanted is None or isinstance(wanted, TextFormat)
     if toolbox is None:
-        return await cache.response_format(wanted)
+        return await cache.response_format(wanted, exchange)
     if free and not toolbox.constrained:
         return ""
     answer = None if free or toolbox.use == "required" else wanted
     asked = (request.tools, request.tool_choice, request.parallel_tool_calls, answer)
     key = encode((asked, toolbox.form.name, toolbox.opener_id))
 
-    def build() -> Grammar:
+    def build() -> tuple[Grammar, list[tuple[str, Grammar]]]:
+        parts = []
         for tool in toolbox.allowed:
-            try:
-                grammars.check(grammars.json_schema(tool.parameters or {}))
-            except GrammarError as error:
-                raise GrammarError(f"the parameters of `{tool.name}`: {error}") from error
-        return toolbox.grammar(None if answer is None else grammar_of(answer))
+            where = f"the parameters of `{tool.name}`"
+            with explained(where):
+                parts.append((where, grammars.json_schema(tool.parameters or {})))
+        return toolbox.grammar(None if answer is None else grammar_of(answer)), parts
 
-    return await cache.source(key, build, "tools")
+    return await cache.source(key, build, "tools", exchange)

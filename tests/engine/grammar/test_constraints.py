@@ -19,7 +19,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler, without
 from penstock.engine.grammar.guidance import GuidanceCompiler, GuidanceMatcher
-from penstock.engine.grammar.interface import TokenMatcher, words_for
+from penstock.engine.grammar.interface import Interruptible, TokenMatcher, words_for
 from penstock.engine.request import GRAMMAR_REFUSED, Delta, Request, SamplingParams
 from tests.engine.grammar.tokens import END, VOCAB, VOCABULARY, compiler, encode, text_of
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy
@@ -188,7 +188,7 @@ class Breaking(GuidanceCompiler):
             if not self.left:
                 self._why = "too complex"
 
-    def compile(self, grammar: str) -> GuidanceMatcher:
+    def compile(self, grammar: str, interruptible: Interruptible | None = None) -> GuidanceMatcher:
         matcher = super().compile(grammar)
         return self.Matcher(matcher.raw, self._ends) if "x{50}" in grammar else matcher
 
@@ -210,7 +210,7 @@ def test_a_matcher_that_breaks_fails_its_request_alone(checkpoint: Path) -> None
 class Slow(GuidanceCompiler):
     gate = threading.Event()
 
-    def compile(self, grammar: str) -> Any:
+    def compile(self, grammar: str, interruptible: Interruptible | None = None) -> Any:
         assert self.gate.wait(30)
         return super().compile(grammar)
 

@@ -58,7 +58,8 @@ def test_every_key_equals_the_reference_reader(default_model: Path) -> None:
     assert {name: (info.type, info.shape) for name, info in ours.tensors.items()} == {
         tensor.name: (tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape))) for tensor in reference.tensors
     }
-    for tensor in reference.tensors[:12]:
+    some = ("blk.0.", "blk.7.", "output_norm")
+    for tensor in (tensor for tensor in reference.tensors if tensor.name.startswith(some)):
         assert np.array_equal(ours.raw(tensor.name).data.reshape(-1), tensor.data.view(np.uint8).reshape(-1))
 
 

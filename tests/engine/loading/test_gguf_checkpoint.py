@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.engine.loading import open_checkpoint
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.loading.gguf_rope import llama3_factors
 from penstock.errors import CheckpointError
 from tests.engine.loading.gguf_files import write_gguf
@@ -47,11 +48,13 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def test_the_default_model_is_read_exactly(default_model: Path) -> None:
+    """Stored bytes are the reference reader's (test_gguf.py); here, what is made of them."""
     checkpoint = open_checkpoint(default_model)
+    file = GGUFFile(default_model)
     reference = {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for tensor in gguf.GGUFReader(default_model).tensors
-        if tensor.name.startswith(("blk.7.", "output_norm"))
+        name: gguf.quants.dequantize(file.raw(name).data, gguf.GGMLQuantizationType(info.type)).reshape(info.shape)
+        for name, info in file.tensors.items()
+        if name.startswith(("blk.7.", "output_norm"))
     }
     layer = "model.layers.7"
     names = {

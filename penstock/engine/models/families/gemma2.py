@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.models.families.family import (
+    GELU,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -15,8 +16,9 @@ from penstock.engine.models.families.family import (
     HFConfig,
     alternating_windows,
     integer,
+    number,
 )
-from penstock.engine.models.families.gemma import GELU, gemma_fields, gemma_from_gguf
+from penstock.engine.models.families.gemma import TANH, gemma_fields, gemma_from_gguf
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.errors import CheckpointError
 
@@ -27,14 +29,29 @@ SANDWICH_NORMS = TensorNames(
 )
 
 
-def gemma2_fields(raw: HFConfig, default_period: int = 2) -> ConfigFields:
+GEMMA2_READS = frozenset({
+    "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+})  # fmt: skip
+GEMMA2_LIMITS = {"hidden_activation": GELU}
+
+
+def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
     return {
         **gemma_fields(raw),
-        "attention_scale": integer(raw, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": raw.get("attn_logit_softcapping", 50.0),
-        "logit_softcap": raw.get("final_logit_softcapping", 30.0),
-        "windows": alternating_windows(raw, default_period),
+        "attention_scale": integer(raw, "query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": _cap(raw, "attn_logit_softcapping"),
+        "logit_softcap": _cap(raw, "final_logit_softcapping"),
+        "windows": alternating_windows(raw, period),
     }
+
+
+def _cap(raw: HFConfig, key: str) -> float | None:
+    if raw[key] is None:
+        return None
+    cap = number(raw, key)
+    if cap <= 0:
+        raise CheckpointError(f"{key} must be positive or null, found {cap}")
+    return cap
 
 
 def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mapping[str, Any]:
@@ -73,7 +90,9 @@ GEMMA2 = Family(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
     fields=gemma2_fields,
-    hidden_act=GELU,
+    reads=GEMMA2_READS,
+    limits=GEMMA2_LIMITS,
+    hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
     gguf=GGUFFormat(
