@@ -105,10 +105,17 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
     def __init__(
-        self, *, limit: int, prompt_tokens: int, max_tokens: int | None = None, param: str | None = "messages"
+        self,
+        *,
+        limit: int,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        at_least: bool = False,
+        param: str | None = "messages",
     ) -> None:
+        """`at_least`: the prompt has this many tokens or more; the rest was not counted."""
         if max_tokens is None:
-            asked = f"your prompt has {prompt_tokens} tokens"
+            asked = f"your prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens"
             remedy = "Shorten the prompt."
         else:
             asked = (

@@ -87,7 +87,7 @@ class ControlServer:
                     case operation:
                         await self._waiting.put((operation, writer))
         except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
-            log.error("control connection of a gateway failed", extra={"why": str(error)})
+            log.error("control connection of a gateway failed: %s", error)
         finally:
             self._gateways.pop(writer, None)
             self._heard.set()
@@ -101,7 +101,7 @@ class ControlServer:
                     self._heard.clear()
                     await self._heard.wait()
         except TimeoutError:
-            log.warning("a gateway takes long to follow the supervisor", extra={"model": model})
+            log.warning("a gateway takes long to load %r", model)
         found = (following.problems.get(model, "") for following in self._gateways.values())
         return next((problem for problem in found if problem), "")
 
@@ -116,7 +116,7 @@ class ControlServer:
             try:
                 writer.write(line(message))
             except Exception as error:  # its reader ends the connection
-                log.error("a gateway could not be told", extra={"why": str(error)})
+                log.error("a gateway could not be told: %s", error)
 
     async def _work(self) -> None:
         for description in await self._replicas.saved_descriptions():
@@ -130,16 +130,16 @@ class ControlServer:
 
     async def _attempt(self, operation: Operation) -> str:
         """Carries out an operation; returns why it failed."""
-        what = {"operation": type(operation).__name__, "model": _model(operation)}
+        name, model = type(operation).__name__, _model(operation)
         try:
             if self._replicas.stopping:
                 raise PenstockError("the server is stopping")
             await self._carry_out(operation)
         except PenstockError as problem:
-            log.error("an operation failed", extra={**what, "why": str(problem)})
+            log.error("%s of %r failed: %s", name, model, problem)
             return str(problem)
         except Exception as problem:
-            log.exception("an operation failed", extra=what)
+            log.exception("%s of %r failed", name, model)
             return f"the supervisor failed: {type(problem).__name__}: {problem}"
         return ""
 

@@ -183,7 +183,7 @@ class Supervisor:
             try:
                 how = await self._run_once(unit, heartbeat)
             except Exception as error:  # the system has no more processes, descriptors or memory
-                log.exception("a process could not be started or watched", extra={"child": unit.name})
+                log.exception("%s could not be started or watched", unit.name)
                 how = f"{type(error).__name__}: {error}"
                 if unit.child is not None:
                     unit.child.kill()
@@ -223,7 +223,7 @@ class Supervisor:
         if not frozen:
             return describe_exit(code)
         how = f"frozen: no heartbeat for {heartbeat.silent_s:.0f} s"
-        log.error("a process was frozen and has been killed", extra={"child": unit.name, "why": how})
+        log.error("%s was killed: %s", unit.name, how)
         return how
 
     async def _wait_exit(self, child: Child, heartbeat: Heartbeat) -> tuple[bool, int]:
@@ -315,7 +315,7 @@ class Supervisor:
                 break
             for unit, child in running:
                 if unit.must_answer and unit.heartbeat is not None and unit.heartbeat.silent_s > HUNG_S and child.alive:
-                    log.error("a process hangs and is killed", extra={"child": unit.name})
+                    log.error("%s hangs and is killed", unit.name)
                     child.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._kill_now.wait(), min(left, TICK_S))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -125,10 +125,10 @@ async def test_what_cannot_be_read_fails_alone(tmp_path: Path) -> None:
 
 async def test_a_mistake_of_ours_fails_one_document(tmp_path: Path) -> None:
     class Buggy(HashingEmbedder):
-        def tokens(self, text: str) -> list[str]:
-            if "bomb" in text:
+        def tokens(self, texts: Sequence[str]) -> list[list[str]]:
+            if any("bomb" in text for text in texts):
                 raise ZeroDivisionError("a bug")
-            return super().tokens(text)
+            return super().tokens(texts)
 
     async with opened(tmp_path, Buggy(), LibraryLimits(readers=1)) as library:
         col = await library.create_collection("acme", "handbook")
@@ -145,7 +145,7 @@ async def test_work_left_by_a_crash_is_taken_up(tmp_path: Path) -> None:
     async with opened(tmp_path, Broken()) as library:
         col = await library.create_collection("acme", "handbook")
         document = await put(library, col, "Pumps need oil.")
-        await _until(lambda: library._ingestor._process._process is not None)
+        await _until(lambda: any(one._process is not None for one in library._ingestor._processes))
     async with opened(tmp_path) as library:
         assert await settled(library, col) == {"ready": 1}
         found = await library.catalogue.document(col.id, document.id)

@@ -156,11 +156,13 @@ class App:
                     self._metrics.rejected(error.reason)
                 self._metrics.failed(exchange.route, error.status, error.code or error.type)
                 exchange.record.finish_reason = "error"
+                forget_frames(error)
                 await exchange.reply_error(error)
             except ClientDisconnected:
                 raise
-            except Exception:
+            except Exception as error:
                 log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
+                forget_frames(error)
                 exchange.record.finish_reason = "error"
                 self._metrics.failed(exchange.route, ServerError.status, "unhandled")
                 if not exchange.response_started:
@@ -203,6 +205,16 @@ class App:
             problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
             await self._guarded(exchange, _fail(problem))
         self._finish(exchange, logged=False)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Cut an error from the frames it came through. They refer to it in turn, and to all that the request sent: such
+    a cycle would stay in memory until the next garbage collection, which is rare here."""
+    pending: list[BaseException | None] = [error]
+    while pending:
+        if (each := pending.pop()) is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            pending += (each.__cause__, each.__context__)
 
 
 async def _fail(error: ApiError) -> None:

@@ -86,6 +86,7 @@ from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
+from penstock.text.fair_threads import FairThreads
 from penstock.tools.execution import ToolRegistry
 
 
@@ -132,8 +133,9 @@ async def compose(
         drain.on_begin(partial(metrics.draining.set, 1))
         grammars = GrammarCache(metrics)
         stack.callback(grammars.close)
-        tokenization = Tokenization()
-        stack.callback(tokenization.close)
+        text_threads = FairThreads()
+        stack.callback(text_threads.close)
+        tokenization = Tokenization(text_threads)
         database, stores = None, None
         checks: dict[str, Check] = {}
         if settings.store_url is not None:
@@ -176,6 +178,8 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
+        for embedder in encoders:
+            embedder.threads = text_threads
         closing(encoders.close)
         cache = implementations.response_cache(settings.cache, encoders, metrics)
         closing(cache.close)
@@ -287,7 +291,7 @@ async def compose(
             MessageEndpoints(pipeline),
             EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, limit),
+            TokenEndpoints(registry, tokenization, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
             CollectionEndpoints(knowledge, encoder_work, limit),
