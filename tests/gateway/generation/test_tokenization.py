@@ -38,15 +38,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @asynccontextmanager
 async def stalls() -> AsyncIterator[list[float]]:
-    """CPU seconds that single callbacks of this event loop take, in which the gateway runs too."""
+    """CPU seconds that this process, in which the gateway runs, takes between two turns of its event loop: many when
+    a callback works for long, or a thread holds the interpreter lock. A busy machine does not count."""
     found: list[float] = []
 
     async def watch() -> None:
         while True:
-            before = time.thread_time()
-            await asyncio.sleep(0)
-            found.append(time.thread_time() - before)
+            before = time.process_time()
             await asyncio.sleep(0.001)
+            found.append(time.process_time() - before)
 
     task = asyncio.create_task(watch())
     try:
@@ -60,12 +60,9 @@ async def test_text_that_cannot_fit_stops_nobody(serving: Serving, name: str) ->
     path, body = REFUSED[name]
     sent = json.dumps({"model": "tiny", **body}).encode()
     async with serving() as running, stalls() as found:
-        began = time.thread_time()
         reply = await running.client.post(path, content=sent, headers=JSON)
-        took = time.thread_time() - began
         assert reply.status_code == 400 and "token" in reply.text, reply.text[:500]
-        assert took < 1.0, "with sending it, and the client's own part"
-    assert max(found) < 0.25, sorted(found)[-5:]
+    assert max(found) < 0.2, sorted(found)[-5:]
 
 
 async def test_nothing_of_a_refused_request_stays_in_memory(serving: Serving) -> None:
