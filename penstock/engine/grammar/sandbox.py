@@ -49,7 +49,7 @@ _PATIENCE = 20.0
 class Limits:
     """What one grammar may cost."""
 
-    compile_s: float = 2.0
+    compile_s: float = 1.0
     """Processor time to compile and try it."""
     memory: int = 128 << 20
     """Bytes that it may need."""
