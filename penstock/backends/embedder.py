@@ -2,7 +2,8 @@
 
 An `Embedder` is a tokenizer in this process and an engine in another. Neither exists before its first use: then the
 supervisor starts the engine, which may have to download its model, and callers wait up to `wait_s`. Invariant: no call
-blocks the event loop (long texts are tokenized in a thread), and lists of any length are sent in bounded requests.
+blocks the event loop (long texts are tokenized in threads that tenants share fairly), and lists of any length are sent
+in bounded requests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.engine.request import EngineInfo
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, RequestTimeout
 from penstock.sources.resolve import resolve
 from penstock.text.encoder import EncoderText, load_encoder_text
+from penstock.text.fair_threads import FairThreads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +85,8 @@ class Embedder:
         self.input_price = input_price
         self._ask = ask
         self._time_limit_s = time_limit_s
+        self.threads: FairThreads | None = None
+        """Where long texts are tokenized; None: in any thread."""
         self._text: EncoderText | None = None
         self._opening = asyncio.Lock()
         self._started = False
@@ -111,7 +115,7 @@ class Embedder:
         by_token = [rows[start + 1 : start + length - 1] for start, length in zip(starts, tokens, strict=True)]
         return Embeddings(rows[[start - 1 for start in starts]], tokens), TokenVectors(by_token, tokens)
 
-    async def rerank(self, query: str, documents: Sequence[str], *, priority: int = 0) -> Scores:
+    async def rerank(self, query: str, documents: Sequence[str], *, priority: int = 0, tenant: str = "") -> Scores:
         """Scores of documents for a query: by a cross-encoder if this is one, else by late interaction (the mean over
         query tokens of their best match in the document). The vectors never leave the engine."""
         info = await self.open()
@@ -121,10 +125,10 @@ class Embedder:
             if info.scores:
                 assert self._text is not None
                 pair = partial(self._text.encode_pairs, query, some, info.max_model_len)
-                ids, seconds = await _worked(pair, sum(map(len, some)))
+                ids, seconds = await self._worked(pair, len(query) + sum(map(len, some)), tenant)
                 numbers = await self.run(ids, "score", seconds=seconds, priority=priority)
             else:
-                ids = await self._cut([query, *some], info.max_model_len)
+                ids = await self._cut([query, *some], info.max_model_len, tenant)
                 if len(ids[0]) < 3:
                     raise InvalidRequest("The query is empty.", param="query")
                 numbers = await self.run(ids, "late", priority=priority)
@@ -132,11 +136,10 @@ class Embedder:
             values += memoryview(numbers).cast("f").tolist()
         return Scores(values, tokens)
 
-    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids with special tokens, not truncated."""
+    async def tokenize(self, texts: Sequence[str], most: int | None = None, *, tenant: str = "") -> list[list[int]]:
+        """Token ids with special tokens; of a text with more than `most` tokens only the first, more than `most`."""
         await self.open()
-        assert self._text is not None
-        return await _worked(partial(self._text.encode, texts), sum(map(len, texts)))
+        return await self._worked(partial(self.text.encode, texts, most), sum(map(len, texts)), tenant)
 
     async def run(
         self,
@@ -216,8 +219,15 @@ class Embedder:
         info = await self.open()
         return info, await self._cut(texts, info.max_model_len)
 
-    async def _cut(self, texts: Sequence[str], limit: int) -> list[list[int]]:
-        return [self.text.cut(ids, limit) for ids in await self.tokenize(texts)]
+    async def _cut(self, texts: Sequence[str], limit: int, tenant: str = "") -> list[list[int]]:
+        return [self.text.cut(ids, limit) for ids in await self.tokenize(texts, limit, tenant=tenant)]
+
+    async def _worked(self, work: Callable[[], T], characters: int, tenant: str) -> T:
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        if self.threads is None:
+            return await asyncio.to_thread(work)
+        return await self.threads.run(tenant, characters, work)
 
 
 def _portions(items: Sequence[str], size: int) -> list[Sequence[str]]:
@@ -235,7 +245,3 @@ def _matrix(numbers: bytes, width: int) -> Matrix:
     import numpy as np
 
     return np.frombuffer(numbers, dtype=np.float32).reshape(-1, width)
-
-
-async def _worked(work: Callable[[], T], characters: int) -> T:
-    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -51,11 +51,11 @@ class Target:
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, prefix, api_key)
 
-    def head(self, method: str, path: str, length: int) -> bytes:
+    def head(self, method: str, path: str, length: int, content_type: str = "application/json") -> bytes:
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
             f"Host: {self.host}:{self.port}",
-            "Content-Type: application/json",
+            f"Content-Type: {content_type}",
             f"Content-Length: {length}",
         ]
         if self.api_key:
@@ -92,9 +92,9 @@ class Connection:
         await self._writer.drain()
         return self._reader
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def request(self, method: str, path: str, body: bytes = b"", content_type: str = "application/json") -> bytes:
         """The whole body of a 200 reply."""
-        return b"".join([part async for part in self._exchange(method, path, body)])
+        return b"".join([part async for part in self._exchange(method, path, body, content_type)])
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
         """The payload of each `data:` line, as it arrives."""
@@ -105,10 +105,12 @@ class Connection:
                 if line.startswith(b"data:"):
                     yield line[5:].strip()
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+    async def _exchange(
+        self, method: str, path: str, body: bytes, content_type: str = "application/json"
+    ) -> AsyncIterator[bytes]:
         finished = False
         try:
-            reader = await self._send(self.target.head(method, path, len(body)) + body)
+            reader = await self._send(self.target.head(method, path, len(body), content_type) + body)
             status, headers = await _read_head(reader)
             if status != 200:
                 raise StatusError(status, b"".join([part async for part in _read_body(reader, headers)]), headers)

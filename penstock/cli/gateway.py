@@ -98,6 +98,7 @@ def gateway(
             control=control,
             worker=None if coordinator is None else Worker(worker, coordinator),
             listening=lambda: status.send(Listening()),
+            beat=status.beat,
             wrap=Console if config.server.console else lambda app: app,
         )
     except PenstockError as error:
@@ -131,6 +132,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
                 port=server.port,
                 drain_s=server.drain_s,
                 reporter=TerminalReporter(stderr(), config, bars=False),
+                frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
             ).run()
 

@@ -97,7 +97,7 @@ def serve(
             )
             catalogue = ModelCatalogue(config, folder)
             saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)
-            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, saved)
+            replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, saved, server.max_engines)
             async with ControlServer(folder.control, replicas):
                 await supervisor.run()
 

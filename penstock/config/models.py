@@ -56,7 +56,9 @@ class ModelConfig:
         doc="KV cache format: full (dtype), or half the size: int8 (a scale per token and head), fp8. "
         "auto: int8 on CPUs with AMX, full elsewhere.",
     )
-    replicas: int = setting(1, doc="Engine processes that serve this model, each with its own weights.", least=1)
+    replicas: int = setting(
+        1, doc="Engine processes that serve this model, each with its own weights.", least=1, most=256
+    )
     replica_devices: tuple[str, ...] = setting(
         (), doc="Devices of the replicas, in turn; empty: all on device.", example="[cuda:0, cuda:1]"
     )

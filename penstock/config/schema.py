@@ -35,6 +35,15 @@ class ServerConfig:
     body_limit: int = setting(
         4 * 2**20, doc="Maximum size of a request body; larger ones get 413.", least=1024, size=True, example="4MiB"
     )
+    body_memory: int = setting(
+        256 * 2**20, doc="Memory of a gateway process for request bodies that are arriving; beyond it, they are "
+        "written to the temporary folder (TMPDIR) until they are complete.", least=0, size=True, example="256MiB",
+    )  # fmt: skip
+    body_disk: int = setting(
+        4 * 2**30, doc="Disk space in the temporary folder for request bodies that are arriving, of which one tenant "
+        "may use a quarter; beyond it, large bodies get 503 (429 for the tenant).", least=2**20, size=True,
+        example="4GiB",
+    )  # fmt: skip
     header_limit: int = setting(
         64 * 2**10, doc="Maximum size of request line and headers; larger ones get 431.", least=8192, most=2**20,
         size=True, example="64KiB",
@@ -70,6 +79,10 @@ class ServerConfig:
     )  # fmt: skip
     admin_host: str = setting("127.0.0.1", doc="Address to listen on for admin_port.")
     console: bool = setting(True, doc="Serve the web console at /console/ (on admin_port, if set).")
+    max_engines: int = setting(
+        64, doc="Maximum of engine processes, all models together; loading or scaling beyond it is refused.",
+        least=1, most=256,
+    )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
@@ -218,8 +231,8 @@ class ResilienceConfig:
         least=0.1,
     )  # fmt: skip
     frozen_s: float = setting(
-        30.0, doc="Seconds without a heartbeat after which an engine of this server is killed and restarted; "
-        "0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
+        30.0, doc="Seconds without a heartbeat after which an engine or gateway of this server is killed and "
+        "restarted; 0: never. An engine that is only stuck in a step ends itself, see models[N].watchdog_s.",
         least=0,
     )  # fmt: skip
     retry_share: float = setting(

@@ -52,13 +52,25 @@ def with_notes(system: str, summary: Summary) -> list[Message]:
     return [{"role": "system", "content": content}] if content else []
 
 
+async def _at_once(work: Callable[[], list[str]]) -> list[str]:
+    return work()
+
+
 async def condense(
-    conversation: Conversation, summary: Summary, upto: int, *, ask: Ask, tokens: Tokens, room: SummaryBudget
+    conversation: Conversation,
+    summary: Summary,
+    upto: int,
+    *,
+    ask: Ask,
+    tokens: Tokens,
+    room: SummaryBudget,
+    in_thread: Callable[[Callable[[], list[str]]], Awaitable[list[str]]] = _at_once,
 ) -> Summary:
-    """Notes on everything before turn `upto`. Turns for which the model returns nothing count as covered too."""
+    """Notes on everything before turn `upto`. Turns for which the model returns nothing count as covered too.
+    `in_thread` runs what takes long."""
     notes = list(summary.notes)
     waiting = conversation.turns[max(0, summary.covers - conversation.first) : max(0, upto - conversation.first)]
-    for transcript in transcripts(waiting, tokens, room.transcript):
+    for transcript in await in_thread(lambda: list(transcripts(waiting, tokens, room.transcript))):
         note = (await ask(question(transcript), room.note)).strip()
         if note:
             notes.append(tokens.cut(note, room.note))

@@ -6,12 +6,15 @@ may be many steps later.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 from penstock.engine.adapters.spec import NO_ADAPTERS, AdapterSpec, AdapterStatus
 from penstock.errors import PenstockError
 from penstock.protocol.messages import AdapterOperation, AdapterResult, LoadAdapter, PinAdapter, UnloadAdapter
+
+log = logging.getLogger("penstock.engine")
 
 
 class AdapterControl(Protocol):
@@ -60,3 +63,6 @@ def operate(host: AdapterHost, operation: AdapterOperation, reply: Callable[[Ada
                 reply(AdapterResult(id, adapters.pin(name, pinned)))
     except PenstockError as error:
         reply(AdapterResult(id, error=str(error)))
+    except Exception as error:
+        log.exception("an operation on adapters failed")
+        reply(AdapterResult(id, error=f"the engine failed: {type(error).__name__}: {error}"))

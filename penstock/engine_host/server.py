@@ -160,6 +160,8 @@ class EngineServer:
                 self._handle(identity, decode_to_engine(frames[0]))
             except ProtocolError as error:
                 self._complain(identity, error)
+            except Exception:  # one message's fault must not end the requests of all
+                log.exception("a message from %r could not be handled", identity)
 
     def _handle(self, identity: bytes, message: ToEngine) -> None:
         peer = self._peers.get(identity)

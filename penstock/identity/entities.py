@@ -59,6 +59,11 @@ class Caller:
     """The tenant's own limits, which replace those of its tier."""
     key_limits: Allowance = NO_ALLOWANCE
 
+    @property
+    def only_user(self) -> str | None:
+        """The only user of the tenant whose stored objects the caller may see; None: those of every user."""
+        return self.user if self.user and "admin" not in self.scopes else None
+
 
 OPEN_CALLER = Caller(DEFAULT_TENANT, scopes=frozenset(SCOPES))
 """The caller of every request while there are no keys (loopback only)."""

@@ -2,7 +2,8 @@
 
 A chunk never spans two sections or pages. Inside a section whole blocks are packed together; only a block that is too
 large is split: prose between sentences, code and tables between lines, anything else between words. Neighbours split
-from one block share up to `overlap` tokens. Sizes are counted with the given tokenizer, on the text that is embedded.
+from one block share up to `overlap` tokens. Sizes are counted with the given tokenizer, on the text that is embedded;
+only short texts are counted, so that time and memory grow with the document, whatever is in it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.knowledge.entities import Chunk
+from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers import Block, Extracted
 
 Count = Callable[[str], int]
 MOST_HEADING_TOKENS = 48
+CHARACTERS_PER_TOKEN = 32
+"""Text with more characters than this per token is too long, however few tokens it has: a word without end is a single
+unknown token to some tokenizers."""
+HEADING_CHARACTERS = 1024
 _SENTENCE = re.compile(r"(?<=[.!?…。！？])[\"'”’)\]]*\s+|\n{2,}")
 _LINE = re.compile(r"\n")
 _WORDS = re.compile(r"\s+")
+
+
+class TooManyChunks(UnreadableDocument):
+    """A document that would fill the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,11 @@ class _Section:
     blocks: list[Block]
 
 
-def chunk(extracted: Extracted, count: Count, *, most: int, overlap: int = 0, name: str = "") -> list[Chunk]:
-    """`most`: maximum tokens of a chunk with its headings. `name`: used as the title if the document has none."""
+def chunk(
+    extracted: Extracted, count: Count, *, most: int, overlap: int = 0, name: str = "", most_chunks: int | None = None
+) -> list[Chunk]:
+    """`most`: maximum tokens of a chunk with its headings. `name`: used as the title if the document has none.
+    `most_chunks`: `TooManyChunks` when there are more."""
     chunks: list[Chunk] = []
     for section in _sections(extracted, name):
         heading = _fitting(section.heading, count)
@@ -53,11 +65,13 @@ def chunk(extracted: Extracted, count: Count, *, most: int, overlap: int = 0, na
             text = extracted.text[group[0].start : group[-1].end]
             made = Chunk(len(chunks), heading, text, group[0].start, group[-1].end, group[0].page, 0)
             chunks.append(Chunk(made.ordinal, heading, text, made.start, made.end, made.page, count(made.embedded)))
+            if most_chunks is not None and len(chunks) > most_chunks:
+                raise TooManyChunks(f"The document has more than {most_chunks} chunks; split it into parts.")
     return chunks
 
 
 def _sections(extracted: Extracted, name: str) -> Iterator[_Section]:
-    title = extracted.title or name
+    title = (extracted.title or name)[:HEADING_CHARACTERS]
     path: list[tuple[int, str]] = []
     section = _Section(title, [])
     for block in extracted.blocks:
@@ -67,7 +81,8 @@ def _sections(extracted: Extracted, name: str) -> Iterator[_Section]:
         if section.blocks:
             yield section
         path = [(level, text) for level, text in path if level < block.level]
-        path.append((block.level, " ".join(extracted.text[block.start : block.end].split())))
+        end = min(block.end, block.start + HEADING_CHARACTERS)
+        path.append((block.level, " ".join(extracted.text[block.start : end].split())))
         names = [text for _, text in path]
         section = _Section(" > ".join(names if names[0] == title or not title else [title, *names]), [])
     if section.blocks:
@@ -92,7 +107,7 @@ def _atoms(text: str, block: Block, number: int, count: Count, room: int) -> Ite
 def _split(
     text: str, start: int, end: int, count: Count, room: int, separators: Sequence[re.Pattern[str]]
 ) -> Iterator[tuple[int, int, int]]:
-    tokens = count(text[start:end])
+    tokens = count(text[start:end]) if end - start <= room * CHARACTERS_PER_TOKEN else room + 1
     if tokens <= room:
         yield start, end, tokens
         return
@@ -124,8 +139,10 @@ def _split(
 
 
 def _last_gap(text: str, start: int, end: int) -> re.Match[str] | None:
-    gaps = [gap for gap in _WORDS.finditer(text, start, end) if gap.start() > start]
-    return gaps[-1] if gaps else None
+    found = None
+    for gap in _WORDS.finditer(text, start + 1, end):
+        found = gap
+    return found
 
 
 def _packed(atoms: Sequence[_Atom], room: int, overlap: int) -> Iterator[list[_Atom]]:

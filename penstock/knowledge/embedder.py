@@ -23,6 +23,8 @@ class EmbedderFacts:
 
     dimensions: int
     window: int
+    tokenizer: str = ""
+    """The folder of its tokenizer, which reader processes load; empty: they count words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class Embedder(Protocol):
     async def facts(self) -> EmbedderFacts:
         """Waits until the model is up."""
 
-    def tokens(self, text: str) -> list[str]:
-        """The model's tokens of a text as it spells them, without the marks of beginning and end. Call `facts` first;
+    def tokens(self, texts: Sequence[str]) -> list[list[str]]:
+        """The model's tokens of texts as it spells them, without the marks of beginning and end. Call `facts` first;
         long texts belong into a thread."""
 
     async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:

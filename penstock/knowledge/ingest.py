@@ -1,8 +1,10 @@
 """Ingestion: turns documents into searchable chunks, in the background.
 
 A fixed number of workers take documents from the queue in the database, round robin over tenants, so that one tenant's
-ten thousand documents do not delay another's one. The queue survives a crash; unfinished work is repeated. Memory is
-bounded by the number of workers, each with one document and a few batches of vectors.
+ten thousand documents do not delay another's one. Each worker has a reader process of its own, and no tenant's
+documents occupy all of them, so that one which takes long to read delays its own tenant's only. The queue survives a
+crash; unfinished work is repeated. Memory is bounded by the number of workers, each with one document and a few
+batches of vectors.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.errors import PenstockError
-from penstock.knowledge.chunker import chunk
 from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.entities import Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.late_interaction import pack
 from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, IngestQueue
 from penstock.knowledge.readers.process import ReaderProcess
+from penstock.knowledge.readers.worker import Task
 from penstock.storage import DatabaseError
 
 log = logging.getLogger(__name__)
@@ -60,14 +63,17 @@ class Ingestor:
         self._most_chunks = most_chunks
         self._meter = meter
         self._clock = clock
-        self._process = ReaderProcess()
+        self._processes = [ReaderProcess() for _ in range(readers)]
+        self._reading: Counter[str] = Counter()
+        """Documents that are being read, by tenant."""
         self._news = asyncio.Event()
         self._served: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(self._run(), name=f"document reader {number}") for number in range(self._readers)
+            asyncio.create_task(self._run(process), name=f"document reader {number}")
+            for number, process in enumerate(self._processes)
         ]
 
     def wake(self) -> None:
@@ -78,14 +84,15 @@ class Ingestor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._process.close()
+        for process in self._processes:
+            await process.close()
 
-    async def _run(self) -> None:
+    async def _run(self, process: ReaderProcess) -> None:
         while True:
             try:
                 claim = await self._next()
                 if claim is not None:
-                    await self._ingest(claim)
+                    await self._ingest(claim, process)
                     continue
             except DatabaseError as error:
                 log.warning("ingest queue cannot be read", extra={"why": str(error)})
@@ -101,18 +108,38 @@ class Ingestor:
         """A document of the least recently served tenant."""
         waiting = await self._queue.waiting_tenants()
         self._served = {tenant: at for tenant, at in self._served.items() if tenant in waiting}
+        most = max(1, self._readers - 1)
         for tenant in sorted(waiting, key=lambda name: self._served.get(name, 0.0)):
+            if self._reading[tenant] >= most:
+                continue  # the last reader is for the others
             self._served[tenant] = self._clock()
-            if (claim := await self._queue.claim(tenant)) is not None:
+            self._reading[tenant] += 1
+            claim = None
+            try:
+                claim = await self._queue.claim(tenant)
+            finally:
+                if claim is None:
+                    self._read(tenant)
+            if claim is not None:
                 return claim
         return None
 
-    async def _ingest(self, claim: Claim) -> None:
+    def _read(self, tenant: str) -> None:
+        """A document of a tenant is no longer being read."""
+        self._reading[tenant] -= 1
+        if not self._reading[tenant]:
+            del self._reading[tenant]
+        self._news.set()
+
+    async def _ingest(self, claim: Claim, process: ReaderProcess) -> None:
         began, document = self._clock(), claim.document
         try:
-            if claim.attempts > MOST_ATTEMPTS:
-                raise UnreadableDocument("The document crashed its reader several times.")
-            chunks = await self._chunks(claim)
+            try:
+                if claim.attempts > MOST_ATTEMPTS:
+                    raise UnreadableDocument("The document crashed its reader several times.")
+                chunks = await self._chunks(claim, process)
+            finally:
+                self._read(claim.collection.tenant)
             embedded = await self._embedded(claim, chunks)
             if embedded is None:
                 return
@@ -151,27 +178,27 @@ class Ingestor:
             async with self._stores.use(claim.collection) as store:
                 await store.replace(claim.document.id, [])
 
-    async def _chunks(self, claim: Claim) -> list[Chunk]:
+    async def _chunks(self, claim: Claim, process: ReaderProcess) -> list[Chunk]:
         document, collection = claim.document, claim.collection
         if collection.embedding_model != self._embedder.name:
             raise KnowledgeError(
                 f"The collection is embedded with `{collection.embedding_model}`, which this server does not serve "
                 f"for collections; it has `{self._embedder.name}`."
             )
-        await self._embedder.facts()  # the tokenizer is available only once the model is up
-        extracted = await self._process.read(claim.body, document.media_type, claim.charset)
-        chunks = await asyncio.to_thread(
-            chunk,
-            extracted,
-            lambda text: len(self._embedder.tokens(text)),
-            most=collection.chunk_tokens,
-            overlap=collection.overlap_tokens,
-            name=document.name,
+        facts = await self._embedder.facts()  # the tokenizer is available only once the model is up
+        task = Task(
+            len(claim.body),
+            document.media_type,
+            claim.charset,
+            document.name,
+            facts.tokenizer,
+            collection.chunk_tokens,
+            collection.overlap_tokens,
+            self._most_chunks,
         )
+        chunks = await process.read(task, claim.body)
         if not chunks:
             raise UnreadableDocument("The document contains headings but no text.")
-        if len(chunks) > self._most_chunks:
-            raise KnowledgeError(f"The document has {len(chunks)} chunks; at most {self._most_chunks} are allowed.")
         return chunks
 
     async def _embedded(self, claim: Claim, chunks: Sequence[Chunk]) -> list[EmbeddedChunk] | None:
@@ -188,8 +215,8 @@ class Ingestor:
         return embedded
 
     def _packed(self, texts: Sequence[str], made: Embedded) -> list[bytes]:
-        rows = zip(texts, made.by_token, made.vectors, strict=True)
-        return [pack(self._embedder.tokens(text), by_token, vector) for text, by_token, vector in rows]
+        rows = zip(self._embedder.tokens(texts), made.by_token, made.vectors, strict=True)
+        return [pack(*row) for row in rows]
 
     def _told(self, status: str, chunks: int, tokens: int, began: float) -> None:
         if self._meter is not None:

@@ -246,13 +246,19 @@ class Ledger:
         since: float | None = None,
         until: float | None = None,
         tenant: str | None = None,
+        user: str | None = None,
     ) -> list[Total]:
         """Sums of settled charges, largest cost first."""
         unknown = [name for name in by if name not in _COLUMNS]
         if unknown:
             raise LedgerError(f"usage can be grouped by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
         where, values = ["1 = 1"], list[str | float]()
-        for condition, value in (("settled_at >= ?", since), ("settled_at < ?", until), ("tenant = ?", tenant)):
+        for condition, value in (
+            ("settled_at >= ?", since),
+            ("settled_at < ?", until),
+            ("tenant = ?", tenant),
+            ("user_id = ?", user),
+        ):
             if value is not None:
                 where.append(condition)
                 values.append(value)

@@ -2,6 +2,7 @@
 
     gateway                              supervisor
     (connects)       ◄──────────────────  Topology   at once, and whenever it changes
+    Following        ──────────────────►            one per topology: which models this gateway cannot serve
     Scale, Restart, Drain, Stop, LoadModel, UnloadModel ─►
                      ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
@@ -29,6 +30,15 @@ class Topology(msgspec.Struct, frozen=True, tag="topology"):
 
     models: dict[str, list[Replica]]
     loaded: dict[str, dict[str, Any]] = {}
+    number: int = 0
+    """Grows with every change."""
+
+
+class Following(msgspec.Struct, frozen=True, tag="following"):
+    """A gateway has taken over a topology; `problems`: the models that it cannot serve, and why."""
+
+    number: int
+    problems: dict[str, str] = {}
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
@@ -93,10 +103,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 Operation: TypeAlias = Scale | Restart | Drain | Stop | LoadModel | UnloadModel
 FromSupervisor: TypeAlias = Topology | Loading | Done
 
-decode_operation = msgspec.json.Decoder(Operation).decode
+FromGateway: TypeAlias = Operation | Following
+
+decode_from_gateway = msgspec.json.Decoder(FromGateway).decode
 decode_from_supervisor = msgspec.json.Decoder(FromSupervisor).decode
 _encoder = msgspec.json.Encoder()
 
 
-def line(message: Operation | FromSupervisor) -> bytes:
+def line(message: FromGateway | FromSupervisor) -> bytes:
     return _encoder.encode(message) + b"\n"

@@ -8,6 +8,7 @@ so no code downstream chooses a status.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal, TypedDict
 
 from penstock.errors import PenstockError
@@ -104,10 +105,17 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
     def __init__(
-        self, *, limit: int, prompt_tokens: int, max_tokens: int | None = None, param: str | None = "messages"
+        self,
+        *,
+        limit: int,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        at_least: bool = False,
+        param: str | None = "messages",
     ) -> None:
+        """`at_least`: the prompt has this many tokens or more; the rest was not counted."""
         if max_tokens is None:
-            asked = f"your prompt has {prompt_tokens} tokens"
+            asked = f"your prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens"
             remedy = "Shorten the prompt."
         else:
             asked = (
@@ -205,6 +213,22 @@ class UnsupportedMediaType(InvalidRequest):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The `Content-Encoding` of the body is none that this server decodes."""
+
+    code = "unsupported_encoding"
+
+    def __init__(self, encoding: str, accepted: Sequence[str]) -> None:
+        self.accepted = ", ".join(accepted)
+        super().__init__(
+            f"A request body with `content-encoding: {encoding[:64]}` is not understood; send it as it is, or with one "
+            f"of: {self.accepted}."
+        )
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "accept-encoding": self.accepted}
 
 
 class RateLimitExceeded(ApiError):

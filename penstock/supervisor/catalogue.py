@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model, conflicts
@@ -21,6 +23,7 @@ from penstock.supervisor.launch import replica
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
 
+T = TypeVar("T")
 OnProgress = Callable[[str, str, float], None]
 """Called with a model, a phase of its loading, and the fraction of the phase that is done."""
 
@@ -61,9 +64,11 @@ class ModelCatalogue:
         unit.on_progress = lambda phase, fraction: self.on_progress(name, phase, fraction)
         return unit
 
-    async def add(self, description: Mapping[str, Any]) -> ModelConfig:
-        """Checks a model, described as in the configuration, and fetches its files if needed."""
+    async def add(self, description: Mapping[str, Any], check_room: Callable[[int], None]) -> ModelConfig:
+        """Checks a model, described as in the configuration, and fetches its files if needed. `check_room` raises if
+        there may not be that many more engines."""
         model = check_model(description)
+        check_room(model.replicas)
         if model.time_slice:
             raise PenstockError("a model with time_slice cannot be loaded at run time; use memory_share instead")
         others = [*self._config.models, *(added.model for added in self._added.values())]
@@ -83,4 +88,28 @@ class ModelCatalogue:
 
     async def _fetch(self, name: str, source: str) -> str:
         self.on_progress(name, "fetching", 0.0)
-        return str(await asyncio.to_thread(resolve, source))
+        return str(await in_daemon_thread(lambda: resolve(source), f"fetch {name}"))
+
+
+async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
+    """Calls a function that may take hours in a thread that does not delay the end of the process."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(settle: Callable[[], None]) -> None:
+        if not result.done():
+            settle()
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            problem = error
+            settle: Callable[[], None] = lambda: result.set_exception(problem)  # noqa: E731
+        else:
+            settle = lambda: result.set_result(value)  # noqa: E731
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, settle)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await result

@@ -59,9 +59,13 @@ class Child:
             os.close(writable)
         assert process.stdout is not None
         status = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(status), os.fdopen(readable, "rb", buffering=0)
-        )
+        try:
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(status), os.fdopen(readable, "rb", buffering=0)
+            )
+        except BaseException:
+            process.kill()
+            raise
 
         def on_status_line(line: str) -> None:
             try:
@@ -119,12 +123,19 @@ async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], Non
     while chunk := await stream.read(65536):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            on_line(line.decode(errors="replace").rstrip("\r"))
+            _pass_on(line, on_line)
         if len(rest) > LINE_LIMIT:
-            on_line(rest.decode(errors="replace"))
+            _pass_on(rest, on_line)
             rest = b""
     if rest:
-        on_line(rest.decode(errors="replace"))
+        _pass_on(rest, on_line)
+
+
+def _pass_on(line: bytes, on_line: Callable[[str], None]) -> None:
+    try:
+        on_line(line.decode(errors="replace").rstrip("\r"))
+    except Exception:  # nobody may stop reading: the child would block once its pipe is full
+        log.exception("a line of a child could not be handled")
 
 
 def describe_exit(code: int) -> str:

@@ -1,7 +1,8 @@
 """The supervisor's control socket: gateways forward admin operations and receive the topology.
 
 Invariant: operations run one at a time, in order of arrival, and each is answered once. An operation continues when the
-gateway that sent it disconnects.
+gateway that sent it disconnects. An operation that fails, for whatever reason, is one failed operation: it is logged
+and answered, and the next one runs. Once the server stops, no operation begins.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.protocol.control import (
     Done,
     Drain,
+    Following,
     Loading,
     LoadModel,
     Operation,
@@ -25,13 +27,16 @@ from penstock.protocol.control import (
     Stop,
     Topology,
     UnloadModel,
-    decode_operation,
+    decode_from_gateway,
     line,
 )
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
 """Maximum of queued operations; gateways that send more are not read until one is done."""
+
+FOLLOW_S = 120.0
+"""How long gateways may take to read the text files of a model that was loaded."""
 
 log = logging.getLogger("penstock.supervisor")
 
@@ -42,11 +47,14 @@ class ControlServer:
     def __init__(self, path: Path, replicas: Replicas) -> None:
         self._path = path
         self._replicas = replicas
-        self._gateways: set[asyncio.StreamWriter] = set()
+        self._gateways: dict[asyncio.StreamWriter, Following] = {}
+        self._heard = asyncio.Event()
+        """Set when a gateway has followed a topology or has gone."""
         self._waiting: asyncio.Queue[tuple[Operation, asyncio.StreamWriter]] = asyncio.Queue(WAITING)
         self._server: asyncio.Server | None = None
         self._worker: asyncio.Task[None] | None = None
         replicas.on_change = self._publish
+        replicas.unserved = self._unserved
         if replicas.catalogue is not None:
             replicas.catalogue.on_progress = self._broadcast_progress
 
@@ -68,16 +76,34 @@ class ControlServer:
         self._path.unlink(missing_ok=True)
 
     async def _serve_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._gateways.add(writer)
-        writer.write(line(self._replicas.topology()))
+        self._gateways[writer] = Following(-1)
         try:
+            writer.write(line(self._replicas.topology()))
             while sent := await reader.readline():
-                await self._waiting.put((decode_operation(sent), writer))
+                match decode_from_gateway(sent):
+                    case Following() as following:
+                        self._gateways[writer] = following
+                        self._heard.set()
+                    case operation:
+                        await self._waiting.put((operation, writer))
         except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
-            log.error("control connection of a gateway failed", extra={"why": str(error)})
+            log.error("control connection of a gateway failed: %s", error)
         finally:
-            self._gateways.discard(writer)
+            self._gateways.pop(writer, None)
+            self._heard.set()
             writer.close()
+
+    async def _unserved(self, model: str, number: int) -> str:
+        """Waits until all gateways have followed topology `number`; returns why one cannot serve `model`."""
+        try:
+            async with asyncio.timeout(FOLLOW_S):
+                while any(following.number < number for following in self._gateways.values()):
+                    self._heard.clear()
+                    await self._heard.wait()
+        except TimeoutError:
+            log.warning("a gateway takes long to load %r", model)
+        found = (following.problems.get(model, "") for following in self._gateways.values())
+        return next((problem for problem in found if problem), "")
 
     def _publish(self, topology: Topology) -> None:
         self._broadcast(topology)
@@ -86,27 +112,36 @@ class ControlServer:
         self._broadcast(Loading(model, phase, fraction))
 
     def _broadcast(self, message: Topology | Loading) -> None:
-        for writer in self._gateways:
-            writer.write(line(message))
+        for writer in tuple(self._gateways):
+            try:
+                writer.write(line(message))
+            except Exception as error:  # its reader ends the connection
+                log.error("a gateway could not be told: %s", error)
 
     async def _work(self) -> None:
         for description in await self._replicas.saved_descriptions():
-            try:
-                await self._carry_out(LoadModel(0, description))
-            except PenstockError as problem:  # it stays in the file: the next start may succeed
-                log.error("a saved model could not be loaded; the next start tries again", extra={"why": str(problem)})
+            # A model that cannot be loaded stays in the file: the next start may succeed.
+            await self._attempt(LoadModel(0, description))
         while True:
             operation, sender = await self._waiting.get()
-            error = ""
-            try:
-                await self._carry_out(operation)
-            except PenstockError as problem:
-                error = str(problem)
-            except Exception as problem:
-                log.exception("control operation failed")
-                error = f"the supervisor failed: {problem}"
+            error = await self._attempt(operation)
             if sender in self._gateways:
                 sender.write(line(Done(operation.operation, error)))
+
+    async def _attempt(self, operation: Operation) -> str:
+        """Carries out an operation; returns why it failed."""
+        name, model = type(operation).__name__, _model(operation)
+        try:
+            if self._replicas.stopping:
+                raise PenstockError("the server is stopping")
+            await self._carry_out(operation)
+        except PenstockError as problem:
+            log.error("%s of %r failed: %s", name, model, problem)
+            return str(problem)
+        except Exception as problem:
+            log.exception("%s of %r failed", name, model)
+            return f"the supervisor failed: {type(problem).__name__}: {problem}"
+        return ""
 
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
@@ -125,3 +160,13 @@ class ControlServer:
                 await self._replicas.unload(model)
             case Stop():
                 self._replicas.stop()
+
+
+def _model(operation: Operation) -> str:
+    match operation:
+        case LoadModel(_, description):
+            return str(description.get("name", ""))
+        case Stop():
+            return ""
+        case _:
+            return operation.model

@@ -7,7 +7,7 @@ finish in time move to other replicas. Operations run one at a time (`ControlSer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -32,40 +32,55 @@ class Replicas:
         make: Callable[[str, int], Unit],
         catalogue: ModelCatalogue | None = None,
         saved: SavedModels | None = None,
+        max_engines: int = MOST,
     ) -> None:
         """`make`: builds replica number N of a model. `catalogue`: models loaded at run time. `saved`: the file that
-        keeps them for the next start."""
+        keeps them for the next start. `max_engines`: maximum of engines, all models together."""
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
         self._saved = saved or SavedModels(None)
+        self._max_engines = max_engines
         self._units: dict[str, list[Unit]] = {}
         for unit in units:
             if unit.replica:
                 self._units.setdefault(unit.model, []).append(unit)
         self.on_change: Callable[[Topology], None] | None = None
+        self.unserved: Callable[[str, int], Awaitable[str]] | None = None
+        """Asks all gateways, once they know a topology, why they cannot serve a model; empty: they can."""
+        self._changes = 0
+
+    @property
+    def stopping(self) -> bool:
+        return self._supervisor.stopping
 
     def topology(self) -> Topology:
         return Topology(
             {model: [Replica(unit.replica, unit.endpoint) for unit in units] for model, units in self._units.items()},
             {} if self.catalogue is None else self.catalogue.loaded,
+            self._changes,
         )
 
     async def load(self, description: Mapping[str, Any]) -> None:
-        """Loads a model; gateways learn of it when its engines are ready."""
+        """Loads a model; gateways learn of it when its engines are ready. If anything fails, nothing stays of it."""
         if self.catalogue is None:
             raise PenstockError("this server cannot load models at run time")
-        model = await self.catalogue.add(description)
-        units = [self._make(model.name, number) for number in range(model.replicas)]
-        results = await asyncio.gather(*(self._supervisor.add(unit) for unit in units), return_exceptions=True)
-        problem = next((result for result in results if isinstance(result, BaseException)), None)
-        if problem is not None:
+        model = await self.catalogue.add(description, self._check_room)
+        units: list[Unit] = []
+        try:
+            units = [self._make(model.name, number) for number in range(model.replicas)]
+            await self._start(units)
+            self._units[model.name] = units
+            self._changed()
+            if self.unserved is not None and (problem := await self.unserved(model.name, self._changes)):
+                raise PenstockError(f"the gateways cannot serve it: {problem}")
+            await asyncio.to_thread(self._saved.add, description, model.name)
+        except BaseException:
             self.catalogue.remove(model.name)
-            await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units if not unit.dismissed))
-            raise problem
-        self._units[model.name] = units
-        await asyncio.to_thread(self._saved.add, description, model.name)
-        self._changed()
+            if self._units.pop(model.name, None) is not None:
+                self._changed()
+            await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units), return_exceptions=True)
+            raise
 
     async def saved_descriptions(self) -> list[dict[str, Any]]:
         """Descriptions of the models that an earlier run had loaded; waits until everything else is up."""
@@ -88,6 +103,7 @@ class Replicas:
         units = self._of(model)
         if not 1 <= count <= MOST:
             raise PenstockError(f"a model has 1 to {MOST} replicas, not {count}")
+        self._check_room(count - len(units))
         if count > len(units):
             await self._grow(model, units, count)
         elif count < len(units):
@@ -111,6 +127,14 @@ class Replicas:
     def stop(self) -> None:
         self._supervisor.stop()
 
+    def _check_room(self, more: int) -> None:
+        running = sum(map(len, self._units.values()))
+        if running + more > self._max_engines:
+            raise PenstockError(
+                f"{running} engine processes are running and {more} more would exceed server.max_engines "
+                f"({self._max_engines})"
+            )
+
     async def _grow(self, model: str, units: list[Unit], count: int) -> None:
         taken = {unit.replica for unit in units}
         numbers = [number for number in range(MOST) if str(number) not in taken][: count - len(units)]
@@ -118,13 +142,20 @@ class Replicas:
         units += fresh
         self._changed()
         try:
-            await asyncio.gather(*(self._supervisor.add(unit) for unit in fresh))
-        except PenstockError:
+            await self._start(fresh)
+        except BaseException:
             for unit in fresh:
                 if unit.dismissed:
                     units.remove(unit)
             self._changed()
             raise
+
+    async def _start(self, units: Iterable[Unit]) -> None:
+        """Starts engines; raises the first failure when all have started or failed."""
+        results = await asyncio.gather(*(self._supervisor.add(unit) for unit in units), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     def _of(self, model: str) -> list[Unit]:
         if model not in self._units:
@@ -141,5 +172,6 @@ class Replicas:
         )
 
     def _changed(self) -> None:
+        self._changes += 1
         if self.on_change is not None:
             self.on_change(self.topology())

@@ -3,10 +3,11 @@ heartbeats afterwards. (`engine.process` ends a child whose supervisor died.)"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import msgspec
@@ -45,7 +46,7 @@ class EncoderNeeded(msgspec.Struct, frozen=True, tag="asked"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Heartbeat: the process is running, whatever its engine does."""
+    """Heartbeat: the engine's process is running, whatever its engine does; the gateway's event loop is running."""
 
 
 Status: TypeAlias = Progress | Started | Listening | Failed | EncoderNeeded | Alive
@@ -66,6 +67,17 @@ class StatusPipe:
     def send(self, status: Status) -> None:
         if self._descriptor is not None:
             os.write(self._descriptor, msgspec.json.encode(status) + b"\n")
+
+    async def beat(self) -> None:
+        """Sends a heartbeat every second from the event loop, so that the supervisor notices when it hangs."""
+        if self._descriptor is None:
+            return
+        os.set_blocking(self._descriptor, False)  # a stopped supervisor must not block the event loop
+        with suppress(BrokenPipeError):  # the supervisor is gone; this process is about to end too
+            while True:
+                with suppress(BlockingIOError):
+                    self.send(Alive())
+                await asyncio.sleep(HEARTBEAT_S)
 
     @contextmanager
     def heartbeats(self) -> Iterator[None]:

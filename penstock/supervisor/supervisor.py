@@ -2,14 +2,16 @@
 
 Invariants: a process that dies after it was ready once is restarted, with backoff, and nothing else is touched. A
 process that dies before that ends the whole startup with its reason, unless it is optional: an optional unit is started
-on demand, and after a failed start it waits for the next demand. An engine whose heartbeats stop is killed and
-restarted. Shutdown goes from the outside in: the gateways drain first, while the engines still serve them, then the
-engines stop. A second request to stop kills everything.
+on demand, and after a failed start it waits for the next demand. A process whose heartbeats stop is killed and
+restarted. No error while a process is started, watched or stopped ends the supervisor. Shutdown goes from the outside
+in: the gateways drain first, while the engines still serve them, then the engines stop; a gateway that hangs is not
+waited for. A second request to stop kills everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +31,10 @@ ENGINE_GRACE_S = 5.0
 TICK_S = 0.05
 GATEWAY_EXTRA_S = 5.0
 """How much longer than its drain limit a gateway may take to exit."""
+HUNG_S = 8.0
+"""Silence after which a gateway that should drain is killed: its event loop hangs."""
+
+log = logging.getLogger("penstock.supervisor")
 
 
 class StartFailed(PenstockError):
@@ -51,7 +57,7 @@ class Supervisor:
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`frozen_s`: an engine without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
+        """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
         gateways are listening; with several on one port, a successful request proves only one."""
         self._engines = list(engines)
         self._gateways = list(gateways)
@@ -67,6 +73,10 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
         self._tasks: dict[Unit, asyncio.Task[None]] = {}
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
 
     def stop(self) -> None:
         """Drains and stops; a second call kills everything at once."""
@@ -106,7 +116,8 @@ class Supervisor:
         unit.dismissed = True
         unit.start_requested.set()
         await self._stop_unit(unit)
-        await asyncio.wait([self._tasks[unit]])
+        if unit in self._tasks:
+            await asyncio.wait([self._tasks[unit]])
         self._forget(unit)
 
     async def pause(self, unit: Unit) -> None:
@@ -139,8 +150,9 @@ class Supervisor:
                 await asyncio.sleep(TICK_S)
 
     async def _wait_ready(self, unit: Unit) -> None:
-        """Waits until an engine is ready; `StartFailed` when its process ends instead."""
-        ends = [asyncio.create_task(event.wait(), name=unit.name) for event in (unit.up, unit.crashed)]
+        """Waits until an engine is ready; `StartFailed` when its process ends instead, or the server is stopped."""
+        events = (unit.up, unit.crashed, self._stopping)
+        ends = [asyncio.create_task(event.wait(), name=unit.name) for event in events]
         try:
             await asyncio.wait((*ends, self._tasks[unit]), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -150,11 +162,13 @@ class Supervisor:
         if not unit.up.is_set():
             if unit.dismissed:
                 self._forget(unit)
-            raise StartFailed(f"{unit.name}: {unit.problem or 'stopped while starting; see its log'}")
+            why = "the server is stopping" if self.stopping else unit.problem or "stopped while starting; see its log"
+            raise StartFailed(f"{unit.name}: {why}")
 
     def _forget(self, unit: Unit) -> None:
         self._tasks.pop(unit, None)
-        self._engines.remove(unit)
+        if unit in self._engines:
+            self._engines.remove(unit)
 
     async def _supervise(self, unit: Unit) -> None:
         backoff = Backoff(self._backoff_s)
@@ -166,22 +180,19 @@ class Supervisor:
             unit.ready_at = None
             unit.stop_requested = False
             unit.heartbeat = heartbeat = Heartbeat(self._frozen_s)
-            unit.child = await Child.spawn(
-                unit.name,
-                unit.command,
-                on_line=lambda line: self._reporter.line(unit.name, line),
-                on_status=lambda status: self._on_status(unit, status),
-            )
-            if self._stopping.is_set():
-                unit.child.kill()  # stopped while it was being started
-            frozen, code = await self._wait_exit(unit.child, heartbeat)
+            try:
+                how = await self._run_once(unit, heartbeat)
+            except Exception as error:  # the system has no more processes, descriptors or memory
+                log.exception("%s could not be started or watched", unit.name)
+                how = f"{type(error).__name__}: {error}"
+                if unit.child is not None:
+                    unit.child.kill()
             unit.up.clear()
             if self._stopping.is_set():
                 return
             if unit.stop_requested:
                 continue
             unit.crashed.set()
-            how = f"frozen: no heartbeat for {heartbeat.silent_s:.0f} s" if frozen else describe_exit(code)
             if not unit.ready.is_set():
                 problem = unit.problem or f"stopped while starting ({how}); see its log above"
                 if unit.added_later:
@@ -197,6 +208,23 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
             unit.start_requested.clear()
+
+    async def _run_once(self, unit: Unit, heartbeat: Heartbeat) -> str:
+        """Starts a process and waits for its end; says how it ended."""
+        unit.child = child = await Child.spawn(
+            unit.name,
+            unit.command,
+            on_line=lambda line: self._reporter.line(unit.name, line),
+            on_status=lambda status: self._on_status(unit, status),
+        )
+        if self._stopping.is_set():
+            child.kill()  # stopped while it was being started
+        frozen, code = await self._wait_exit(child, heartbeat)
+        if not frozen:
+            return describe_exit(code)
+        how = f"frozen: no heartbeat for {heartbeat.silent_s:.0f} s"
+        log.error("%s was killed: %s", unit.name, how)
+        return how
 
     async def _wait_exit(self, child: Child, heartbeat: Heartbeat) -> tuple[bool, int]:
         """Waits for the exit of a process and kills it if it is frozen. Returns whether it was, and its exit status."""
@@ -238,6 +266,7 @@ class Supervisor:
                 self._reporter.engine_started(unit.name, info)
             case Listening():
                 unit.ready_at = time.monotonic()
+                unit.must_answer = True
             case Failed(message):
                 unit.problem = message
             case EncoderNeeded(name):
@@ -276,17 +305,21 @@ class Supervisor:
 
     async def _end(self, units: list[Unit], grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s` or a second request to stop."""
-        children = [unit.child for unit in units if unit.child is not None and unit.child.alive]
-        for child in children:
+        running = [(unit, unit.child) for unit in units if unit.child is not None and unit.child.alive]
+        for _, child in running:
             child.terminate()
         deadline = time.monotonic() + grace_s
-        while any(child.alive for child in children):
+        while any(child.alive for _, child in running):
             left = deadline - time.monotonic()
             if left <= 0 or self._kill_now.is_set():
                 break
+            for unit, child in running:
+                if unit.must_answer and unit.heartbeat is not None and unit.heartbeat.silent_s > HUNG_S and child.alive:
+                    log.error("%s hangs and is killed", unit.name)
+                    child.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._kill_now.wait(), min(left, TICK_S))
-        for child in children:
+        for _, child in running:
             child.kill()
 
 

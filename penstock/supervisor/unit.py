@@ -33,6 +33,8 @@ class Unit:
     child: Child | None = None
     heartbeat: Heartbeat | None = None
     """Heartbeats of the current process."""
+    must_answer: bool = False
+    """Its heartbeats come from its event loop, so silence means that it hangs."""
     info: EngineInfo | None = None
     problem: str | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)

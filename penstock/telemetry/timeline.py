@@ -180,11 +180,13 @@ class Timeline:
 
 
 class TraceQuery(msgspec.Struct, frozen=True):
-    """Selects timelines: the newest `limit` of a tenant (None: of all tenants), or those of one request id."""
+    """Selects timelines: the newest `limit` of a tenant (None: of all tenants) and of one of its users (None: of all
+    users), or those of one request id."""
 
     limit: int = 1
     tenant: str | None = None
     request_id: str | None = None
+    user: str | None = None
 
 
 class RecentTimelines:
@@ -202,6 +204,7 @@ class RecentTimelines:
             item
             for item in reversed(self._kept)
             if (query.tenant is None or item.record.tenant == query.tenant)
+            and (query.user is None or item.record.user_id == query.user)
             and (query.request_id is None or item.record.request_id == query.request_id)
         )
         return [item.shown() for item in itertools.islice(matching, query.limit)]

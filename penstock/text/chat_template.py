@@ -1,63 +1,37 @@
 """Chat templates: the Jinja templates that models ship with, which render messages into the prompt format.
 
-Templates are untrusted input: they run in an immutable sandbox. The environment offers what model authors rely on
-(block trimming, `raise_exception`, `strftime_now`, `tojson`, loop controls, the `generation` tag).
+Templates are untrusted input: they run in an immutable sandbox that bounds their work (`bounded_jinja`).
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import jinja2.exceptions
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-from jinja2.runtime import new_context
 
 from penstock.errors import CheckpointError, PenstockError
+from penstock.text.bounded_jinja import BoundedEnvironment
+from penstock.text.template_meter import WORK, TemplateLimit
+
+LONGEST = 256 * 1024
+"""Maximum of a template's text, in characters."""
+OUTPUT = 8 * 1024 * 1024
+"""Maximum of a rendered prompt, in characters."""
+_SHOWN = 500
+"""How much of a template's own error message is passed on."""
 
 
 class ChatTemplateError(PenstockError):
     """The messages cannot be rendered with the model's chat template; the caller should change them."""
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training tools; here it just renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+class TemplateTooHeavy(ChatTemplateError):
+    """Rendering these messages takes more work than was allowed for it."""
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise ChatTemplateError(f"the model's chat template refuses these messages: {message}")
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+def _raise_exception(message: Any) -> None:
+    raise ChatTemplateError(f"the model's chat template refuses these messages: {str(message)[:_SHOWN]}")
 
 
 class ChatTemplate:
@@ -66,19 +40,24 @@ class ChatTemplate:
     def __init__(self, templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
         """`templates`: one template, or several by name, of which `default` and `tool_use` are used."""
         named = {"default": templates} if isinstance(templates, str) else dict(templates)
-        environment = _environment()
+        longest = max(map(len, named.values()), default=0)
+        if longest > LONGEST:
+            raise CheckpointError(f"the model's chat template has {longest} characters; the limit is {LONGEST}")
+        environment = BoundedEnvironment(_raise_exception)
         try:
-            self._templates = {name: environment.from_string(text) for name, text in named.items()}
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the model's chat template cannot be compiled: {error}") from error
+            self._templates = {name: environment.compiled(text) for name, text in named.items()}
+        except Exception as error:  # besides its own errors, Python's for code that is nested too deeply
+            raise CheckpointError(
+                f"the model's chat template cannot be compiled: {type(error).__name__}: {str(error)[:_SHOWN]}"
+            ) from error
         self._globals = dict(environment.globals)
         if "default" not in self._templates:
             raise CheckpointError(f"the model has chat templates {sorted(named)} but none named 'default'")
         self._variables = dict(variables)
-        text = named.get("tool_use", named["default"])
-        self.source = text
+        tool_use = "tool_use" if "tool_use" in named else "default"
+        self.source = named[tool_use]
         """The template for conversations with tools."""
-        self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(text))
+        self.knows_tools = "tools" in self._templates[tool_use].names
 
     def render(
         self,
@@ -87,8 +66,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        work: int = WORK,
     ) -> str:
-        """The prompt for these messages, whose content must be plain text (see `flatten`)."""
+        """The prompt for these messages, whose content must be plain text (see `flatten`). `TemplateTooHeavy` when it
+        takes more than `work`, in units of `template_meter`."""
         template = self._templates["default"]
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
@@ -102,16 +83,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # `shared`: the globals are already among the variables and need not be collected every time.
-            context = new_context(template.environment, template.name, template.blocks, variables, shared=True)
-            return "".join(template.root_render_func(context))
+            text = template.render(variables, work)
+            if len(text) > OUTPUT:
+                raise TemplateLimit(f"the prompt has {len(text)} characters; the limit is {OUTPUT}")
+            return text
         except ChatTemplateError:
             raise
+        except TemplateLimit as error:
+            raise TemplateTooHeavy(f"the model's chat template cannot render these messages: {error}") from error
         except jinja2.exceptions.SecurityError as error:
-            raise ChatTemplateError(f"the model's chat template does something unsafe: {error}") from error
+            raise ChatTemplateError(
+                f"the model's chat template does something unsafe: {str(error)[:_SHOWN]}"
+            ) from error
         except Exception as error:  # a template is a program: it may fail in any way, for these messages only
             raise ChatTemplateError(
-                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
+                f"the model's chat template cannot render these messages: {type(error).__name__}: {str(error)[:_SHOWN]}"
             ) from error
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from penstock.text.chat_template import ChatTemplateError
 
 MAX_HIDDEN = 1_000_000
 """Placeholders are numbered with six digits."""
+_PIECE = 1 << 16
+"""Characters searched by one call of `re`, which holds the interpreter lock."""
 
 
 class SpecialTokens:
@@ -38,10 +40,31 @@ class SpecialTokens:
 
     def rename(self, text: str) -> str:
         """Replaces every control token spelled out in `text` by its secret name."""
-        return text if self.pattern is None else self.pattern.sub(lambda match: self.secret(match[0]), text)
+        return self.substitute(text, self.secret)
 
     def occurs_in(self, text: str) -> bool:
         return self.pattern is not None and self.pattern.search(text) is not None
+
+    def substitute(self, text: str, replacement: Callable[[str], str]) -> str:
+        """Replaces every control token spelled out in `text`."""
+        pattern = self.pattern
+        if pattern is None:
+            return text
+        if len(text) <= _PIECE:
+            return pattern.sub(lambda match: replacement(match[0]), text)
+        parts: list[str] = []
+        at = 0
+        while at < len(text):
+            until = at + _PIECE
+            # One token more than the piece, so that a token which begins in it is seen whole.
+            match = pattern.search(text, at, until + self._longest + 1)
+            if match is None or match.start() >= until:
+                parts.append(text[at:until])
+                at = until
+            else:
+                parts += (text[at : match.start()], replacement(match[0]))
+                at = match.end()
+        return "".join(parts)
 
     def unfinished(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a prefix of a control token."""
@@ -97,10 +120,9 @@ class Guard:
         return self._hidden[index] if index < len(self._hidden) else match[0]
 
     def _hide(self, text: str) -> str:
-        pattern = self._special.pattern
-        if pattern is None:
+        if self._special.pattern is None:
             return text
-        hidden = pattern.sub(lambda match: self._stand_in(match[0]), text)
+        hidden = self._special.substitute(text, self._stand_in)
         # Two strings that a template concatenates must not form a control token.
         unfinished = self._special.unfinished(hidden)
         if unfinished:

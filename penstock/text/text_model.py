@@ -1,24 +1,31 @@
 """The text side of a model: tokenizer, chat template, end tokens.
 
-A `TextModel` does not change once built (one table is filled lazily), and the tokenizer releases
+A `TextModel` does not change once built (tables are filled lazily), and the tokenizer releases
 the GIL while it works, so any number of threads may share one. No torch here.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from penstock.text.chat_template import ChatTemplate, ChatTemplateError, flatten
+from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
+from penstock.text.tokenizer_calls import encode_ids, most_bytes_per_token
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+QUICK_WORK = 10_000
+QUICK_CHARACTERS = 16384
+"""What a chat may take on an event loop: work in units of `template_meter`, and text to tokenize."""
 
 
 class TextModel:
@@ -55,19 +62,21 @@ class TextModel:
 
     # --- text to ids
 
-    def encode(self, text: str, *, special: bool = True, add_special_tokens: bool | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, add_special_tokens: bool | None = None, most: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         `special`: control tokens spelled out in the text are recognised; without it they are ordinary text.
         `add_special_tokens`: adds special tokens at both ends, such as BOS, as the model's tokenizer does; the same
-        as `special` when not given.
+        as `special` when not given. `most`: of a longer text only the first ids come back, more than `most`, without
+        the work of making them all.
         """
         if add_special_tokens is None:
             add_special_tokens = special
         if special:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-        ids = self._encode_guarded(text)
+            return encode_ids(self._tokenizer, text, add_special_tokens=add_special_tokens, most=most)
+        ids = self._encode_guarded(text, most)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def render_chat(
@@ -94,16 +103,22 @@ class TextModel:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        most: int | None = None,
+        quick: bool = False,
     ) -> list[int]:
-        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages."""
+        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages. `most`: see
+        `encode`. `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
         guard = Guard(self._special)
         rendered = self._chat_template().render(
             guard.messages(flatten(messages)),
             add_generation_prompt=add_generation_prompt,
             tools=guard.value(tools),
             template_kwargs=guard.value(template_kwargs),
+            work=QUICK_WORK if quick else WORK,
         )
-        return self._encode_guarded(guard.restore(self._special.rename(rendered)))
+        if quick and len(rendered) > QUICK_CHARACTERS:
+            raise TemplateTooHeavy(f"the prompt has {len(rendered)} characters")
+        return self._encode_guarded(guard.restore(self._special.rename(rendered)), most)
 
     @property
     def has_chat_template(self) -> bool:
@@ -124,10 +139,15 @@ class TextModel:
             raise ChatTemplateError("this model has no chat template; send a plain text prompt instead of messages")
         return self._template
 
-    def _encode_guarded(self, text: str) -> list[int]:
+    @functools.cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """The most bytes of a text that become one token; None: there is no limit."""
+        return most_bytes_per_token(self._tokenizer)
+
+    def _encode_guarded(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a text in which control tokens count only under their secret names."""
         tokenizer, real = self._guarded_tokenizer()
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = encode_ids(tokenizer, text, add_special_tokens=False, most=most)
         return [real.get(token, token) for token in ids] if real else ids
 
     def _guarded_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:

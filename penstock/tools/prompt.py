@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.json_limits import excess
 from penstock.tools.formats import ToolFormat
 from penstock.tools.toolbox import Tool
 
@@ -39,9 +41,11 @@ def _native_call(call: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 def _parsed(arguments: str) -> Any:
     """The arguments as an object, which templates write as JSON themselves; a truncated call stays a string."""
+    if (much := excess(arguments.encode("utf-8", "replace"))) is not None:
+        raise InvalidRequest(f"The arguments of a call have {much}.", param="messages", code="body_too_complex")
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

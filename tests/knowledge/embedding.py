@@ -29,9 +29,9 @@ class HashingEmbedder:
         self._up = True
         return EmbedderFacts(DIMENSIONS, 256)
 
-    def tokens(self, text: str) -> list[str]:
+    def tokens(self, texts: Sequence[str]) -> list[list[str]]:
         assert self._up, "there is no tokenizer before `facts`"
-        return words(text)
+        return [words(text) for text in texts]
 
     async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
         self.texts += len(texts)

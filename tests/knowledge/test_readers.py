@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
+from contextlib import suppress
 
 import pytest
 
+from penstock.knowledge.chunker import chunk
 from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers import Extracted, blocks, media_type_of, read
 from penstock.knowledge.readers.process import ReaderProcess
+from penstock.knowledge.readers.worker import Task
 from tests.knowledge.files import make_pdf
 
 MARKDOWN = """---
@@ -165,18 +169,75 @@ def test_what_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) ->
             read(body, kind)
 
 
+async def texts(
+    reader: ReaderProcess, body: bytes, media_type: str = "text/plain", most_chunks: int = 100
+) -> list[str]:
+    task = Task(len(body), media_type, "", "name", "", 200, 32, most_chunks)
+    return [chunk.text for chunk in await reader.read(task, body)]
+
+
+SIZE = 800_000
+HOSTILE = {
+    "comments without end": (b"<!--", "text/html"),
+    "declarations": (b"<!", "text/html"),
+    "processing instructions": (b"<?", "text/html"),
+    "end tags": (b"</", "text/html"),
+    "tags without end": (b"<a ", "text/html"),
+    "quotes without end": (b'<a b="', "text/html"),
+    "sections": (b"<![CDATA[", "text/html"),
+    "character references": (b"&#", "text/html"),
+    "hidden elements": (b"<p hidden><b>", "text/html"),
+    "cells of one row": (b"<td>a", "text/html"),
+    "underlines": (b"--\n", "text/markdown"),
+    "number signs": (b" #", "text/markdown"),
+    "fences": (b"```\n", "text/markdown"),
+    "headings": (b"# a\n", "text/markdown"),
+    "spaces": (b" ", "text/plain"),
+    "a word": (b"w", "text/plain"),
+    "quotes": (b'."', "text/plain"),
+    "punycode": (b"a-", "text/plain"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_document_is_read_in_linear_time(name: str) -> None:
+    piece, kind = HOSTILE[name]
+    charset = "punycode" if name == "punycode" else ""
+    prefix = {"hidden elements": b"<p hidden>", "number signs": b"# a", "underlines": b"a\nb\n"}.get(name, b"")
+    suffix = {"hidden elements": b"</b>" * 50_000, "number signs": b"x"}.get(name, b"")
+    took = []
+    for size in (SIZE // 8, SIZE // 2):
+        body = prefix + piece * (size // len(piece)) + suffix
+        began = time.thread_time()
+        with suppress(UnreadableDocument):
+            chunk(read(body, kind, charset), lambda text: len(text) // 4 + 1, most=200)
+        took.append(time.thread_time() - began)
+    # Four times as much takes about four times as long, not sixteen times.
+    assert took[1] < 9 * took[0] + 0.1, took
+    assert took[1] < 5, took
+
+
+async def test_documents_of_too_many_chunks_are_refused() -> None:
+    reader = ReaderProcess(time_limit_s=20)
+    try:
+        with pytest.raises(UnreadableDocument, match="more than 10 chunks"):
+            await texts(reader, b"words and words. " * 20_000, most_chunks=10)
+    finally:
+        await reader.close()
+
+
 async def test_the_reading_process_survives_what_it_is_sent() -> None:
     reader = ReaderProcess(time_limit_s=20)
     try:
-        assert (await reader.read(b"hello", "text/plain")).text == "hello"
+        assert await texts(reader, b"hello") == ["hello"]
         with pytest.raises(UnreadableDocument):
-            await reader.read(b"%PDF-", "application/pdf")
+            await texts(reader, b"%PDF-", "application/pdf")
         process = reader._process
         assert process is not None
         process.kill()
         await process.wait()
-        found = await asyncio.gather(*(reader.read(f"text {n}".encode(), "text/plain") for n in range(3)))
-        assert [one.text for one in found] == ["text 0", "text 1", "text 2"]
+        found = await asyncio.gather(*(texts(reader, f"text {n}".encode()) for n in range(3)))
+        assert found == [["text 0"], ["text 1"], ["text 2"]]
     finally:
         await reader.close()
 
@@ -185,8 +246,8 @@ async def test_a_document_that_takes_too_long_is_given_up() -> None:
     reader = ReaderProcess(time_limit_s=0.01)
     try:
         with pytest.raises(UnreadableDocument, match="within"):
-            await reader.read(b"<p>" * 200_000, "text/html")
+            await texts(reader, b"<p>" * 200_000, "text/html")
         reader._time_limit_s = 20
-        assert (await reader.read(b"hello", "text/plain")).text == "hello"
+        assert await texts(reader, b"hello") == ["hello"]
     finally:
         await reader.close()

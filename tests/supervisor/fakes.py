@@ -13,7 +13,7 @@ from penstock.engine.process import die_with_parent
 from penstock.engine_host.server import EngineServer
 from penstock.errors import ConfigError
 from penstock.protocol.transport import Listener
-from penstock.supervisor.status import Failed, Progress, Started, StatusPipe
+from penstock.supervisor.status import Alive, Failed, Listening, Progress, Started, StatusPipe
 from tests.engine_host.scripted import ScriptedEngine
 
 
@@ -42,9 +42,14 @@ def engine(endpoint: str, status_fd: str, mode: str) -> int:
         return server.run()
 
 
-def gateway(port: str, mode: str, drain_file: str) -> int:
-    """Answers 200 to anything. On SIGTERM it finishes after a moment, or, being stubborn, never."""
+def gateway(port: str, mode: str, drain_file: str, status_fd: str) -> int:
+    """Answers 200 to anything. On SIGTERM it finishes after a moment, or, being stubborn, never. A `beating` one sends
+    heartbeats, and hangs once a file asks for it."""
     die_with_parent()
+    status = StatusPipe(int(status_fd))
+    hang = Path(f"{drain_file}.hang")
+    if mode == "beating":
+        status.send(Listening())
     leaving = threading.Event()
 
     def on_term(number: int, frame: FrameType | None) -> None:
@@ -57,6 +62,11 @@ def gateway(port: str, mode: str, drain_file: str) -> int:
             try:
                 connection, _ = server.accept()
             except TimeoutError:
+                if mode == "beating":
+                    status.send(Alive())
+                    if hang.exists():
+                        hang.unlink()
+                        time.sleep(3600)
                 continue
             with connection:
                 connection.recv(4096)

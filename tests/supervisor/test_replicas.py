@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +52,11 @@ class Known(ModelCatalogue):
     def __init__(self) -> None:
         super().__init__(Config(), cast(RuntimeFolder, None))
 
-    async def add(self, described: Mapping[str, Any]) -> ModelConfig:
+    async def add(self, described: Mapping[str, Any], check_room: Callable[[int], None]) -> ModelConfig:
         model = check_model(described)
+        check_room(model.replicas)
+        if model.name == "odd":
+            raise RuntimeError("nobody expected this")
         if model.name == "wrong":
             raise PenstockError("there is no such model")
         self.on_progress(model.name, "fetching", 0.0)
@@ -77,10 +80,13 @@ async def world(
             it.made.append(unit)
             return unit
 
-        async def follow(topology: Topology) -> None:
+        async def follow(topology: Topology) -> dict[str, str]:
             it.seen.append(topology)
+            if "exploding" in topology.models:
+                raise ZeroDivisionError("boom")
+            return {name: "its chat template is broken" for name in topology.models if name == "broken"}
 
-        async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), saved)):
+        async with ControlServer(folder / "control", Replicas(supervisor, [engine], make, Known(), saved, 8)):
             line = SupervisorLink(folder / "control", follow)
             it = World(supervisor, engine, line, kinds)
             await line.start()
@@ -200,3 +206,48 @@ async def test_the_whole_server_can_be_drained_from_a_gateway(folder: Path, monk
         assert (folder / "drained").read_text() == "drained"
     with pytest.raises(ServiceUnavailable):
         await it.line.ask(lambda number: Stop(number))
+
+
+async def test_a_model_that_gateways_cannot_serve_fails_alone_and_its_engine_stops(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(folder, monkeypatch) as it:
+        with pytest.raises(InvalidRequest, match="cannot serve it: its chat template is broken"):
+            await it.line.ask(lambda n: LoadModel(n, {"source": "x", "name": "broken"}))
+        assert "its chat template is broken" in caplog.text
+        with pytest.raises(InvalidRequest, match="supervisor failed: RuntimeError: nobody expected"):
+            await it.line.ask(lambda n: LoadModel(n, {"source": "x", "name": "odd"}))
+        await until(lambda: list(it.seen[-1].models) == ["m"])
+        assert not any(unit.child is not None and alive(unit.child.pid) for unit in it.made)
+        await it.line.ask(lambda n: Scale(n, "m", 2))
+        assert it.names == ["0", "1"], "the link lives, and the next operation works"
+
+
+async def test_a_gateway_that_fails_in_any_way_keeps_its_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(folder, monkeypatch) as it:
+        monkeypatch.setattr(Known, "loaded", {"exploding": {}})
+        with pytest.raises(InvalidRequest, match="ZeroDivisionError: boom"):
+            await it.line.ask(lambda n: LoadModel(n, {"source": "x", "name": "exploding"}))
+        await it.line.ask(lambda n: Scale(n, "m", 2))
+
+
+async def test_more_engines_than_the_limit_are_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(folder, monkeypatch) as it:
+        for count in (100_000, 2**62):
+            with pytest.raises(InvalidRequest, match="256"):
+                await it.line.ask(lambda n, count=count: LoadModel(n, {"source": "x", "name": "y", "replicas": count}))
+        with pytest.raises(InvalidRequest, match=r"server.max_engines \(8\)"):
+            await it.line.ask(lambda n: LoadModel(n, {"source": "x", "name": "y", "replicas": 8}))
+        with pytest.raises(InvalidRequest, match=r"server.max_engines \(8\)"):
+            await it.line.ask(lambda n: Scale(n, "m", 9))
+        assert not it.made
+
+
+async def test_stopping_interrupts_an_operation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(folder, monkeypatch) as it:
+        it.kinds[1] = "slow"
+        scaling = asyncio.ensure_future(it.line.ask(lambda n: Scale(n, "m", 2)))
+        await until(lambda: bool(it.made) and it.made[-1].child is not None)
+        it.supervisor.stop()
+        with pytest.raises((InvalidRequest, ServiceUnavailable), match=r"stopping|ended"):
+            await asyncio.wait_for(scaling, 2.5)

@@ -69,7 +69,7 @@ def tree(folder: Path, port: int, *, engine: str = "good", gateway: str = "good"
     run = [sys.executable, "-m", "tests.supervisor.fakes"]
     return (
         Unit("engine", [*run, "engine", f"ipc://{folder}/engine", STATUS_FD, engine]),
-        Unit("gateway", [*run, "gateway", str(port), gateway, f"{folder}/drained"]),
+        Unit("gateway", [*run, "gateway", str(port), gateway, f"{folder}/drained", STATUS_FD]),
     )
 
 
@@ -302,3 +302,28 @@ def test_a_signal_drains_the_tree(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert (folder / "drained").exists()
+
+
+async def test_a_process_that_cannot_be_spawned_fails_alone(folder: Path) -> None:
+    async with supervised(folder) as (supervisor, _, engine, _gateway):
+        with pytest.raises(StartFailed, match="FileNotFoundError"):
+            await supervisor.add(Unit("engine two", ["/nowhere/at/all"]))
+        assert not supervisor.stopping and engine.child is not None and engine.child.alive
+
+
+async def test_a_hung_gateway_is_killed_and_started_again_and_does_not_delay_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.supervisor.supervisor.HUNG_S", 1.0)
+    async with supervised(folder, gateway="beating", frozen_s=2.0, drain_s=60.0) as (_, recorder, _engine, gateway):
+        assert gateway.child is not None
+        first, hang = gateway.child, (folder / "drained.hang").touch
+        hang()  # its event loop hangs
+        await until(lambda: not first.alive)
+        await until(lambda: gateway.child is not first and gateway.child is not None)
+        assert any(event[0] == "exited" and "frozen" in event[2] for event in recorder.events)
+        await until_ready(gateway)
+        hang()
+        await asyncio.sleep(1.5)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20, "drain_s is a minute"

@@ -14,6 +14,7 @@ from penstock.bench.commands.engine import engine
 from penstock.bench.commands.exposition import exposition
 from penstock.bench.commands.gguf_reader import gguf_reader
 from penstock.bench.commands.handover import handover
+from penstock.bench.commands.hostile import hostile
 from penstock.bench.commands.http import http
 from penstock.bench.commands.http_servers import http_servers
 from penstock.bench.commands.offload import offload
@@ -56,6 +57,7 @@ for command in (
     http,
     overhead,
     streams,
+    hostile,
     scrape,
     admission_cost,
     spike,

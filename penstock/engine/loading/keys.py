@@ -25,6 +25,15 @@ from penstock.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 
+class _Absent:
+    def __repr__(self) -> str:
+        return "leaving it out"
+
+
+ABSENT = _Absent()
+"""The default of a key that has none: the reference does something else as soon as it is there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRules:
     """What one reader does with the keys of one configuration."""

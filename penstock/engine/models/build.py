@@ -17,6 +17,7 @@ from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
+from penstock.errors import CheckpointError
 
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 """Of the decoder's tensor names: the usual one, that of a model without head, and those of multimodal models."""
@@ -92,8 +93,13 @@ def compose_decoder(
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
     heads = [name for name in _HEADS if f"{name}.weight" in read.names]
-    tied = config.tied_embeddings or not heads
-    rows = {f"{prefix}embed_tokens" if tied else heads[0]: head_rows or vocab}
+    if not heads and not config.tied_embeddings and has_ends:
+        raise CheckpointError(
+            f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
+            f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
+        )
+    # A stored head is used, whatever tie_word_embeddings says.
+    rows = {heads[0] if heads else f"{prefix}embed_tokens": head_rows or vocab}
     head = backend.as_head(read.linear("", rows, hidden) if has_ends else backend.linear(read.zeros(16, hidden)))
     can_fuse = config.plain_layers and all(isinstance(layer.mixer, FusedMixer) for layer in layers)
     decoder = architecture.decoder(

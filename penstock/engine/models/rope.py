@@ -1,4 +1,7 @@
-"""Rotary embedding (RoPE) as a checkpoint's configuration describes it. `layers.rotary` computes the tables."""
+"""Rotary embedding (RoPE) as a checkpoint's configuration describes it. `layers.rotary` computes the tables.
+
+Which key decides where several could is what the reference does, as are the defaults.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.reference_keys import ROPE
 from penstock.errors import CheckpointError
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KEYS = KeyRules(reader="rotary embeddings", reference=ROPE, read={*ROPE, "type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +45,72 @@ class RopeConfig:
 
 def read_rope(
     raw: Mapping[str, Any],
-    scaling: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    *,
+    partial: bool = False,
 ) -> RopeConfig:
     """From the keys of a `config.json`.
 
-    `scaling`: the rope keys, where they are not in the usual place. `aliases`: other names of scaling kinds.
+    `parameters`: the rope keys, where they are not in the usual place. `aliases`: other names of scaling kinds.
+    `partial`: whether the family can rotate a part of each head.
     """
-    if scaling is None:
-        # Newer files keep everything under rope_parameters; older ones have rope_theta beside rope_scaling.
-        scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    if parameters is None:
+        # Newer files keep everything under rope_parameters; older ones have rope_theta beside rope_scaling. The
+        # reference prefers the older key, and takes nothing from the newer one then.
+        parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise CheckpointError(f"rope parameters must be an object, found {parameters!r}")
+    nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+    if nested:
+        raise CheckpointError(f"rope parameters of their own for {', '.join(nested)} are not supported by this family")
+    _KEYS.check(parameters, "rope_parameters")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = aliases.get(kind, kind)
     if kind not in KINDS:
         raise CheckpointError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
-    positions = int(raw.get("max_position_embeddings", 2048))
-    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+
+    def given(key: str) -> Any:
+        """The value of a key that may stand beside the rope parameters too."""
+        return parameters[key] if key in parameters else raw.get(key)
+
+    def number(key: str, default: float | None = None) -> float:
+        value = given(key) if key in ("rope_theta", "partial_rotary_factor") else parameters.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"rope {kind}: {key} must be a positive number, found {value!r}")
+        return float(value)
+
+    def optional(key: str) -> float | None:
+        return None if parameters.get(key) is None else float(parameters[key])
+
+    rotated = number("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and not partial:
+        raise CheckpointError(f"partial_rotary_factor is {rotated}, which this family does not support; supported: 1.0")
+    positions = int(raw.get("max_position_embeddings") or 2048)
+    # Where both are given the reference prefers the one outside.
+    original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     original = int(original or positions)
-    # longrope gives its two lengths instead of a factor.
-    factor = scaling.get("factor") or (positions / original if kind == "longrope" else 1.0)
-
-    def number(key: str) -> float | None:
-        value = scaling.get(key)
-        return None if value is None else float(value)
-
+    factor = 1.0
+    if kind in ("yarn", "longrope"):  # may give the two lengths instead of a factor
+        factor = number("factor", positions / original)
+    elif kind != "default":
+        factor = number("factor")
     return RopeConfig(
-        rotated=float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))),
-        theta=float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        kind=kind,
-        factor=float(factor),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        rotated=rotated,
+        theta=number("rope_theta", 10000.0),
+        # Dynamic scaling begins where the trained window ends, and that is how long a context can be.
+        kind="default" if kind == "dynamic" else kind,
+        factor=1.0 if kind == "dynamic" else factor,
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
         original_max_positions=original,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        mscale=number("mscale"),
-        mscale_all_dim=number("mscale_all_dim"),
-        attention_factor=number("attention_factor"),
-        short_factor=tuple(float(value) for value in scaling.get("short_factor") or ()),
-        long_factor=tuple(float(value) for value in scaling.get("long_factor") or ()),
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        attention_factor=optional("attention_factor"),
+        short_factor=tuple(float(value) for value in parameters.get("short_factor") or ()),
+        long_factor=tuple(float(value) for value in parameters.get("long_factor") or ()),
     )

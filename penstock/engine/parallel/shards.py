@@ -95,7 +95,7 @@ class Cuts:
             elif self.layers[0] <= int(found[2]) < self.layers[1]:
                 self._names[f"{found[1]}{int(found[2]) - self.layers[0]}{found[3]}"] = name
         stored = [self._names.pop(name) for name in (HEAD, f"language_model.{HEAD}") if name in self._names]
-        if model.tied_embeddings or not stored:
+        if not stored and model.tied_embeddings:
             stored = [name for name in self._names if name.endswith("embed_tokens.weight")]
         if stored:
             self._names[HEAD] = stored[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from penstock.backends.embedder import Embedder
@@ -12,7 +13,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.metered import FixedWork, ModelName
-from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.routing.encoders import Encoders
@@ -42,6 +43,12 @@ class EncoderWork:
         embedder = self._encoders.find(name)
         note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
         return embedder
+
+    def text_work(
+        self, exchange: Exchange, embedder: Embedder, characters: int
+    ) -> AbstractAsyncContextManager[TextWork]:
+        """Tokenizing before the work itself; see `Quotas.text_work`."""
+        return self._quotas.text_work(exchange, embedder.name, characters)
 
     async def run(
         self, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]

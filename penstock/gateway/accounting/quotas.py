@@ -7,10 +7,12 @@ be generated; the difference is given back when the answer ends, however it ends
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +20,27 @@ import msgspec
 
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.accounting.metered import Metered
+from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
-from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, RateLimitExceeded
+from penstock.protocol.errors import (
+    ApiError,
+    ContextLengthExceeded,
+    InsufficientQuota,
+    InvalidRequest,
+    RateLimitExceeded,
+)
 
 _MINUTE = 60.0
 _LIFE_S = 3600.0
 """A request that is never settled stops counting as running after this long."""
 _DAY = 86400.0
+LONG_CHARACTERS = 32 << 10
+"""Text above this size is tokenized only for callers with something left of their limits."""
 
 
 @dataclass(slots=True)
@@ -44,6 +54,13 @@ class Reservation:
     percent: int
     left: float = 1.0
     """Share of the tightest limit that is left."""
+
+
+@dataclass(slots=True)
+class TextWork:
+    """Tokenizing for one request; `tokens`: how many it made."""
+
+    tokens: int = 0
 
 
 class Quotas:
@@ -89,6 +106,59 @@ class Quotas:
         cost = reservation.price.cost(used, percent=reservation.percent)
         amounts = Amounts(reserved.requests, used.prompt + used.completion, reserved.concurrent, cost)
         await self._store.settle(reservation.id, reservation.limits, reserved, amounts)
+
+    @asynccontextmanager
+    async def text_work(
+        self, exchange: Exchange, model: str, characters: int, *, only: bool = False
+    ) -> AsyncIterator[TextWork]:
+        """Tokenizing of so many characters that precedes a request, or (`only`) is all it asks for.
+
+        A caller whose limits are used up is refused before it, unless it is little. A prompt that turns out to be too
+        long, or that the client gives up, counts as a request with its tokens; what succeeds is counted with the
+        request itself. Requests that only ask for tokens are free, and have the same limits again for themselves:
+        counting a prompt leaves what it takes to send it.
+        """
+        work = TextWork()
+        if characters <= LONG_CHARACTERS and not only:
+            try:
+                yield work
+            except ContextLengthExceeded as error:
+                if limits := self._text_limits(exchange, model):
+                    refused = Amounts(1, error.prompt_tokens, 0)
+                    await self._store.reserve(id := uuid.uuid4().hex, limits, refused)
+                    await self._store.settle(id, limits, refused, refused)
+                raise
+            return
+        limits = self._text_limits(exchange, model, suffix=":text" if only else "")
+        if not limits:
+            yield work
+            return
+        id, reserved, used = uuid.uuid4().hex, Amounts(1, 1, 1), Amounts(0, 0, 0)
+        decision = await self._store.reserve(id, limits, reserved)
+        if only:
+            exchange.extra_headers += _headers(decision, exchange.dialect)
+        if decision.refusal is not None:
+            raise _refused(decision, reserved)
+        try:
+            yield work
+            if only:
+                used = Amounts(1, work.tokens, 0)
+        except InvalidRequest as error:
+            used = Amounts(1, error.prompt_tokens if isinstance(error, ContextLengthExceeded) else work.tokens, 0)
+            raise
+        except asyncio.CancelledError:
+            used = Amounts(1, work.tokens, 0)
+            raise
+        finally:
+            await self._store.settle(id, limits, reserved, used)
+
+    def _text_limits(self, exchange: Exchange, model: str, suffix: str = "") -> list[Limit]:
+        """What limits tokenizing: all but money."""
+        return [
+            dataclasses.replace(limit, subject=limit.subject + suffix) if suffix else limit
+            for limit in self.limits_of(exchange, FixedWork(ModelName(model), 1))
+            if limit.metric != "budget"
+        ]
 
     async def problem(self) -> str | None:
         """Why every request is refused at the moment; None: they are not."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from urllib.parse import quote
 
 from penstock.gateway.app.authentication import OpenAuthentication
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
@@ -46,6 +47,7 @@ class App:
         cors_origins: Sequence[str] = (),
         stalled_reader_s: float,
         receive_s: float,
+        bodies: Bodies,
     ) -> None:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
@@ -59,6 +61,7 @@ class App:
         self._cors = Cors(cors_origins) if cors_origins else None
         self._stalled_reader_s = stalled_reader_s
         self._receive_s = receive_s
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +97,14 @@ class App:
             await exchange.reply_error(_our_fault(exchange))
 
     def _exchange(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
-        return Exchange(scope, receive, send, stalled_reader_s=self._stalled_reader_s, receive_s=self._receive_s)
+        return Exchange(
+            scope,
+            receive,
+            send,
+            stalled_reader_s=self._stalled_reader_s,
+            receive_s=self._receive_s,
+            bodies=self._bodies,
+        )
 
     @property
     def paths(self) -> Collection[str]:
@@ -146,11 +156,13 @@ class App:
                     self._metrics.rejected(error.reason)
                 self._metrics.failed(exchange.route, error.status, error.code or error.type)
                 exchange.record.finish_reason = "error"
+                forget_frames(error)
                 await exchange.reply_error(error)
             except ClientDisconnected:
                 raise
-            except Exception:
+            except Exception as error:
                 log.exception("unhandled error", extra={"request_id": exchange.request_id, "route": exchange.route})
+                forget_frames(error)
                 exchange.record.finish_reason = "error"
                 self._metrics.failed(exchange.route, ServerError.status, "unhandled")
                 if not exchange.response_started:
@@ -193,6 +205,16 @@ class App:
             problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
             await self._guarded(exchange, _fail(problem))
         self._finish(exchange, logged=False)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Cut an error from the frames it came through. They refer to it in turn, and to all that the request sent: such
+    a cycle would stay in memory until the next garbage collection, which is rare here."""
+    pending: list[BaseException | None] = [error]
+    while pending:
+        if (each := pending.pop()) is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            pending += (each.__cause__, each.__context__)
 
 
 async def _fail(error: ApiError) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.json_limits import excess
 
 T = TypeVar("T")
 Unsupported = Raw | UnsetType
@@ -22,6 +23,8 @@ _FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") -> T:
     """`at`: the path of `body` inside the request, when it is a part of it."""
+    if not at and (much := excess(bytes(body))) is not None:
+        raise InvalidRequest(f"The request body has {much}; split it into several requests.", code="body_too_complex")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -11,13 +11,15 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.gateway.app.bodies import ArrivingBody, Bodies
 from penstock.gateway.app.dialects import OPENAI, Dialect
+from penstock.gateway.app.encodings import inflater
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
@@ -33,6 +35,10 @@ JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DISCARD_LIMIT = 64 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
+UPLOAD_IN_MEMORY = 2**20
+"""Bytes of an upload that stay in memory while it arrives."""
+SLOWEST_UPLOAD = 64 * 1024
+"""Bytes a second with which an upload must arrive after its first `receive_s`."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
@@ -51,6 +57,7 @@ class Exchange:
     """A request with its response, used by one coroutine."""
 
     __slots__ = (
+        "_bodies",
         "_given",
         "_receive",
         "_send",
@@ -74,13 +81,14 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float
+        self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float, bodies: Bodies
     ) -> None:
         self.scope = scope
         self._given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         """The request headers; where a name is repeated, the first value."""
         self._receive = receive
         self._send = send
+        self._bodies = bodies
         self._watcher: Callable[[], None] | None = None
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -116,31 +124,94 @@ class Exchange:
         except TimeoutError:
             raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
 
+    @asynccontextmanager
+    async def upload(self, limit: int) -> AsyncIterator[ArrivingBody]:
+        """A body that may be large, once it has arrived; most of it is on disk. It may take `receive_s`, and longer
+        the more of it there is, but must not stop for that long."""
+        arriving = self._bodies.arriving(self.caller.tenant, UPLOAD_IN_MEMORY)
+        self._refuse_announced(limit)
+        try:
+            await self._read_into(arriving, limit, None, self._next_of_upload)
+            yield arriving
+        finally:
+            arriving.close()
+
+    async def _next_of_upload(self, size: int, begun: float) -> Message:
+        left = begun + self.receive_s + size / SLOWEST_UPLOAD - time.monotonic()
+        try:
+            return await _within(min(max(left, 0.001), self.receive_s), self._receive())
+        except TimeoutError:
+            raise RequestTimeout(
+                f"The request body stopped for {self.receive_s:g} s, or arrived with less than {SLOWEST_UPLOAD} bytes "
+                "a second."
+            ) from None
+
     async def _read_body(self, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+        if b"expect" in self._given:
+            self._refuse_announced(limit)
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        size = len(body)
+        # `more_body` becomes false only with another message; the announced length tells at once.
+        whole = size == self._content_length() or not message.get("more_body", True)
+        if whole and size <= limit and message["type"] == "http.request" and b"content-encoding" not in self._given:
+            self._note_arrived(size)
+            return body
+        arriving = self._bodies.arriving(self.caller.tenant, limit)
+        try:
+            await self._read_into(arriving, limit, message, lambda size, begun: self._receive())
+            return await arriving.read()
+        finally:
+            arriving.close()
+
+    async def _read_into(
+        self,
+        arriving: ArrivingBody,
+        limit: int,
+        message: Message | None,
+        receive: Callable[[int, float], Awaitable[Message]],
+    ) -> None:
+        """Read a body; `message`: the first part, if it has been received; `receive`: waits for the next one, given
+        the size and the time so far."""
         announced = self._content_length()
+        decoder = inflater(self.header(b"content-encoding"))
+        begun = time.monotonic()
+        size = decoded = 0
         while True:
-            message = await self._receive()
+            if message is None:
+                message = await receive(size, begun)
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
-            part = message.get("body", b"")
+            part: bytes = message.get("body", b"")
             size += len(part)
-            if size <= limit:
-                parts.append(part)
+            if decoder is not None and part and decoded <= limit:
+                part = await asyncio.to_thread(decoder.feed, part, limit + 1 - decoded)
+            decoded += len(part)
+            if decoded <= limit:
+                await arriving.add(part)
             elif size > limit + DISCARD_LIMIT:
                 raise PayloadTooLarge(limit=limit)
             else:
-                parts.clear()  # keep reading: a client that is still sending would not see the reply
-            # `more_body` becomes false only with another message; the announced length tells at once.
+                arriving.close()  # keep reading: a client that is still sending would not see the reply
             if size == announced or not message.get("more_body", False):
-                self.body_read = True
-                self.timeline.follow("receive")
                 break
-        if size > limit:
-            raise PayloadTooLarge(limit=limit, size=size)
+            message = None
+        self._note_arrived(decoded)
+        if decoded > limit:
+            raise PayloadTooLarge(limit=limit, size=None if decoder is not None else decoded)
+        if decoder is not None:
+            decoder.finish()
+
+    def _refuse_announced(self, limit: int) -> None:
+        """A client that waits for `100 Continue` has not begun to send what is too large."""
+        announced = self._content_length()
+        if announced is not None and announced > limit and b"expect" in self._given:
+            raise PayloadTooLarge(limit=limit, size=announced)
+
+    def _note_arrived(self, size: int) -> None:
+        self.body_read = True
         self.body_size = size
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        self.timeline.follow("receive")
 
     def _content_length(self) -> int | None:
         given = self.header(b"content-length")

@@ -59,7 +59,7 @@ class BatchEndpoints:
             raise InvalidRequest(f"`endpoint` is one of {served}.", param="endpoint")
         window_s = _window(request.completion_window)
         try:
-            file = await files.get(request.input_file_id, caller.tenant)
+            file = await files.get(request.input_file_id, caller.tenant, caller.only_user)
             if file is None:
                 raise InvalidRequest(f"There is no file `{request.input_file_id[:128]}`.", param="input_file_id")
             if file.purpose != "batch":
@@ -84,7 +84,9 @@ class BatchEndpoints:
         batches = self._batches
         try:
             after = await _found(batches, exchange, asked.after) if asked.after else None
-            found = await batches.page(exchange.caller.tenant, after=after, limit=asked.limit + 1)
+            found = await batches.page(
+                exchange.caller.tenant, exchange.caller.only_user, after=after, limit=asked.limit + 1
+            )
         except DatabaseError as error:
             raise away() from error
         await exchange.reply_json(page(found, asked.limit))
@@ -111,7 +113,7 @@ class BatchEndpoints:
 
 
 async def _found(batches: BatchStore, exchange: Exchange, id: str) -> Batch:
-    batch = await batches.get(id, exchange.caller.tenant)
+    batch = await batches.get(id, exchange.caller.tenant, exchange.caller.only_user)
     if batch is None:
         raise NotFound(f"There is no batch `{id[:128]}`.")
     return batch

@@ -13,6 +13,7 @@ from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
+from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.files import File, FileStore
 from penstock.gateway.batches.store import BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
@@ -43,9 +44,7 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class FileEndpoints:
     """The files of a tenant."""
 
-    def __init__(
-        self, files: FileStore, batches: BatchStore, config: BatchesConfig, uploads: asyncio.Semaphore
-    ) -> None:
+    def __init__(self, files: FileStore, batches: BatchStore, config: BatchesConfig, uploads: UploadSlots) -> None:
         self._files = files
         self._batches = batches
         self._config = config
@@ -53,8 +52,8 @@ class FileEndpoints:
 
     async def create_file(self, exchange: Exchange) -> None:
         files, limit = self._files, self._config.file_limit
-        async with self._uploads:
-            body = await exchange.body(limit + FORM_ROOM)
+        async with exchange.upload(limit + FORM_ROOM) as arrived, self._uploads.slot(exchange.caller.tenant):
+            body = await arrived.read()
             form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
             del body
             upload, keep_s = _checked(form)
@@ -71,7 +70,9 @@ class FileEndpoints:
                         code="storage_limit",
                     )
                 name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
-                made = await files.create(exchange.caller.tenant, name, "batch", text, keep_s=keep_s)
+                made = await files.create(
+                    exchange.caller.tenant, name, "batch", text, user=exchange.caller.user, keep_s=keep_s
+                )
             except DatabaseError as error:
                 raise away() from error
         await exchange.reply_json(made.shown())
@@ -83,6 +84,7 @@ class FileEndpoints:
             after = await _found(files, exchange, asked.after) if asked.after else None
             found = await files.page(
                 exchange.caller.tenant,
+                exchange.caller.only_user,
                 purpose=asked.purpose,
                 after=after,
                 newest=asked.order == "desc",
@@ -132,7 +134,7 @@ def away() -> ServiceUnavailable:
 
 
 async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
-    file = await files.get(id, exchange.caller.tenant)
+    file = await files.get(id, exchange.caller.tenant, exchange.caller.only_user)
     if file is None:
         raise NotFound(f"There is no file `{id[:128]}`.")
     return file

@@ -1,7 +1,7 @@
 """Files of tenants in the table store: text, split at line ends into parts, so that no statement is large.
 
 A file becomes visible when it is complete; incomplete files of aborted uploads and batches are removed later. A file
-belongs to a tenant and is invisible to others.
+belongs to a tenant, and to a user if a user's key made it, and is invisible to others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _VERSIONS = (
         "PRIMARY KEY (file_id, number))",
         "CREATE INDEX IF NOT EXISTS files_by_tenant ON files (tenant, created_at)",
     ),
+    ("ALTER TABLE files ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
 )
 _COLUMNS = "id, tenant, filename, purpose, bytes, created_at, expires_at"
 
@@ -103,34 +104,50 @@ class FileStore:
     async def prepare(self) -> None:
         await self._database.migrate("files", _VERSIONS)
 
-    async def begin(self, tenant: str, filename: str, purpose: str, *, keep_s: float | None = None) -> FileWriter:
+    async def begin(
+        self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
+    ) -> FileWriter:
         now = self._clock()
         file = File(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, 0, now, now + (keep_s or self._keep_s))
         await self._database.execute(
-            "INSERT INTO files (id, tenant, filename, purpose, bytes, complete, created_at, expires_at) "
-            "VALUES (?, ?, ?, ?, 0, 0, ?, ?)",
-            file.id, tenant, filename, purpose, file.created_at, file.expires_at,
+            "INSERT INTO files (id, tenant, user_id, filename, purpose, bytes, complete, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, 0, 0, ?, ?)",
+            file.id, tenant, user, filename, purpose, file.created_at, file.expires_at,
         )  # fmt: skip
         return FileWriter(self._database, file)
 
-    async def create(self, tenant: str, filename: str, purpose: str, text: str, *, keep_s: float | None = None) -> File:
-        writer = await self.begin(tenant, filename, purpose, keep_s=keep_s)
+    async def create(
+        self, tenant: str, filename: str, purpose: str, text: str, *, user: str = "", keep_s: float | None = None
+    ) -> File:
+        writer = await self.begin(tenant, filename, purpose, user=user, keep_s=keep_s)
         for part in parts(text):
             await writer.add(part)
         await self._database.transact([await writer.finished()])
         return msgspec.structs.replace(writer.file, bytes=len(text.encode()))
 
-    async def get(self, id: str, tenant: str) -> File | None:
-        rows = await self._database.fetch(
-            f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND complete = 1 AND expires_at > ?",
-            id, tenant, self._clock(),
-        )  # fmt: skip
+    async def get(self, id: str, tenant: str, user: str | None = None) -> File | None:
+        """`user`: only if the file is this user's."""
+        where, values = "id = ? AND tenant = ? AND complete = 1 AND expires_at > ?", [id, tenant, self._clock()]
+        if user is not None:
+            where += " AND user_id = ?"
+            values.append(user)
+        rows = await self._database.fetch(f"SELECT {_COLUMNS} FROM files WHERE {where}", *values)
         return _file(rows[0]) if rows else None
 
     async def page(
-        self, tenant: str, *, purpose: str | None, after: File | None, newest: bool, limit: int
+        self,
+        tenant: str,
+        user: str | None = None,
+        *,
+        purpose: str | None,
+        after: File | None,
+        newest: bool,
+        limit: int,
     ) -> list[File]:
         where, values = "tenant = ? AND complete = 1 AND expires_at > ?", list[Any]((tenant, self._clock()))
+        if user is not None:
+            where += " AND user_id = ?"
+            values.append(user)
         if purpose is not None:
             where += " AND purpose = ?"
             values.append(purpose)

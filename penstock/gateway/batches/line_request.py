@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from penstock.gateway.accounting.batch_line import BATCH_LINE, BatchLine
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.http.request import ON_DISCONNECT, Callback, Message
 from penstock.identity import Caller
@@ -45,7 +46,9 @@ class LineRequest:
             ON_DISCONNECT: self._on_disconnect,
             BATCH_LINE: line,
         }
-        self.exchange = Exchange(scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0)
+        self.exchange = Exchange(
+            scope, self._receive, self._send, stalled_reader_s=60.0, receive_s=60.0, bodies=Bodies()
+        )
         self.exchange.caller = caller
         self._reply = Reply(request_id)
 

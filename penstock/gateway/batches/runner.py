@@ -319,7 +319,7 @@ class BatchRunner:
         if not page:
             return None
         name = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
-        writer = await self._files.begin(batch.tenant, name, "batch_output")
+        writer = await self._files.begin(batch.tenant, name, "batch_output", user=batch.user)
         while page:
             await writer.add("".join(answer.content for answer in page))
             page = await self._batches.answers(batch.id, ok=ok, after=page[-1].line)

@@ -135,13 +135,19 @@ class BatchStore:
         )
         return batch
 
-    async def get(self, id: str, tenant: str) -> Batch | None:
+    async def get(self, id: str, tenant: str, user: str | None = None) -> Batch | None:
+        """`user`: only if the batch is this user's."""
         rows = await self._database.fetch(f"SELECT {_LISTED} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
+        if rows and user not in (None, rows[0][_COLUMNS.index("user_id")]):
+            return None
         return await self._with_counts(Batch(*rows[0])) if rows else None
 
-    async def page(self, tenant: str, *, after: Batch | None, limit: int) -> list[Batch]:
+    async def page(self, tenant: str, user: str | None = None, *, after: Batch | None, limit: int) -> list[Batch]:
         """Newest first."""
         where, values = "tenant = ?", list[Any]((tenant,))
+        if user is not None:
+            where += " AND user_id = ?"
+            values.append(user)
         if after is not None:
             where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
             values += [after.created_at, after.created_at, after.id]

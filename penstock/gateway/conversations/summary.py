@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.config.context import ConversationsConfig
 from penstock.conversations import Conversation, HeldConversation, Message, Sessions, Summary
@@ -125,7 +126,10 @@ class Summariser:
         text, tokenization, exchange = model.text, prompt.chat.tokenization, attempt.exchange
         note = min(config.note_tokens, max(16, room // 8))
         budget = max(1, int(room * LEFT) - note)
+        tenant, window = prompt.chat.tenant, prompt.chat.most
         upto = await tokenization.run(
+            tenant,
+            0,
             fit_turns,
             conversation.end,
             start=max(conversation.first, summary.covers),
@@ -139,7 +143,7 @@ class Summariser:
             spec = internal_spec(
                 attempt.ids.next(),
                 model,
-                await tokenization.encode_chat(model, messages),
+                await tokenization.encode_chat(model, messages, tenant=tenant, most=window),
                 [SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=text.eos_token_ids)],
                 started_at=exchange.started_at,
                 priority=priority,
@@ -150,11 +154,11 @@ class Summariser:
             return await self._lifecycle.complete(attempt, generation, feature=FEATURE)
 
         def cut(words: str, most: int) -> str:
-            ids = text.encode(words, special=False)
+            ids = text.encode(words, special=False, most=most)
             return words if len(ids) <= most else text.decode(ids[:most])
 
         tokens = Tokens(count=lambda words: len(text.encode(words, special=False)), cut=cut)
-        frame = len(await tokenization.encode_chat(model, question("")))
+        frame = len(await tokenization.encode_chat(model, question(""), tenant=tenant, most=window))
         transcript = max(64, room - note - frame)
         return await condense(
             conversation,
@@ -163,4 +167,5 @@ class Summariser:
             ask=ask,
             tokens=tokens,
             room=SummaryBudget(note, max(note, room // 4), transcript),
+            in_thread=partial(tokenization.run, tenant, 0),
         )

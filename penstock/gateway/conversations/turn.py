@@ -135,7 +135,7 @@ class StoredTurn:
         self._start = 0
         self._taken = False
         """The client's messages are added once, however many steps the answer takes."""
-        self._room = 0
+        self._room = self._window = 0
 
     @property
     def history(self) -> list[Message]:
@@ -173,6 +173,8 @@ class StoredTurn:
             tokens = await draft.encoded(self._summary, self._start)
         if len(tokens) > room:
             self._start = await prompt.tokenization.run(
+                prompt.tenant,
+                0,
                 fit_turns,
                 self._draft.end,
                 start=self._start,
@@ -221,6 +223,7 @@ class StoredTurn:
         if reply is None:
             reply = min(self._conversations.config.reply_tokens, added.window // 4)
         self._room = room = max(1, added.window - reply)
+        self._window = added.window
         if self._taken:
             return room
         self._taken = True
@@ -247,7 +250,7 @@ class StoredTurn:
         used = generation.prompt_tokens + generation.completion_tokens
         ahead = self._overflow == "summarise" and used > AHEAD * self._room
         if ahead and isinstance(generation, EngineGeneration):
-            chat = ChatPrompt(conversations.tokenization, generation.model)
+            chat = ChatPrompt(conversations.tokenization, generation.model, tenant=held.owner.tenant, most=self._window)
             prompt = ConversationPrompt(chat, self._system, held.conversation)
             work = conversations.summariser.summarise_ahead(attempt, prompt, held, self._summary, self._room)
             conversations.sessions.start_background(held.owner, held.id, work)

@@ -28,6 +28,7 @@ from penstock.gateway.generation.schemas import ChatRequest, TextFormat
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
+from penstock.gateway.generation.tokenization import check_size, messages_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
@@ -63,16 +64,42 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
-        exchange = attempt.exchange
         check_tools(request)
         check_choices(1, request.n or 1, self.settings)
         messages = template_messages(request.messages, turn.call_ids)
-        messages = await self.content_filter.messages(exchange, messages)
-        if following:
-            following = await self.content_filter.messages(exchange, list(following))
         remote = self.registry.remote(request.model)
         if remote is not None:
-            return self._remote(attempt, request, limit, messages, turn, following, remote)
+            said = await self._filtered(attempt, messages)
+            following = await self._filtered(attempt, following)
+            return self._remote(attempt, request, limit, said, turn, following, remote)
+        model = self.registry.route(request.model).model
+        size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
+        async with self.quotas.text_work(attempt.exchange, model.base_name, size):
+            if (window := self._window(attempt, model.context_window)) is not None:
+                check_size(model, size, window, "messages")
+            return await self._searched(attempt, request, limit, messages, turn, following)
+
+    def _window(self, attempt: Attempt, window: int | None) -> int | None:
+        """As much of a model's window as the caller may use."""
+        quota = self.quotas.context_tokens(attempt.exchange.caller)
+        return quota if window is None else window if quota is None else min(window, quota)
+
+    async def _filtered(self, attempt: Attempt, messages: Sequence[Message]) -> list[Message]:
+        return await self.content_filter.messages(attempt.exchange, list(messages)) if messages else []
+
+    async def _searched(
+        self,
+        attempt: Attempt,
+        request: ChatRequest,
+        limit: TokenLimit,
+        messages: list[Message],
+        turn: Turn,
+        following: Sequence[Message],
+    ) -> EngineGeneration:
+        """With sources, if the request asks for them."""
+        exchange = attempt.exchange
+        messages = await self._filtered(attempt, messages)
+        following = await self._filtered(attempt, following)
         if request.rag is None:
             return await self._local(attempt, request, limit, messages, turn, following)
         sources = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
@@ -127,7 +154,8 @@ class ChatGenerations(GenerationFactory):
         )
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
-        prompt = ChatPrompt(self.tokenization, model, () if toolbox is None else toolbox.tools)
+        tools = () if toolbox is None else toolbox.tools
+        prompt = ChatPrompt(self.tokenization, model, tools, exchange.caller.tenant, window)
         sources = None
         if pending is not None:
             bare = await prompt.tokens(pending.instructed([*messages, *following]))

@@ -20,6 +20,7 @@ from penstock.gateway.generation.sampling import (
 )
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
+from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 
@@ -51,11 +52,14 @@ class CompletionGenerations(GenerationFactory):
         if request.echo and request.logprobs is not None:
             params = replace(params, prompt_logprobs=request.logprobs)
         quota = self.quotas.context_tokens(exchange.caller)
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+
         tokenized = []
-        for prompt in prompts:
-            tokens = await self._tokens(exchange, model, info, prompt)
-            fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
-            tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n)))
+        async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts))):
+            for prompt in prompts:
+                tokens = await self._tokens(exchange, model, info, prompt, window)
+                fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
+                tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n)))
         spec = request_spec(
             attempt,
             self.settings,
@@ -71,19 +75,23 @@ class CompletionGenerations(GenerationFactory):
         return EngineGeneration(spec, self.metrics)
 
     async def _tokens(
-        self, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int]
+        self, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int], window: int
     ) -> list[int]:
+        tenant = exchange.caller.tenant
         if isinstance(prompt, list):
+            if len(prompt) > window:
+                return prompt  # far too long, perhaps: there is no need to look at it
             check_token_ids(prompt, info.vocab_size, "prompt")
             tokens = prompt
             if self.content_filter.checks_input:
-                text = model.text.decode(tokens)
+                text = await self.tokenization.decode(model, tokens, tenant=tenant)
                 filtered = await self.content_filter.prompt(exchange, text)
                 if filtered != text:
-                    tokens = await self.tokenization.encode(model, filtered)
+                    tokens = await self.tokenization.encode(model, filtered, tenant=tenant, most=window)
         else:
+            check_size(model, len(prompt), window, "prompt")
             filtered = await self.content_filter.prompt(exchange, prompt)
-            tokens = await self.tokenization.encode(model, filtered)
+            tokens = await self.tokenization.encode(model, filtered, tenant=tenant, most=window)
         if not tokens:
             raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
         return tokens

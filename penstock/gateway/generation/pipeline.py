@@ -54,6 +54,7 @@ class GenerationPipeline:
         self.settings = settings
         self.registry = registry
         self.tokenization = tokenization
+        self.quotas = quotas
         self.lifecycle = lifecycle
         self.metrics = metrics
         self.content_filter = content_filter

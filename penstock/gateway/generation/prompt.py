@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -19,12 +20,17 @@ class ChatPrompt(Struct, frozen=True):
     tokenization: Tokenization
     model: ServedModel
     tools: tuple[Tool, ...] = ()
+    tenant: str = ""
+    """Whose conversations they are."""
+    most: int = sys.maxsize
+    """Tokens that a prompt may have; of a longer one only the first are made, more than `most`."""
 
     async def tokens(self, messages: list[Message]) -> list[int]:
-        messages, tools = for_template(messages, self.tools, self.model)
-        return await self.tokenization.encode_chat(self.model, messages, tools=tools)
+        return await self.tokenization.encode_chat(
+            self.model, messages, tenant=self.tenant, most=self.most, tools=self.tools
+        )
 
     def length(self, messages: Sequence[Message]) -> int:
-        """The number of tokens; blocks, so it is to be called in a thread."""
+        """The number of tokens, as far as they are made; blocks, so it is to be called in a thread."""
         rendered, tools = for_template(list(messages), self.tools, self.model)
-        return len(self.model.text.encode_chat(rendered, tools=tools))
+        return len(self.model.text.encode_chat(rendered, tools=tools, most=self.most))

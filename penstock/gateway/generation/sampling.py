@@ -71,13 +71,14 @@ def fit(
     quota: int | None = None,
 ) -> SamplingParams:
     """Set `max_tokens` so that prompt and completion fit the window, or say why they cannot. `quota`: how much of the
-    window the caller may use."""
+    window the caller may use. Of a longer prompt, one token more than that may be all that was counted."""
     exceeded = ContextLengthExceeded
     if quota is not None and quota < window:
         window, exceeded = quota, ContextQuotaExceeded
     room = window - prompt_tokens
     if room < 1:
-        raise exceeded(limit=window, prompt_tokens=prompt_tokens, param=prompt_param)
+        cut = prompt_tokens == window + 1
+        raise exceeded(limit=window, prompt_tokens=prompt_tokens, at_least=cut, param=prompt_param)
     if limit.max_tokens is not None:
         if limit.max_tokens > room:
             raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limit.max_tokens, param=prompt_param)

@@ -1,64 +1,138 @@
-"""Text to token ids without blocking the event loop: short text at once, longer text in a small thread pool."""
+"""Text to token ids without blocking the event loop: short text at once, longer text in threads.
+
+Invariant: the work for a request is bounded by the window it has to fit, not by the size of its text. `most` is that
+window: text that cannot fit is refused by its size alone (`check_size`), and of what is probably too long only
+`most + 1` ids are made.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from penstock.protocol.errors import InvalidRequest
+from penstock.gateway.generation.schemas import ToolDefinition
+from penstock.gateway.generation.tool_choice import for_template
+from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.registry import ServedModel
-from penstock.text import ChatTemplateError
+from penstock.text import ChatTemplateError, TemplateTooHeavy
+from penstock.text.fair_threads import FairThreads
+from penstock.tools.toolbox import Tool
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 4096
 """Text up to this size is tokenized on the event loop: that takes less time than a thread's round trip."""
+MOST_COUNTED = 1 << 17
+"""Tokens that a request which only asks for tokens may have, whatever fits the model."""
+MESSAGE_CHARACTERS = 16
+"""What a message counts beside its text."""
 
 
 class Tokenization:
-    """The text threads of one gateway process."""
+    """The tokenizing of one gateway process."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+    def __init__(self, threads: FairThreads) -> None:
+        self.threads = threads
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= INLINE_CHARACTERS:
-            return model.text.encode(text, add_special_tokens=add_special_tokens)
-        return await self.run(model.text.encode, text, add_special_tokens=add_special_tokens)
+    async def encode(
+        self, model: ServedModel, text: str, *, tenant: str, most: int, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids of a text; if there are more than `most`, the first of them."""
+        encode = functools.partial(model.text.encode, text, add_special_tokens=add_special_tokens, most=most)
+        return encode() if len(text) <= INLINE_CHARACTERS else await self.run(tenant, len(text), encode)
 
     async def encode_chat(
         self,
         model: ServedModel,
         messages: list[dict[str, Any]],
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tenant: str,
+        most: int,
+        tools: tuple[Tool, ...] = (),
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation, rendered with the model's chat template."""
+        """The token ids of a conversation, rendered with the model's chat template; see `encode`."""
         if not model.text.has_chat_template:
             raise InvalidRequest(
                 f"`{model.name}` has no chat template; use /v1/completions.",
                 param="model",
                 code="no_chat_template",
             )
-        size = sum(len(message["content"]) for message in messages)
-        encode = functools.partial(
-            model.text.encode_chat, messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
+        size = messages_size(messages)
+
+        def encode(*, quick: bool = False) -> list[int]:
+            prepared, described = for_template(messages, tools, model)
+            return model.text.encode_chat(
+                prepared, tools=described, add_generation_prompt=add_generation_prompt, most=most, quick=quick
+            )
+
         try:
-            return encode() if size <= INLINE_CHARACTERS and not tools else await self.run(encode)
+            if size <= INLINE_CHARACTERS and not tools:
+                with suppress(TemplateTooHeavy):  # a template may take long for a short chat
+                    return encode(quick=True)
+            return await self.run(tenant, size, encode)
         except ChatTemplateError as error:
             message = str(error)
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` in one of the text threads."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+    async def decode(self, model: ServedModel, tokens: Sequence[int], *, tenant: str) -> str:
+        """The text of token ids."""
+        size = len(tokens)
+        if size <= INLINE_CHARACTERS:
+            return model.text.decode(tokens)
+        return await self.run(tenant, size, model.text.decode, tokens)
+
+    async def run(self, tenant: str, characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function`, which works on a text of so many characters, in one of the text threads."""
+        return await self.threads.run(tenant, characters, function, *args, **kwargs)
+
+
+def check_size(model: ServedModel, characters: int, most: int, param: str) -> None:
+    """Refuse a text that has more than `most` tokens however it is tokenized: no token covers that many bytes."""
+    if characters <= INLINE_CHARACTERS:
+        return
+    widest = model.text.most_bytes_per_token
+    if widest is not None and characters > most * widest:
+        raise ContextLengthExceeded(limit=most, prompt_tokens=-(-characters // widest), at_least=True, param=param)
+
+
+def most_counted(model: ServedModel) -> int:
+    """How many tokens a request that only asks for them may have: what fits the model, and more than that."""
+    return max(model.context_window or 0, MOST_COUNTED)
+
+
+def check_counted(tokens: int, most: int, param: str) -> None:
+    if tokens > most:
+        raise InvalidRequest(
+            f"`{param}` has more than {most:,} tokens, the most that one request may ask about; send it in parts.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a conversation: of everything in it, calls and their arguments too."""
+    size = MESSAGE_CHARACTERS * len(messages)
+    for message in messages:
+        size += len(message["content"]) if len(message) == 2 else text_size(message)
+    return size
+
+
+def tools_size(tools: Sequence[ToolDefinition] | None) -> int:
+    """Characters of the tools of a request."""
+    return sum(
+        len(tool.function.name) + len(tool.function.description or "") + text_size(tool.function.parameters or {})
+        for tool in tools or ()
+    )
+
+
+def text_size(value: Any) -> int:
+    """Characters of all strings in a JSON value, keys included, and one for every other value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + text_size(item) for key, item in value.items())
+    return sum(map(text_size, value)) if isinstance(value, list | tuple) else 1

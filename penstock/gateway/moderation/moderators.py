@@ -182,7 +182,9 @@ class LocalModerator(ChatModerator):
         backends, model = self._backends, self._model
         settings = backends.settings
         info = await model.backend.wait_ready(settings.engine_wait_s)
-        tokens = await backends.tokenization.encode_chat(model, self._messages(text))
+        tokens = await backends.tokenization.encode_chat(
+            model, self._messages(text), tenant=exchange.caller.tenant, most=info.max_model_len
+        )
         if len(tokens) >= info.max_model_len:
             if len(text) <= SHORTEST:
                 raise UnclearVerdict("the question does not fit the model's window")

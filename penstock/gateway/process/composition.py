@@ -6,7 +6,6 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -40,9 +39,11 @@ from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import Unavailable
 from penstock.gateway.app.tracing import RequestTracing
+from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
 from penstock.gateway.batches.runner import BatchRunner
@@ -85,10 +86,8 @@ from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
+from penstock.text.fair_threads import FairThreads
 from penstock.tools.execution import ToolRegistry
-
-UPLOADS = 4
-"""Files that are read at the same time: each is in memory while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,7 @@ class Gateway:
     """A running gateway, for the process that runs it (and for tests)."""
 
     settings: GatewaySettings
+    bodies: Bodies
     registry: ModelRegistry
     encoders: Encoders
     metrics: Metrics
@@ -133,8 +133,9 @@ async def compose(
         drain.on_begin(partial(metrics.draining.set, 1))
         grammars = GrammarCache(metrics)
         stack.callback(grammars.close)
-        tokenization = Tokenization()
-        stack.callback(tokenization.close)
+        text_threads = FairThreads()
+        stack.callback(text_threads.close)
+        tokenization = Tokenization(text_threads)
         database, stores = None, None
         checks: dict[str, Check] = {}
         if settings.store_url is not None:
@@ -177,6 +178,8 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
+        for embedder in encoders:
+            embedder.threads = text_threads
         closing(encoders.close)
         cache = implementations.response_cache(settings.cache, encoders, metrics)
         closing(cache.close)
@@ -277,7 +280,7 @@ async def compose(
         responses = NoResponseStore() if stores is None else stores.responses
 
         # What requests reach.
-        limit, uploads = settings.body_limit, asyncio.Semaphore(UPLOADS)
+        limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
         models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
@@ -288,7 +291,7 @@ async def compose(
             MessageEndpoints(pipeline),
             EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, limit),
+            TokenEndpoints(registry, tokenization, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
             CollectionEndpoints(knowledge, encoder_work, limit),
@@ -317,6 +320,7 @@ async def compose(
             ]
         yield Gateway(
             settings=settings,
+            bodies=Bodies(settings.body_memory, settings.body_disk),
             registry=registry,
             encoders=encoders,
             metrics=metrics,

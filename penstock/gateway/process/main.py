@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
@@ -58,13 +58,14 @@ def run(
     control: Path | None = None,
     worker: Worker | None = None,
     listening: Callable[[], None] = lambda: None,
+    beat: Callable[[], Awaitable[None]] | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
     `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
-    processes on the port this is; `listening` is called once connections are accepted;
-    `wrap`: puts something in front of the application, such as the console."""
+    processes on the port this is; `listening` is called once connections are accepted; `beat` runs beside the server
+    and sends its heartbeats; `wrap`: puts something in front of the application, such as the console."""
     settings = GatewaySettings.from_config(config, worker)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
@@ -74,7 +75,7 @@ def run(
         check_port(settings.host, settings.port)
         if settings.admin_port is not None:
             check_port(settings.admin_host, settings.admin_port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, wrap))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, beat, wrap))
 
 
 async def _run(
@@ -84,6 +85,7 @@ async def _run(
     ask: Callable[[str], None] | None,
     control: Path | None,
     listening: Callable[[], None],
+    beat: Callable[[], Awaitable[None]] | None,
     wrap: Callable[[App], Application],
 ) -> None:
     await check_exposure(settings.host, settings.store_url or "")
@@ -103,10 +105,16 @@ async def _run(
     )
     garbage_collection.tune()
     stop = asyncio.Event()
-    with _signals(stop):
-        await serve(
-            settings, registry, stop, lambda gateway: listening(), encoders=encoders, control=control, wrap=wrap
-        )
+    heart = None if beat is None else asyncio.ensure_future(beat())
+    try:
+        with _signals(stop):
+            await serve(
+                settings, registry, stop, lambda gateway: listening(), encoders=encoders, control=control, wrap=wrap
+            )
+    finally:
+        if heart is not None:
+            heart.cancel()
+            await asyncio.gather(heart, return_exceptions=True)
 
 
 def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
@@ -213,6 +221,7 @@ def application(gateway: Gateway, door: Door) -> App:
         cors_origins=gateway.settings.cors_origins,
         stalled_reader_s=gateway.settings.stalled_reader_s,
         receive_s=gateway.settings.receive_s,
+        bodies=gateway.bodies,
     )
 
 

@@ -1,16 +1,18 @@
 """The models of this gateway follow the supervisor: replicas are added and removed, models loaded and unloaded.
 
 Invariant: clients find a model from the moment its engines are ready until it is unloaded; requests that have begun by
-then may finish.
+then may finish. A model that cannot be served (its chat template is broken) does not keep others from being served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
+from penstock.errors import PenstockError
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
@@ -24,6 +26,8 @@ from penstock.sources.resolve import resolve
 from penstock.text import load_text
 
 IDLE_CHECK_S = 0.1
+
+log = logging.getLogger("penstock.gateway")
 
 
 def served(
@@ -78,14 +82,24 @@ class ModelFollower:
         self._background = background
         self._models = {model.name: model for model in settings.models}
 
-    async def follow(self, topology: Topology) -> None:
-        for name in [name for name in self._models if name not in topology.models]:
+    async def follow(self, topology: Topology) -> dict[str, str]:
+        """Returns the models that cannot be served, and why."""
+        problems: dict[str, str] = {}
+        for name in [*self._models, *(name for name in topology.models if name not in self._models)]:
+            try:
+                await self._follow(name, topology)
+            except Exception as error:
+                log.exception("a model cannot be served", extra={"model": name})
+                problems[name] = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        return problems
+
+    async def _follow(self, name: str, topology: Topology) -> None:
+        if name not in topology.models:
             await self._remove(name)
-        for name, replicas in topology.models.items():
-            if name in self._models:
-                await self._update(self._models[name], replicas)
-            elif name in topology.loaded:
-                await self._add(ModelSettings.of(check_model(topology.loaded[name])), replicas)
+        elif name in self._models:
+            await self._update(self._models[name], topology.models[name])
+        elif name in topology.loaded:
+            await self._add(ModelSettings.of(check_model(topology.loaded[name])), topology.models[name])
 
     async def _update(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
         """New replicas join; those that are no longer listed get no new requests."""
@@ -102,8 +116,12 @@ class ModelFollower:
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
         endpoints = [replica.endpoint for replica in replicas]
         model = await asyncio.to_thread(served, self._settings, settings, endpoints)
-        await model.backend.start()
-        await self._admissions.add(model, settings.downgrade_to)
+        try:
+            await model.backend.start()
+            await self._admissions.add(model, settings.downgrade_to)
+        except BaseException:
+            await model.backend.close()
+            raise
         self._prices.add(settings.price)
         self._registry.add(model)
         self._models[settings.name] = settings

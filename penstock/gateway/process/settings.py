@@ -103,6 +103,8 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20
+    body_memory: int = 256 * 2**20
+    body_disk: int = 4 * 2**30
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
@@ -223,6 +225,8 @@ class GatewaySettings:
             host=server.host,
             port=server.port,
             body_limit=server.body_limit,
+            body_memory=server.body_memory,
+            body_disk=server.body_disk,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
             stalled_reader_s=server.stalled_reader_s,

@@ -1,6 +1,7 @@
 """A gateway's connection to its supervisor: receives the topology and passes on operations.
 
-Owns one connection. When it ends, the supervisor has died, and this process will end too.
+Owns one connection. When it ends, the supervisor has died, and this process will end too. Nothing that a message makes
+happen here can end it: what fails is logged and reported to the supervisor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.control import Done, Loading, Operation, Topology, decode_from_supervisor, line
+from penstock.protocol.control import Done, Following, Loading, Operation, Topology, decode_from_supervisor, line
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 
 log = logging.getLogger("penstock.gateway")
@@ -22,7 +23,8 @@ log = logging.getLogger("penstock.gateway")
 LARGEST = 2**20
 """The longest line in bytes."""
 
-Follow = Callable[[Topology], Awaitable[None]]
+Follow = Callable[[Topology], Awaitable[dict[str, str]]]
+"""Makes the models of this gateway those of a topology; returns those that cannot be served, and why."""
 
 
 class SupervisorLink:
@@ -65,12 +67,21 @@ class SupervisorLink:
         if done.error:
             raise InvalidRequest(f"{done.error[:1].upper()}{done.error[1:]}.")
 
+    async def _take_over(self, topology: Topology) -> None:
+        try:
+            problems = await self._follow(topology)
+        except Exception as error:
+            log.exception("the supervisor's models could not be taken over")
+            problems = {name: f"{type(error).__name__}: {error}" for name in topology.loaded}
+        assert self._writer is not None
+        self._writer.write(line(Following(topology.number, problems)))
+
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while sent := await reader.readline():
                 match decode_from_supervisor(sent):
                     case Topology() as topology:
-                        await self._follow(topology)
+                        await self._take_over(topology)
                     case Loading(model, phase) as progress:
                         self.loading.pop(model, None)
                         if phase:

@@ -54,7 +54,14 @@ class FeedbackEndpoints:
         identify(exchange, request.user, None)
         user, comment = ((text or "").replace("\0", "") for text in (exchange.record.user_id, request.comment))
         try:
-            vote = await self._feedback.vote(exchange.caller.tenant, user, request.response_id, request.rating, comment)
+            vote = await self._feedback.vote(
+                exchange.caller.tenant,
+                user,
+                request.response_id,
+                request.rating,
+                comment,
+                only_user=exchange.caller.only_user,
+            )
         except DatabaseError as error:
             raise _away() from error
         if vote is None:

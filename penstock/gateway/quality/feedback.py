@@ -1,7 +1,7 @@
 """Users' ratings of answers: one vote per answer, stored with the model and the endpoint that gave it.
 
-An answer's id ends with the id of its charge, so the ledger tells which tenant it belongs to: a tenant can vote on its
-own answers only, and nothing is stored for answers without a vote.
+An answer's id ends with the id of its charge, so the ledger tells which tenant and user it belongs to: a tenant can
+vote on its own answers only, a user's key on that user's, and nothing is stored for answers without a vote.
 """
 
 from __future__ import annotations
@@ -74,17 +74,27 @@ class Feedback:
     async def prepare(self) -> None:
         await self._database.migrate("feedback", _VERSIONS)
 
-    async def vote(self, tenant: str, user: str, response_id: str, rating: Rating, comment: str) -> Vote | None:
-        """Store a vote, replacing an earlier one on the same answer; None when this tenant has no such answer."""
+    async def vote(
+        self,
+        tenant: str,
+        user: str,
+        response_id: str,
+        rating: Rating,
+        comment: str,
+        *,
+        only_user: str | None = None,
+    ) -> Vote | None:
+        """Store a vote, replacing an earlier one on the same answer; None when this tenant, or the only user whose
+        answers count, has no such answer."""
         match = _ID.fullmatch(response_id)
         if match is None:
             return None
         rows = await self._database.fetch(
-            "SELECT model, adapter FROM charges_opened WHERE id = ? AND tenant = ?", match[2], tenant
+            "SELECT model, adapter, user_id FROM charges_opened WHERE id = ? AND tenant = ?", match[2], tenant
         )
-        if not rows:
+        if not rows or only_user not in (None, rows[0][2]):
             return None
-        model, adapter = rows[0]
+        model, adapter, _ = rows[0]
         vote = Vote(response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock())
         await self._database.execute(
             f"INSERT INTO feedback ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (response_id) DO UPDATE "

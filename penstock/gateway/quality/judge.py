@@ -160,7 +160,9 @@ class Judge:
         most = min(MOST_CHARACTERS, int(info.max_model_len * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
         question = form.format(**{name: text[:most] for name, text in texts.items()})
         messages = [{"role": "system", "content": _TASK}, {"role": "user", "content": question}]
-        tokens = await self._tokenization.encode_chat(model, messages)
+        tokens = await self._tokenization.encode_chat(
+            model, messages, tenant=sample.cache_salt, most=info.max_model_len
+        )
         grammar = await self._grammars.response_format(ChoiceFormat([YES, NO]))
         params = SamplingParams(max_tokens=4, stop_token_ids=model.text.eos_token_ids, grammar=grammar)
         spec = internal_spec(

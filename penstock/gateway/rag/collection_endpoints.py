@@ -111,7 +111,8 @@ class CollectionEndpoints:
         request = decode(_search_request, await exchange.body(self._body_limit))
         collection, _ = await named_collection(self._knowledge, exchange)
         encoder = self._knowledge.encoder()
-        tokens = sum(map(len, await encoder.tokenize([request.query])))
+        most = (await encoder.open()).max_model_len
+        tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
         work = search(self._knowledge, collection, request.query, request)
         found = await self._encoder_work.run(exchange, encoder, 1, tokens, work)
         await exchange.reply_json(

@@ -14,6 +14,7 @@ from penstock.gateway.app.decoding import convert_query, decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, read_form
 from penstock.gateway.app.pagination import NoQuery, listed
+from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.rag.collection_endpoints import PageQuery, guarded, named_collection, storable
 from penstock.gateway.rag.library import KnowledgeLibrary
@@ -79,7 +80,7 @@ _document_request = msgspec.json.Decoder(DocumentRequest)
 class DocumentEndpoints:
     """The documents of a collection."""
 
-    def __init__(self, knowledge: KnowledgeLibrary, uploads: asyncio.Semaphore) -> None:
+    def __init__(self, knowledge: KnowledgeLibrary, uploads: UploadSlots) -> None:
         self._knowledge = knowledge
         self._uploads = uploads
 
@@ -126,8 +127,9 @@ class DocumentEndpoints:
         await exchange.reply_json(_chunk(*found))
 
     async def _put(self, exchange: Exchange, collection: Collection, id: str | None) -> None:
-        async with self._uploads:
-            sent = await self._sent(exchange)
+        limit = self._knowledge.config.document_limit + (FORM_ROOM if _media_type(exchange) == FORM else 0)
+        async with exchange.upload(limit) as arrived, self._uploads.slot(exchange.caller.tenant):
+            sent = await self._sent(exchange, await arrived.read())
             library = await self._knowledge.library()
             document, queued = await guarded(
                 library.put_document(
@@ -143,11 +145,10 @@ class DocumentEndpoints:
             )
         await exchange.reply_json({**_document(document), "unchanged": not queued})
 
-    async def _sent(self, exchange: Exchange) -> _Sent:
-        """Read a document that was sent as JSON, as a form with a file, or as the file itself."""
+    async def _sent(self, exchange: Exchange, body: bytes) -> _Sent:
+        """A document that was sent as JSON, as a form with a file, or as the file itself."""
         said = (exchange.header(b"content-type") or b"").decode("latin-1")
-        kind, limit = said.partition(";")[0].strip().lower(), self._knowledge.config.document_limit
-        body = await exchange.body(limit + (FORM_ROOM if kind == FORM else 0))
+        kind, limit = _media_type(exchange), self._knowledge.config.document_limit
         if kind in ("application/json", FORM):
             decode_query(NoQuery, exchange.scope)  # these formats have no query parameters
         if kind == "application/json":
@@ -189,6 +190,10 @@ class DocumentEndpoints:
         if found is None:
             raise NotFound(f"There is no document `{id[:128]}` in this collection.")
         return collection, found
+
+
+def _media_type(exchange: Exchange) -> str:
+    return (exchange.header(b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
 
 
 def _charset(content_type: str) -> str:

@@ -127,10 +127,10 @@ class EncoderEmbedder:
 
     async def facts(self) -> EmbedderFacts:
         info = await self._encoder.open()
-        return EmbedderFacts(info.dimensions, info.max_model_len)
+        return EmbedderFacts(info.dimensions, info.max_model_len, str(self._encoder.text.folder))
 
-    def tokens(self, text: str) -> list[str]:
-        return self._encoder.text.spelled(text)
+    def tokens(self, texts: Sequence[str]) -> list[list[str]]:
+        return self._encoder.text.spelled(texts)
 
     async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
         whole, tokens = await self._encoder.embed_tokens(texts, priority=BULK if bulk else 0)

@@ -169,7 +169,7 @@ async def guard(work: Awaitable[T]) -> T:
 
 def query_of(messages: Sequence[dict[str, Any]]) -> str:
     """What the user asks: the last message, with the one before it where the last alone says too little."""
-    asked = [message["content"] for message in messages if message["role"] == "user"]
+    asked = [message["content"][-QUERY_CHARACTERS:] for message in messages if message["role"] == "user"]
     if not asked:
         raise InvalidRequest("`rag` needs a message of the user, or `rag.query`.", param="rag")
     telling = {word for word in words(asked[-1]) if word not in STOP_WORDS}

@@ -1,9 +1,13 @@
 """HTML: the visible text of the page. Scripts, styles and hidden elements are skipped: text that
-people cannot see must not appear in an answer."""
+people cannot see must not appear in an answer.
+
+Every step takes time in proportion to what it reads, so that a page of any kind is read in linear time.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 from penstock.knowledge.readers.blocks import BlockWriter, Extracted, Kind
@@ -19,6 +23,9 @@ _HIDDEN = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*hidden|font-size\s*:\s*0(?![.\d])|opacity\s*:\s*0(?![.\d])", re.I
 )
 _SPACE = re.compile(r"\s+")
+_MARKUP = re.compile(r"<[a-zA-Z/!?]")
+_TITLE = 1024
+"""Most characters of a title."""
 _CLOSED_BY = {
     "li": {"li"},
     "dt": {"dt", "dd"},
@@ -32,47 +39,61 @@ _CLOSED_BY = {
 
 def read_html(text: str) -> Extracted:
     reader = _Reader()
-    reader.feed(text)
+    reader.feed(_finished(text))
     reader.close()
     reader.flush()
-    return reader.out.extracted(reader.title.strip())
+    return reader.out.extracted(" ".join("".join(reader.title).split())[:_TITLE])
+
+
+def _finished(text: str) -> str:
+    """The page without markup that never ends, of which a browser shows nothing. The parser would look for the end of
+    each such piece in all that follows."""
+    comment = text.find("<!--", text.rfind("-->") + 1)
+    text = text if comment < 0 else text[:comment]
+    tag = _MARKUP.search(text, text.rfind(">") + 1)
+    return text if tag is None else text[: tag.start()]
 
 
 class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.out = BlockWriter()
-        self.title = ""
+        self.title: list[str] = []
         self._in_title = False
         self._words: list[str] = []
+        self._said = False
+        """Whether any of the words is not blank."""
         self._lines: list[str] = []
         """Of the list or table that is open."""
         self._heading = 0
         self._literal = 0
         self._skipped: list[str] = []
         """Open elements from the outermost that is not shown inwards."""
+        self._open: Counter[str] = Counter()
+        """How many of them are of each kind."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title":
             self._in_title = True
         if self._skipped:
             if tag in _CLOSED_BY.get(self._skipped[-1], ()):
-                self._skipped.pop()
+                self._unskip()
             if self._skipped:
                 if tag not in _VOID:
-                    self._skipped.append(tag)
+                    self._skip(tag)
                 return
         if tag not in _VOID and (tag in _SKIPPED or _hidden(dict(attrs))):
-            self._skipped.append(tag)
+            self._skip(tag)
         elif tag == "br":
             self._words.append("\n" if self._literal else " ")
         elif tag in ("td", "th"):
-            if "".join(self._words).strip():
+            if self._said:
                 self._words.append(" | ")
         elif tag in ("li", "tr"):
             self._line()
             if tag == "li":
                 self._words.append("- ")
+                self._said = True
         elif _level(tag):
             self.flush()
             self._heading = _level(tag)
@@ -86,8 +107,9 @@ class _Reader(HTMLParser):
         if tag == "title":
             self._in_title = False
         if self._skipped:
-            if tag in self._skipped:
-                del self._skipped[len(self._skipped) - 1 - self._skipped[::-1].index(tag) :]
+            if self._open[tag]:
+                while self._unskip() != tag:
+                    pass
             return
         if tag in ("li", "tr"):
             self._line()
@@ -103,9 +125,19 @@ class _Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self._in_title:
-            self.title += data
+            self.title.append(data)
         elif not self._skipped:
             self._words.append(data if self._literal else _SPACE.sub(" ", data))
+            self._said = self._said or not data.isspace()
+
+    def _skip(self, tag: str) -> None:
+        self._skipped.append(tag)
+        self._open[tag] += 1
+
+    def _unskip(self) -> str:
+        tag = self._skipped.pop()
+        self._open[tag] -= 1
+        return tag
 
     def flush(self, kind: Kind = "prose") -> None:
         """Ends the open block."""
@@ -115,11 +147,12 @@ class _Reader(HTMLParser):
             self._lines = []
         text = "".join(self._words)
         text = text.strip("\n") if kind == "lines" else _SPACE.sub(" ", text).strip()
-        self._words.clear()
+        self._forget_words()
         if self._heading:
             if text:
                 self.out.add("heading", text, level=self._heading)
-                self.title = self.title or (text if self._heading == 1 else "")
+                if self._heading == 1 and not self.title:
+                    self.title.append(text)
             self._heading = 0
         else:
             self.out.add(kind, text)
@@ -128,7 +161,11 @@ class _Reader(HTMLParser):
         text = _SPACE.sub(" ", "".join(self._words)).strip()
         if text and text != "-":
             self._lines.append(text)
+        self._forget_words()
+
+    def _forget_words(self) -> None:
         self._words.clear()
+        self._said = False
 
 
 def _hidden(attributes: dict[str, str | None]) -> bool:

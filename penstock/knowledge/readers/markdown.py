@@ -8,7 +8,7 @@ import re
 from penstock.knowledge.readers.blocks import Block, Extracted
 from penstock.knowledge.readers.plain import kind_of
 
-_ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
+_ATX = re.compile(r" {0,3}(#{1,6})(?=[ \t]|$)")
 _UNDERLINE = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _FRONT_MATTER = re.compile(r"---\n.*?\n(?:---|\.\.\.)(?:\n|\Z)", re.DOTALL)
@@ -18,6 +18,7 @@ def read_markdown(text: str) -> Extracted:
     blocks: list[Block] = []
     title = ""
     start: int | None = None  # where the paragraph that is open begins
+    lines = 0  # how many it has
     fence = ""
     at = match.end() if (match := _FRONT_MATTER.match(text)) else 0
     for line in text[at:].splitlines(keepends=True):
@@ -34,11 +35,12 @@ def read_markdown(text: str) -> Extracted:
         elif heading := _ATX.match(bare):
             _close(text, blocks, start, here)
             start = None
-            if heading[2]:
+            begin, end = _heading_text(bare, heading.end())
+            if begin < end:
                 level = len(heading[1])
-                blocks.append(Block("heading", here + heading.start(2), here + heading.end(2), level))
-                title = title or (heading[2] if level == 1 else "")
-        elif start is not None and (line_under := _UNDERLINE.match(bare)) and "\n" not in text[start:here].strip():
+                blocks.append(Block("heading", here + begin, here + end, level))
+                title = title or (bare[begin:end] if level == 1 else "")
+        elif start is not None and lines == 1 and (line_under := _UNDERLINE.match(bare)):
             level = 1 if line_under[1][0] == "=" else 2
             found = text[start:here].strip()
             begin = text.index(found, start)
@@ -49,12 +51,22 @@ def read_markdown(text: str) -> Extracted:
             _close(text, blocks, start, here)
             start = None
         elif start is None:
-            start = here
+            start, lines = here, 1
+        else:
+            lines += 1
     if fence:
         blocks.append(Block("lines", start or 0, len(text.rstrip())))
     else:
         _close(text, blocks, start, len(text))
     return Extracted(text, blocks, title)
+
+
+def _heading_text(line: str, start: int) -> tuple[int, int]:
+    """Where the text of a heading is in its line, without the number signs that may close it."""
+    text = line[start:].rstrip(" \t")
+    if (closed := text.rstrip("#")) != text and closed[-1:] in ("", " ", "\t"):
+        text = closed.rstrip(" \t")
+    return len(line) - len(line[start:].lstrip(" \t")), start + len(text)
 
 
 def _close(text: str, blocks: list[Block], start: int | None, end: int) -> None:

@@ -36,6 +36,9 @@ SUFFIXES = {
 }
 """reStructuredText is read as Markdown: both may underline headings."""
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_NO_CHARSETS = frozenset({"idna", "punycode", "raw-unicode-escape", "raw_unicode_escape", "undefined", "unicode-escape",
+                          "unicode_escape"})  # fmt: skip
+"""Encodings that Python knows and documents never have; some take quadratic time."""
 _META = re.compile(rb"<meta[^>]{1,200}charset=[\"']?([A-Za-z0-9_-]{2,32})", re.I)
 
 
@@ -68,8 +71,10 @@ def _decode(body: bytes, media_type: str, charset: str) -> str:
     if not charset and media_type == "text/html" and (meta := _META.search(body[:2048])):
         charset = meta[1].decode()
     try:
+        if codecs.lookup(charset or "utf-8").name in _NO_CHARSETS:
+            raise LookupError("an encoding, but of no documents")
         text = body.decode(charset or "utf-8")
-    except (UnicodeDecodeError, LookupError) as error:
+    except (ValueError, LookupError) as error:
         raise UnreadableDocument(
             f"The document is not text in {charset or 'UTF-8'}; give its charset in the content type."
         ) from error

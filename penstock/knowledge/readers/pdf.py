@@ -14,7 +14,6 @@ _HYPHENATED = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
 
 def read_pdf(body: bytes) -> Extracted:
     from pypdf import PdfReader
-    from pypdf.errors import PyPdfError
 
     out = BlockWriter()
     title = ""
@@ -29,8 +28,10 @@ def read_pdf(body: bytes) -> Extracted:
             for block in read_plain(text).blocks:
                 paragraph = text[block.start : block.end]
                 out.add(kind_of(paragraph), paragraph, page=number)
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        # The library raises arbitrary exceptions for damaged files.
+    except (UnreadableDocument, MemoryError):
+        raise
+    except Exception as error:
+        # The library raises arbitrary exceptions for damaged files, failed assertions among them.
         raise UnreadableDocument(f"The PDF cannot be read: {str(error)[:200] or type(error).__name__}.") from error
     if not out.blocks:
         raise UnreadableDocument("The PDF contains no text; a scan needs OCR first.")

@@ -1,21 +1,25 @@
-"""The gateway's side of the reader process: started with the first document, replaced when it hangs or dies, stopped
+"""The gateway's side of a reader process: started with the first document, replaced when it hangs or dies, stopped
 after it was idle for a while."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from contextlib import suppress
 
 import msgspec
 
-from penstock.knowledge.entities import UnreadableDocument
-from penstock.knowledge.readers.blocks import Extracted
+from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
 
-TIME_LIMIT_S = 60.0
-MOST_ANSWER = 512 * 2**20
-"""Maximum size of a reply; the process itself stays far below."""
+TIME_LIMIT_S = 20.0
+"""Of a small document; larger ones get as much again for every `LARGE` bytes."""
+LARGE = 4 * 2**20
+MOST_ANSWER = 64 * 2**20
+"""Maximum size of one result; real ones stay far below."""
 IDLE_S = 30.0
+NICENESS = 5
 _results = msgspec.msgpack.Decoder(Result)
 
 
@@ -23,25 +27,26 @@ class ReaderProcess:
     """Reads one document at a time."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S, idle_s: float = IDLE_S) -> None:
+        """`time_limit_s`: see `TIME_LIMIT_S`."""
         self._time_limit_s = time_limit_s
         self._idle_s = idle_s
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._retirement: asyncio.TimerHandle | None = None
 
-    async def read(self, body: bytes, media_type: str, charset: str = "") -> Extracted:
+    async def read(self, task: Task, body: bytes) -> list[Chunk]:
+        """The chunks of a document."""
+        limit_s = self._time_limit_s * (1 + len(body) / LARGE)
         async with self._turn:
             if self._retirement is not None:
                 self._retirement.cancel()
             process = await self._started()
             try:
-                async with asyncio.timeout(self._time_limit_s):
-                    result = await _exchange(process, Task(body, media_type, charset))
+                async with asyncio.timeout(limit_s):
+                    chunks, problem = await _exchange(process, task, body)
             except TimeoutError:
                 await self._stop()
-                raise UnreadableDocument(
-                    f"The document could not be read within {self._time_limit_s:g} seconds."
-                ) from None
+                raise UnreadableDocument(f"The document could not be read within {limit_s:.0f} seconds.") from None
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 await self._stop()
                 raise UnreadableDocument("The document crashed its reader.") from error
@@ -49,9 +54,9 @@ class ReaderProcess:
                 await self._stop()  # it is in the middle of a reply
                 raise
             self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
-        if result.extracted is None:
-            raise UnreadableDocument(result.error)
-        return result.extracted
+        if problem:
+            raise UnreadableDocument(problem)
+        return chunks
 
     async def close(self) -> None:
         if self._retirement is not None:
@@ -65,7 +70,10 @@ class ReaderProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
+                # One thread: more would each reserve a part of the address space, which is limited.
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             )
+            _lower_priority(self._process.pid)
         return self._process
 
     def _retire(self) -> None:
@@ -81,11 +89,23 @@ class ReaderProcess:
             await process.wait()
 
 
-async def _exchange(process: asyncio.subprocess.Process, task: Task) -> Result:
+async def _exchange(process: asyncio.subprocess.Process, task: Task, body: bytes) -> tuple[list[Chunk], str]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(frame(task))
+    process.stdin.write(body)
     await process.stdin.drain()
-    size = int.from_bytes(await process.stdout.readexactly(HEADER), "big")
-    if size > MOST_ANSWER:
-        raise ConnectionError("a reply of invalid size")
-    return _results.decode(await process.stdout.readexactly(size))
+    chunks: list[Chunk] = []
+    while True:
+        size = int.from_bytes(await process.stdout.readexactly(HEADER), "big")
+        if size > MOST_ANSWER:
+            raise ConnectionError("a reply of invalid size")
+        result = _results.decode(await process.stdout.readexactly(size))
+        chunks += result.chunks
+        if result.last:
+            return chunks, result.error
+
+
+def _lower_priority(pid: int) -> None:
+    """Requests go first; a process that has ended already needs nothing."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)

@@ -1,34 +1,49 @@
-"""The child process that reads documents: frames of msgpack on standard input and output.
+"""The child process that reads documents and cuts them into chunks: frames of msgpack on standard input and output.
 
 Files are untrusted. Whatever one of them does to a parser (endless loops, gigabytes of memory, a crash), it
-does to this process, which has limits and is replaced; and parsing does not hold the gateway's GIL.
+does to this process, which has limits and is replaced; and parsing and counting tokens do not hold the gateway's GIL.
+A document is a task, then its bytes; the answer is one result after another until `last`, each with a few chunks, so
+that the gateway never has much to decode at once.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from penstock.knowledge.entities import UnreadableDocument
-from penstock.knowledge.readers.blocks import Extracted
+from penstock.knowledge.chunker import Count, chunk
+from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers.media import read
+from penstock.knowledge.terms import words
 
 MEMORY = 2 * 2**30
 HEADER = 8
+CHUNKS_PER_RESULT = 256
 
 
 class Task(msgspec.Struct, array_like=True):
-    body: bytes
+    size: int
+    """Bytes of the document, which follow."""
     media_type: str
-    charset: str = ""
+    charset: str
+    name: str
+    tokenizer: str
+    """The folder of the tokenizer that counts; empty: words are counted."""
+    chunk_tokens: int
+    overlap_tokens: int
+    most_chunks: int
 
 
 class Result(msgspec.Struct, array_like=True):
-    extracted: Extracted | None
+    chunks: list[Chunk]
     error: str = ""
+    last: bool = True
 
 
 def frame(message: Task | Result) -> bytes:
@@ -36,13 +51,35 @@ def frame(message: Task | Result) -> bytes:
     return len(data).to_bytes(HEADER, "big") + data
 
 
-def work(task: Task) -> Result:
+@cache
+def counter(tokenizer: str) -> Count:
+    if not tokenizer:
+        return lambda text: len(words(text))
+    from penstock.text.encoder import load_encoder_text
+
+    return load_encoder_text(Path(tokenizer)).count
+
+
+def work(task: Task, body: bytes) -> Iterator[Result]:
     try:
-        return Result(read(task.body, task.media_type, task.charset))
+        chunks = chunk(
+            read(body, task.media_type, task.charset),
+            counter(task.tokenizer),
+            most=task.chunk_tokens,
+            overlap=task.overlap_tokens,
+            name=task.name,
+            most_chunks=task.most_chunks,
+        )
     except UnreadableDocument as error:
-        return Result(None, str(error))
+        yield Result([], str(error))
+        return
     except MemoryError:
-        return Result(None, "The document needs too much memory to be read.")
+        yield Result([], "The document needs too much memory to be read.")
+        return
+    while chunks:
+        some, chunks = chunks[:CHUNKS_PER_RESULT], chunks[CHUNKS_PER_RESULT:]
+        yield Result(some, last=False)
+    yield Result([])
 
 
 def main(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -50,7 +87,8 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     decoder = msgspec.msgpack.Decoder(Task)
     while header := requests.read(HEADER):
         task = decoder.decode(requests.read(int.from_bytes(header, "big")))
-        replies.write(frame(work(task)))
+        for result in work(task, requests.read(task.size)):
+            replies.write(frame(result))
         replies.flush()
 
 

@@ -82,7 +82,7 @@ def test_qwen3_moe_says_which_layers_have_experts() -> None:
 
 
 def test_a_llama_is_plain() -> None:
-    config = read("llama", sliding_window=512)
+    config = read("llama", sliding_window=None)
     assert config.plain_layers and config.windows == (None,) * 4
     assert config.ropes == (RopeConfig(original_max_positions=8192),) * 4
 
@@ -92,10 +92,16 @@ def test_a_llama_is_plain() -> None:
     [
         ("gpt2", {}, "model_type 'gpt2' is not supported; supported families: llama, mistral"),
         ("", {}, r"model_type '\(missing\)' is not supported"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for llama models"),
-        ("gemma2", {"hidden_activation": "relu"}, "only 'gelu_pytorch_tanh' is"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "only decoders can be run"),
-        ("mixtral", {"num_experts_per_tok": 2}, "num_local_experts"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', which llama models do not support; supported: 'silu'"),
+        ("llama", {"sliding_window": 512}, "sliding_window is 512"),
+        ("llama", {"is_causal": False}, "is_causal is False, which llama models do not support; supported: True"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act is 'relu', which gemma models do not support"),
+        ("gemma2", {"hidden_activation": "relu"}, "supported: 'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types of mistral models must say what"),
+        ("mistral", {"attention_bias": True}, "attention_bias is True, which mistral models do not support"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "there is no sliding window"),
         ("llama", {"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
     ],
 )

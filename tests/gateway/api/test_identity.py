@@ -99,3 +99,10 @@ async def test_tenants_do_not_share_cached_prefixes(serving: Serving, tmp_path: 
                 running.client.headers["authorization"] = f"Bearer {keys[tenant]}"
                 assert (await running.chat()).status_code == 200
             assert [request.cache_salt for request in running.engine.seen][-3:] == salts
+
+
+async def test_an_expiry_in_milliseconds_is_refused(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as running:
+        await running.client.post("/v1/admin/tenants", json={"id": "acme", "tier": "free"})
+        reply = await running.client.post("/v1/admin/keys", json={"tenant": "acme", "expires_at": 1_800_000_000_000})
+        assert reply.status_code == 400 and "expires_at" in reply.text

@@ -272,7 +272,7 @@ async def test_the_store_forgets_by_age_and_by_number(
 async def test_a_store_that_is_away_is_no_lost_response(
     serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def away(*_: Any) -> Any:
+    async def away(*_: Any, **options: Any) -> Any:
         raise DatabaseError("gone")
 
     async with serving(**stored(tmp_path)) as running:

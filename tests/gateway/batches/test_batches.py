@@ -47,7 +47,7 @@ async def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'batches.db'}"
     url: str = request.getfixturevalue("postgres_url")
     database = await open_database(url)
-    for table in ("files", "file_parts", "batches", "batch_answers"):
+    for table in ("files", "file_parts", "batches", "batch_answers", "responses"):
         await database.execute(f"DROP TABLE IF EXISTS {table}")
     for table in ("charges_opened", "charges_settled", "charges_progress"):
         await database.execute(f"DROP TABLE IF EXISTS {table}")

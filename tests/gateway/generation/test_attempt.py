@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.batch_line import BATCH_LINE, BatchLine
+from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.routing.registry import AnsweringModel
@@ -19,7 +20,7 @@ def exchange_of(line: BatchLine | None = None, headers: tuple[tuple[bytes, bytes
     if line is not None:
         scope[BATCH_LINE] = line
     nothing = cast(Any, None)
-    return Exchange(scope, nothing, nothing, stalled_reader_s=1.0, receive_s=1.0)
+    return Exchange(scope, nothing, nothing, stalled_reader_s=1.0, receive_s=1.0, bodies=Bodies())
 
 
 def attempt_of(exchange: Exchange, **options: Any) -> Attempt:

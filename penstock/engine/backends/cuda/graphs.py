@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: one launch from the host instead of several hundred.
+"""Decode steps as CUDA graphs: one launch from the host instead of several hundred. `prompt_graphs` does the same for
+short prompts.
 
 A graph is captured per batch size of a small set (buckets); a batch runs in the next larger bucket, padded with a
 scratch row whose writes land in block 0. Everything a replay reads lies at fixed addresses: the device rows, and one
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of
+from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs
+from penstock.engine.backends.cuda.recording import record
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache
@@ -29,7 +33,6 @@ from penstock.engine.runner.rows import FLOATS, Flag, Rows
 from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
-_PINNED_BUFFERS = 3
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
@@ -42,7 +45,7 @@ def buckets_up_to(limit: int) -> list[int]:
 
 
 class GraphExecutor(EagerExecutor):
-    """Replays decode steps; all others are launched kernel by kernel."""
+    """Replays decode steps and short prompt steps; all others are launched kernel by kernel."""
 
     phase = "graphs"
     prefers_single_tokens = True
@@ -56,6 +59,12 @@ class GraphExecutor(EagerExecutor):
             max_rows=resources.max_rows,
             max_tokens=resources.max_verified,
         )
+        self.prompt_graphs: PromptGraphs | None = None
+        """None in deterministic mode, which computes prompts token by token."""
+        if not self._inputs.alone:
+            self.prompt_graphs = PromptGraphs(
+                resources.decoder, resources.kv, resources.rows, max_rows=resources.max_rows
+            )
         self.adapted_graphs: DecodeGraphs | None = None
         """For steps in which some sequence uses an adapter."""
         self.narrow_graphs: DecodeGraphs | None = None
@@ -70,7 +79,7 @@ class GraphExecutor(EagerExecutor):
     def run(self, batch: Batch) -> PendingStep:
         graphs = self._graphs_for(batch)
         if graphs is None:
-            return self._launch(batch, self._inputs.pack(batch), self._begin_adapters(batch) or self._decoder)
+            return self._run_prompts(batch)
         # The graph samples plain rows itself; others are sampled again from its logits.
         step = PendingStep(batch, self._rows, sampling_chunks(batch))
         logits, tokens = graphs.replay(batch)
@@ -80,17 +89,36 @@ class GraphExecutor(EagerExecutor):
             (step.tokens,), step.event = self._backend.to_host(tokens)
         return step
 
+    def _run_prompts(self, batch: Batch) -> PendingStep:
+        packed, adapted = self._inputs.pack(batch), self._begin_adapters(batch)
+        shape = None if adapted or self.prompt_graphs is None else self.prompt_graphs.shape_of(batch)
+        if self.prompt_graphs is None or shape is None:
+            return self._launch(batch, packed, adapted or self._decoder)
+        step = PendingStep(batch, self._rows, sampling_chunks(batch))
+        logits, tokens = self.prompt_graphs.replay(packed, shape)
+        if packed.flags & ~Flag.RANDOM:
+            self._sample(step, logits, self._inputs.sampling_of(batch, packed))
+        elif step.chunks:
+            (step.tokens,), step.event = self._backend.to_host(tokens)
+        return step
+
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
             graphs.capture_all()
+        if self.prompt_graphs is not None:
+            self.prompt_graphs.capture_all(token_budget)
 
     def release(self) -> Callable[[], None]:
         sizes = [(graphs, graphs.forget()) for graphs in self._all()]
+        shapes = [] if self.prompt_graphs is None else self.prompt_graphs.forget()
 
         def capture_again() -> None:
             for graphs, captured in sizes:
                 for size in captured:
                     graphs.capture(size)
+            for shape in shapes:
+                assert self.prompt_graphs is not None
+                self.prompt_graphs.capture(shape)
 
         return capture_again
 
@@ -107,44 +135,10 @@ class GraphExecutor(EagerExecutor):
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
-class _PackedInputs:
-    """The inputs of one bucket: host buffers that rotate, one device buffer that stays."""
-
-    def __init__(self, size: int, device: torch.device, fields: tuple[tuple[str, Any], ...]) -> None:
-        width = sum(np.dtype(kind).itemsize for _, kind in fields)
-        total = -(-size // 4) * 4 * width
-        self.device = torch.zeros(total, dtype=torch.uint8, device=device)
-        self._pinned = [torch.zeros(total, dtype=torch.uint8, pin_memory=True) for _ in range(_PINNED_BUFFERS)]
-        self._turn = 0
-        self._spans: dict[str, tuple[int, int]] = {}
-        at = 0
-        for name, kind in fields:
-            length = size * np.dtype(kind).itemsize
-            self._spans[name] = (at, at + length)
-            at += -(-size // 4) * 4 * np.dtype(kind).itemsize
-        self._kinds = dict(fields)
-
-    def view(self, name: str, dtype: torch.dtype) -> Tensor:
-        begin, end = self._spans[name]
-        return self.device[begin:end].view(dtype)
-
-    def send(self, values: dict[str, np.ndarray], padding: dict[str, int]) -> None:
-        """Fill the next host buffer, padded to the bucket, and copy it over without waiting."""
-        self._turn = (self._turn + 1) % _PINNED_BUFFERS
-        pinned = self._pinned[self._turn]
-        host = pinned.numpy()
-        for name, array in values.items():
-            begin, end = self._spans[name]
-            field = host[begin:end].view(self._kinds[name])
-            field[: len(array)] = array
-            field[len(array) :] = padding.get(name, 0)
-        self.device.copy_(pinned, non_blocking=True)
-
-
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: _PackedInputs
+    inputs: PackedInputs
     logits: Tensor
     tokens: Tensor
 
@@ -242,22 +236,15 @@ class DecodeGraphs:
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
-        inputs = _PackedInputs(bucket, self.kv.device, self._fields)
+        inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self._fields], self.kv.device)
         inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
-        stream = torch.cuda.Stream(self.kv.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.kv.device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            self._step(inputs, bucket)
-        torch.cuda.current_stream(self.kv.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits, tokens = self._step(inputs, bucket)
-        self._pool = self._pool or graph.pool()
-        captured = _Captured(graph, inputs, logits, tokens)
+        recording = record(self.kv.device, lambda: self._step(inputs, bucket), self._pool)
+        self._pool = self._pool or recording.graph.pool()
+        captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
         return captured
 
-    def _step(self, inputs: _PackedInputs, bucket: int) -> tuple[Tensor, Tensor]:
+    def _step(self, inputs: PackedInputs, bucket: int) -> tuple[Tensor, Tensor]:
         """The work of a decode step, on fixed addresses."""
         rows = inputs.view("rows64", torch.int64)
         host_ids = inputs.view("ids", torch.int64)

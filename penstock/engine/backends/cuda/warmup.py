@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
+from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
@@ -75,6 +76,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
             ops.gumbel_argmax(scores, floats, keys, ops.filter_thresholds(scores, floats, keys, floats, floats))
     # Grouped experts are tiled by the number of tokens.
     sizes = [[1 << n] for n in range(2, limits.budget.bit_length())]
+    sizes += [[count] for count in TOKENS if count <= limits.budget]
     for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)

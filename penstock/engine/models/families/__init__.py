@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from functools import cache
 
+from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFKeys,
     HFConfig,
+    flag,
     integer,
+    number,
     short_decimal,
+    windows_by_type,
 )
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
@@ -24,6 +29,7 @@ from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 
@@ -48,6 +54,14 @@ FAMILIES: dict[str, Family] = {
     for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3)
 }
 """By `model_type`."""
+MULTIMODAL = KeyRules(
+    reader="decoders of multimodal models",
+    reference={**SHARED, **CLASSES["gemma3"]},
+    read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
+    limited={"is_causal": (True,), "per_layer_config": (None, {})},
+    inert=INERT | CLASSES["gemma3"].keys(),  # images: the text's decoder does not see them
+)
+"""What stands beside `text_config`."""
 
 
 def text_config(raw: HFConfig) -> HFConfig:
@@ -55,7 +69,9 @@ def text_config(raw: HFConfig) -> HFConfig:
     inner = raw.get("text_config")
     for family in FAMILIES.values():
         if inner and family.multimodal_type and raw.get("model_type") == family.multimodal_type:
-            return {"model_type": family.model_type, **inner}
+            MULTIMODAL.check(raw)
+            tied = raw.get("tie_word_embeddings", True)
+            return {"model_type": family.model_type, **inner, "tie_word_embeddings": tied}
     return raw
 
 
@@ -73,8 +89,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
     raw = text_config(raw)
     family = family_of(str(raw.get("model_type", "")))
+    raw = family.checked(raw)
     fields = family.fields(raw)
-    family.check_activation(raw)
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
     layers = integer(raw, "num_hidden_layers")
@@ -82,8 +98,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
     head_dim = integer(raw, "head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
-    fields.setdefault("tied_embeddings", bool(raw.get("tie_word_embeddings", False)))
-    fields.setdefault("windows", (None,) * layers)
+    windows = fields.setdefault("windows", (None,) * layers)
+    if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
+        raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("attention_scale", head_dim**-0.5)
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
@@ -96,8 +113,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
-        max_positions=integer(raw, "max_position_embeddings", 2048),
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_positions=integer(raw, "max_position_embeddings"),
+        rms_eps=number(raw, "rms_norm_eps"),
+        tied_embeddings=flag(raw, "tie_word_embeddings"),
         activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,

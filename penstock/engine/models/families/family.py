@@ -8,12 +8,14 @@ needs torch: the gateway reads GGUF headers through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
+SILU = ("silu", "swish")
+GELU = ("gelu_pytorch_tanh", "gelu_new")
+"""Names that the reference has for an activation function."""
 Windows = tuple[int | None, ...]
 """The sliding window of each layer; None where a layer sees everything."""
 
@@ -43,7 +48,6 @@ class ConfigFields(TypedDict, total=False):
     qk_norm: bool
     qkv_bias: bool
     rope: RopeConfig
-    tied_embeddings: bool
     windows: Windows
 
 
@@ -61,11 +65,24 @@ class GGUFKeys:
             return value
         unique = set(value.tolist())
         if len(unique) != 1:
-            raise CheckpointError("layers of different shapes are not supported")
+            raise CheckpointError(f"{self.architecture}.{name} differs between layers, which is not supported")
         return unique.pop()
 
-    def decimal(self, name: str, default: float) -> float:
-        return short_decimal(self(name, default))
+    def number(self, name: str, default: float) -> float:
+        """A finite number; its shortest decimal."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise CheckpointError(f"GGUF key {self.architecture}.{name} must be a number, found {value!r:.80}")
+        return short_decimal(value)
+
+    def whole(self, name: str, default: int) -> int:
+        """An integer, not negative."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must be an integer from 0 to {(1 << 31) - 1}, found {value!r:.80}"
+            )
+        return value
 
 
 def short_decimal(value: float) -> float:
@@ -87,14 +104,18 @@ class GGUFFormat:
     """Whether `rope.dimension_count` is the size of a head, for files that leave that out."""
     config: Callable[[GGUFKeys, HFConfig], Mapping[str, Any]] | None = None
     """Further `config.json` keys, given those that all families have."""
+    reads: frozenset[str] = frozenset()
+    """The keys that `config` reads, and that other families may have only at values that say nothing."""
+    windowed: bool = True
+    """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:
     """Optional biases."""
-    bias = bool(raw.get("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
+    bias = flag(raw, "attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": flag(raw, "mlp_bias")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +127,13 @@ class Family:
     class_name: str
     """Of the reference implementation, for the key `architectures`."""
     fields: Callable[[HFConfig], ConfigFields] = llama_fields
-    """What a `config.json` says beyond the keys that all families have."""
+    """What a `config.json` says beyond the keys that all families have. It is given those that the reference would see,
+    with the reference's defaults for those left out."""
+    reads: frozenset[str] = frozenset({"attention_bias", "mlp_bias"})
+    """The keys that `fields` uses beyond those of all families (`config_keys.READ`)."""
+    limits: Mapping[str, Collection[Any]] = field(default_factory=lambda: {"hidden_act": SILU})
+    """Keys of which only some values can be honoured."""
     hidden_act: str = "silu"
-    hidden_act_keys: tuple[str, ...] = ("hidden_activation", "hidden_act")
-    """Where a `config.json` says so, the first that is set; anything else there is refused."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
     names: TensorNames = LLAMA_NAMES
@@ -123,13 +147,14 @@ class Family:
     def activation(self) -> Activation:
         return "gelu_tanh" if self.hidden_act.startswith("gelu") else "silu"
 
-    def check_activation(self, raw: HFConfig) -> None:
-        """CheckpointError when a configuration asks for another activation function."""
-        found = next((raw[key] for key in self.hidden_act_keys if raw.get(key)), self.hidden_act)
-        if found != self.hidden_act:
-            raise CheckpointError(
-                f"hidden_act {found!r} is not supported for {self.model_type} models; only {self.hidden_act!r} is"
-            )
+    @property
+    def rules(self) -> KeyRules:
+        return decoder_rules(self.model_type, self.reads, self.limits)
+
+    def checked(self, raw: HFConfig) -> dict[str, Any]:
+        """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
+        self.rules.check(raw)
+        return with_defaults(self.model_type, raw, self.reads)
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
@@ -142,19 +167,63 @@ def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def number(raw: HFConfig, key: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"config key {key!r} must be a number, found {value!r}")
+    return float(value)
+
+
+def flag(raw: HFConfig, key: str) -> bool:
+    """False where the reference does not have the key."""
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config key {key!r} must be true or false, found {value!r}")
+    return value
+
+
+def mapping(raw: HFConfig, key: str) -> HFConfig:
+    """Keys one level down; none where there is nothing."""
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config key {key!r} must be an object, found {value!r}")
+    return value
+
+
 def layer_count(raw: HFConfig) -> int:
     return integer(raw, "num_hidden_layers")
+
+
+def window_of(raw: HFConfig) -> int | None:
+    """`sliding_window`: a number of tokens, or none. The reference cannot cache a window of one."""
+    if raw.get("sliding_window") is None:
+        return None
+    window = integer(raw, "sliding_window")
+    if window == 1:
+        raise CheckpointError("sliding_window is 1; a window of one token is not supported")
+    return window
 
 
 def windows_by_type(raw: HFConfig, window: int | None) -> Windows | None:
     """From `layer_types`, where it is given."""
     kinds = raw.get("layer_types")
-    return None if kinds is None else tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list | tuple):
+        raise CheckpointError(f"layer_types must be a list, found {kinds!r}")
+    known: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
+    unknown = {str(kind) for kind in kinds} - known.keys()
+    if unknown or len(kinds) != layer_count(raw):
+        raise CheckpointError(
+            f"layer_types must name one of {', '.join(known)} for each of {layer_count(raw)} layers, found {kinds!r}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError("layer_types has sliding_attention, but there is no sliding window")
+    return tuple(known[kind] for kind in kinds)
 
 
-def alternating_windows(raw: HFConfig, default_period: int) -> Windows:
+def alternating_windows(raw: HFConfig, period: int) -> Windows:
     """From `layer_types`, or: every n-th layer sees everything, the others `sliding_window`."""
-    window = raw.get("sliding_window")
-    period = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or default_period
-    spaced = tuple(None if (index + 1) % int(period) == 0 else window for index in range(layer_count(raw)))
+    window = window_of(raw)
+    spaced = tuple(None if (index + 1) % period == 0 else window for index in range(layer_count(raw)))
     return windows_by_type(raw, window) or spaced

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
+    GELU,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -16,13 +17,12 @@ from penstock.engine.models.families.family import (
     llama_fields,
 )
 
-GELU = "gelu_pytorch_tanh"
+TANH = "gelu_pytorch_tanh"
 
 
 def gemma_fields(raw: HFConfig) -> ConfigFields:
     return {
         **llama_fields(raw),
-        "tied_embeddings": bool(raw.get("tie_word_embeddings", True)),
         "embedding_scale": math.sqrt(integer(raw, "hidden_size")),
     }
 
@@ -33,8 +33,8 @@ def gemma_from_gguf(keys: GGUFKeys, config: HFConfig, *, width_scaled_layers: in
     per_head = config["hidden_size"] // config["num_attention_heads"]
     by_width = config["num_hidden_layers"] == width_scaled_layers
     return {
-        "hidden_act": GELU,
-        "hidden_activation": GELU,
+        "hidden_act": TANH,
+        "hidden_activation": TANH,
         "query_pre_attn_scalar": per_head if by_width else config["head_dim"],
     }
 
@@ -43,8 +43,12 @@ GEMMA = Family(
     model_type="gemma",
     class_name="GemmaForCausalLM",
     fields=gemma_fields,
-    hidden_act=GELU,
-    hidden_act_keys=("hidden_activation",),  # early files say "gelu" under hidden_act and mean the tanh form
+    reads=frozenset({"attention_bias"}),
+    limits={
+        "hidden_act": (*GELU, "gelu"),  # early files say "gelu" and mean the tanh form
+        "hidden_activation": (*GELU, "gelu", None),  # decided in earlier releases of the reference
+    },
+    hidden_act=TANH,
     norm_offset=1.0,
-    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf),
+    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf, windowed=False),
 )

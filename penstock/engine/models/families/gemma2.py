@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.models.families.family import (
+    GELU,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -13,9 +16,11 @@ from penstock.engine.models.families.family import (
     HFConfig,
     alternating_windows,
     integer,
+    number,
 )
-from penstock.engine.models.families.gemma import GELU, gemma_fields, gemma_from_gguf
+from penstock.engine.models.families.gemma import TANH, gemma_fields, gemma_from_gguf
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.errors import CheckpointError
 
 SANDWICH_NORMS = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
@@ -24,30 +29,60 @@ SANDWICH_NORMS = TensorNames(
 )
 
 
-def gemma2_fields(raw: HFConfig, default_period: int = 2) -> ConfigFields:
+GEMMA2_READS = frozenset({
+    "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+})  # fmt: skip
+GEMMA2_LIMITS = {"hidden_activation": GELU}
+
+
+def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
     return {
         **gemma_fields(raw),
-        "attention_scale": integer(raw, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": raw.get("attn_logit_softcapping", 50.0),
-        "logit_softcap": raw.get("final_logit_softcapping", 30.0),
-        "windows": alternating_windows(raw, default_period),
+        "attention_scale": integer(raw, "query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": _cap(raw, "attn_logit_softcapping"),
+        "logit_softcap": _cap(raw, "final_logit_softcapping"),
+        "windows": alternating_windows(raw, period),
     }
 
 
-def layer_types(config: HFConfig, period: int) -> Mapping[str, Any]:
-    """GGUF files do not say which layers have the window."""
-    if "sliding_window" not in config:
-        return {}
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return {"layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers]}
+def _cap(raw: HFConfig, key: str) -> float | None:
+    if raw[key] is None:
+        return None
+    cap = number(raw, key)
+    if cap <= 0:
+        raise CheckpointError(f"{key} must be positive or null, found {cap}")
+    return cap
+
+
+def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mapping[str, Any]:
+    """Which layers have the window: all but every n-th. Few GGUF files say so."""
+    layers = config["num_hidden_layers"]
+    if not config.get("sliding_window"):
+        return {"layer_types": ["full_attention"] * layers}
+    given = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
+    if isinstance(given, np.ndarray):
+        if len(given) != layers:
+            raise CheckpointError(f"attention.sliding_window_pattern has {len(given)} entries for {layers} layers")
+        local = [bool(entry) for entry in given]
+    else:
+        # 0: all have it; 1: none has.
+        period = keys.whole("attention.sliding_window_pattern", default_period)
+        local = [not period or bool((layer + 1) % period) for layer in range(layers)]
+    return {"layer_types": ["sliding_attention" if entry else "full_attention" for entry in local]}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    window = keys.whole("attention.sliding_window", 4096)
+    if window == 0 or (keys("rope.scaling.type") == "none" and keys.number("rope.scaling.factor", 1.0) != 1.0):
+        raise CheckpointError(
+            "gemma2.attention.sliding_window: 0, or a rope.scaling.factor of type none, is not supported"
+        )
     return {
         **gemma_from_gguf(keys, config, width_scaled_layers=46),
-        **layer_types(config, 2),
-        "attn_logit_softcapping": keys.decimal("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.decimal("final_logit_softcapping", 30.0),
+        **layer_types(keys, {**config, "sliding_window": window}, 2),
+        "sliding_window": window,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
     }
 
 
@@ -55,8 +90,14 @@ GEMMA2 = Family(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
     fields=gemma2_fields,
-    hidden_act=GELU,
+    reads=GEMMA2_READS,
+    limits=GEMMA2_LIMITS,
+    hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
-    gguf=GGUFFormat(architectures=("gemma2",), config=_from_gguf),
+    gguf=GGUFFormat(
+        architectures=("gemma2",),
+        config=_from_gguf,
+        reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern"}),
+    ),
 )

@@ -6,36 +6,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig
-from penstock.engine.models.families.gemma import GELU, gemma_from_gguf
-from penstock.engine.models.families.gemma2 import SANDWICH_NORMS, gemma2_fields, layer_types
-from penstock.engine.models.rope import read_rope
-from penstock.errors import CheckpointError
+from penstock.engine.models.families.family import (
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    GGUFKeys,
+    HFConfig,
+    integer,
+    mapping,
+)
+from penstock.engine.models.families.gemma import TANH, gemma_from_gguf
+from penstock.engine.models.families.gemma2 import (
+    GEMMA2_LIMITS,
+    GEMMA2_READS,
+    SANDWICH_NORMS,
+    gemma2_fields,
+    layer_types,
+)
+from penstock.engine.models.rope import RopeConfig, read_rope
 
 _PERIOD = 6
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
-    if raw.get("use_bidirectional_attention"):
-        raise CheckpointError("this Gemma 3 is an encoder (use_bidirectional_attention); only decoders can be run")
-    ropes = raw.get("rope_parameters") or {}
-    if "full_attention" not in ropes:  # files written before there was one entry for each kind of layer
-        theta = raw.get("rope_theta", 1_000_000.0)
-        ropes = {"full_attention": {"rope_theta": theta, **(raw.get("rope_scaling") or {})}}
-    local = ropes.get("sliding_attention") or {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
-    return {
-        **gemma2_fields({"attn_logit_softcapping": None, "final_logit_softcapping": None, **raw}, _PERIOD),
-        "qk_norm": True,
-        "rope": read_rope(raw, ropes["full_attention"]),
-        "local_rope": read_rope(raw, local),
-    }
+    period = integer(raw, "sliding_window_pattern", _PERIOD)
+    full, local = _ropes(raw)
+    return {**gemma2_fields(raw, period), "qk_norm": True, "rope": full, "local_rope": local}
+
+
+def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see everything, and of those with a window. Files written before there was one entry for each kind
+    of layer have `rope_theta` and `rope_scaling` for the former, `rope_local_base_freq` for the latter."""
+    ropes, scaling = mapping(raw, "rope_parameters"), mapping(raw, "rope_scaling")
+    whole = {key: raw[key] for key in ("max_position_embeddings", "partial_rotary_factor") if key in raw}
+    rounded = {"truncate": ropes.get("truncate", True)}  # the reference looks for it one level up
+    full, local = (mapping(ropes, kind) or {"rope_type": "default"} for kind in ("full_attention", "sliding_attention"))
+    full = {"rope_theta": raw["rope_theta"], **full, **scaling, **rounded}
+    local = {"rope_theta": raw["rope_local_base_freq"], **local, **rounded}
+    return read_rope(whole, full), read_rope(whole, local)
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
         **gemma_from_gguf(keys, config, width_scaled_layers=62),
-        **layer_types(config, _PERIOD),
-        "rope_local_base_freq": keys.decimal("rope.freq_base_swa", 10_000.0),
+        **layer_types(keys, config, _PERIOD),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -43,9 +59,15 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     class_name="Gemma3ForCausalLM",
     fields=_fields,
-    hidden_act=GELU,
+    reads=GEMMA2_READS | {"sliding_window_pattern", "rope_local_base_freq"},
+    limits={**GEMMA2_LIMITS, "attn_logit_softcapping": (None,)},  # which the reference has a key for, but does not use
+    hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
-    gguf=GGUFFormat(architectures=("gemma3",), config=_from_gguf),
+    gguf=GGUFFormat(
+        architectures=("gemma3",),
+        config=_from_gguf,
+        reads=frozenset({"final_logit_softcapping", "attention.sliding_window_pattern"}),
+    ),
     multimodal_type="gemma3",
 )

@@ -9,14 +9,12 @@ from penstock.engine.models.families.family import (
     GGUFKeys,
     HFConfig,
     layer_count,
-    llama_fields,
-    windows_by_type,
+    window_of,
 )
 
 
 def mistral_fields(raw: HFConfig) -> ConfigFields:
-    window = raw.get("sliding_window")
-    return {**llama_fields(raw), "windows": windows_by_type(raw, window) or (window,) * layer_count(raw)}
+    return {"windows": (window_of(raw),) * layer_count(raw)}
 
 
 def _applies(keys: GGUFKeys) -> bool:
@@ -27,5 +25,6 @@ MISTRAL = Family(
     model_type="mistral",
     class_name="MistralForCausalLM",
     fields=mistral_fields,
+    reads=frozenset({"sliding_window"}),
     gguf=GGUFFormat(architectures=("llama", "mistral3"), applies=_applies, interleaved_rope=True),
 )

@@ -21,7 +21,7 @@ from penstock.engine.models.model_config import MoeConfig
 
 def _fields(raw: HFConfig) -> ConfigFields:
     moe = MoeConfig(
-        experts=integer(raw, "num_local_experts"),
+        experts=integer(raw, "num_experts" if "num_experts" in raw else "num_local_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=integer(raw, "intermediate_size"),
         normalize=True,
@@ -31,18 +31,23 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return {"num_local_experts": keys("expert_count"), "num_experts_per_tok": keys("expert_used_count")}
+    return {
+        "num_local_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+    }
 
 
 MIXTRAL = Family(
     model_type="mixtral",
     class_name="MixtralForCausalLM",
     fields=_fields,
+    reads=frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"}),
     names=TensorNames(moe="block_sparse_moe.", expert_gate_up=("w1", "w3"), expert_down="w2"),
     gguf=GGUFFormat(
         architectures=("llama", "mistral3"),
         applies=lambda keys: bool(keys("expert_count")),
         interleaved_rope=True,
         config=_from_gguf,
+        reads=frozenset({"expert_count", "expert_used_count"}),
     ),
 )

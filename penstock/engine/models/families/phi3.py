@@ -8,14 +8,15 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     HFConfig,
     layer_count,
+    window_of,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.rope import read_rope
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
-    window = raw.get("sliding_window")
-    return {"windows": (window,) * layer_count(raw), "rope": read_rope(raw, aliases=_EARLY_NAMES)}
+    rope = read_rope(raw, aliases=_EARLY_NAMES, partial=True)
+    return {"windows": (window_of(raw),) * layer_count(raw), "rope": rope}
 
 
 _EARLY_NAMES = {"su": "longrope", "yarn": "longrope"}
@@ -25,6 +26,7 @@ PHI3 = Family(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
     fields=_fields,
+    reads=frozenset({"sliding_window"}),
     names=TensorNames(fused=True),
     gguf=GGUFFormat(architectures=("phi3",), whole_head_rotated=False),
 )

@@ -8,18 +8,20 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     HFConfig,
     Windows,
-    integer,
+    flag,
     layer_count,
+    number,
+    window_of,
     windows_by_type,
 )
 
+WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
+
 
 def qwen_windows(raw: HFConfig) -> Windows:
-    window, layers = raw.get("sliding_window"), layer_count(raw)
-    if window is None or not (raw.get("use_sliding_window", False) or raw.get("layer_types")):
-        return (None,) * layers
-    full = integer(raw, "max_window_layers", layers)
-    return windows_by_type(raw, window) or tuple(None if index < full else window for index in range(layers))
+    window, full = window_of(raw) if flag(raw, "use_sliding_window") else None, number(raw, "max_window_layers")
+    by_index = tuple(None if index < full else window for index in range(layer_count(raw)))
+    return windows_by_type(raw, window) or by_index
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -30,5 +32,6 @@ QWEN2 = Family(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
     fields=_fields,
-    gguf=GGUFFormat(architectures=("qwen2",)),
+    reads=WINDOW_KEYS | {"attention_bias"},  # which GGUF files say; the biases are always there
+    gguf=GGUFFormat(architectures=("qwen2",), windowed=False),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, HFConfig, llama_fields
-from penstock.engine.models.families.qwen2 import qwen_windows
+from penstock.engine.models.families.qwen2 import WINDOW_KEYS, qwen_windows
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -14,5 +14,6 @@ QWEN3 = Family(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
     fields=_fields,
-    gguf=GGUFFormat(architectures=("qwen3",)),
+    reads=WINDOW_KEYS | {"attention_bias"},
+    gguf=GGUFFormat(architectures=("qwen3",), windowed=False),
 )

@@ -11,22 +11,29 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     GGUFKeys,
     HFConfig,
+    flag,
     integer,
     layer_count,
     llama_fields,
+    window_of,
 )
 from penstock.engine.models.model_config import MoeConfig
+
+_KEYS = frozenset({
+    "attention_bias", "sliding_window", "use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+})  # fmt: skip
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
     layers = layer_count(raw)
-    step, dense = integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    step, dense = integer(raw, "decoder_sparse_step"), raw["mlp_only_layers"] or ()
+    window = window_of(raw) if flag(raw, "use_sliding_window") else None
     moe = MoeConfig(
-        experts=integer(raw, "num_experts" if raw.get("num_experts") else "num_local_experts"),
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=integer(raw, "moe_intermediate_size"),
-        normalize=bool(raw.get("norm_topk_prob", False)),
+        normalize=flag(raw, "norm_topk_prob"),
         layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(layers)),
     )
     return {**llama_fields(raw), "qk_norm": True, "moe": moe, "windows": (window,) * layers}
@@ -34,9 +41,9 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
-        "num_experts": keys("expert_count"),
-        "num_experts_per_tok": keys("expert_used_count"),
-        "moe_intermediate_size": keys("expert_feed_forward_length", config["intermediate_size"]),
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", config["intermediate_size"]),
         "norm_topk_prob": True,
     }
 
@@ -45,5 +52,11 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     fields=_fields,
-    gguf=GGUFFormat(architectures=("qwen3moe",), config=_from_gguf),
+    reads=_KEYS,
+    gguf=GGUFFormat(
+        architectures=("qwen3moe",),
+        config=_from_gguf,
+        reads=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+        windowed=False,
+    ),
 )

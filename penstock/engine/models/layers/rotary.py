@@ -56,7 +56,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, dim: int) -> tuple[Tensor, floa
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 1e-3)).clamp(0, 1)
     keep = 1 - ramp
     frequencies = wavelengths.mul(rope.factor).reciprocal() * (1 - keep) + wavelengths.reciprocal() * keep
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode
@@ -19,6 +20,9 @@ from penstock.metering.ledger import Ledger
 from penstock.metering.prices import NANOS
 from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound
 from penstock.storage import DatabaseError
+
+LATEST = 253_402_300_799
+"""The end of the year 9999 in seconds; milliseconds by mistake are beyond it."""
 
 
 class TenantRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,7 +45,7 @@ class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
     user: str = ""
     name: str = ""
     scopes: list[Scope] = msgspec.field(default_factory=lambda: ["inference"])
-    expires_at: float | None = None
+    expires_at: Annotated[float, Meta(ge=0, le=LATEST)] | None = None
     """Seconds since 1970; null: never."""
     limits: Allowance = NO_ALLOWANCE
     """In addition to those of its tenant."""

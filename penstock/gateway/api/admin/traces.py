@@ -1,4 +1,5 @@
-"""GET /v1/traces: where the time of recent requests went. A tenant sees its own; a key with the scope `admin` sees all.
+"""GET /v1/traces: where the time of recent requests went. A tenant sees its own, a user's key that user's; a key with
+the scope `admin` sees all.
 
 The newest are kept in the memory of the gateway process that answered the request; other processes ask for them.
 """
@@ -31,12 +32,12 @@ class TraceEndpoints:
 
     async def list_traces(self, exchange: Exchange) -> None:
         asked = decode_query(TracesQuery, exchange.scope)
-        found = await self._workers.traces(TraceQuery(asked.limit, _visible(exchange)))
+        found = await self._workers.traces(_query(exchange, asked.limit))
         await exchange.reply_json({"object": "list", "data": found})
 
     async def get_trace(self, exchange: Exchange) -> None:
         request_id: str = exchange.scope["path_params"]["request"]
-        found = await self._workers.traces(TraceQuery(1, _visible(exchange), request_id))
+        found = await self._workers.traces(_query(exchange, 1, request_id))
         if not found:
             raise NotFound(
                 f"No timeline of a request `{request_id[:128]}` is kept here; the newest "
@@ -45,6 +46,7 @@ class TraceEndpoints:
         await exchange.reply_json(found[0])
 
 
-def _visible(exchange: Exchange) -> str | None:
-    """The tenant whose requests the caller may see; None: all tenants."""
-    return None if "admin" in exchange.caller.scopes else exchange.caller.tenant
+def _query(exchange: Exchange, limit: int, request_id: str | None = None) -> TraceQuery:
+    """What the caller may see of what it asks for."""
+    caller = exchange.caller
+    return TraceQuery(limit, None if "admin" in caller.scopes else caller.tenant, request_id, caller.only_user)

@@ -1,4 +1,5 @@
-"""GET /v1/usage: usage reports from the ledger. A tenant sees its own; a key with the scope `admin` sees all."""
+"""GET /v1/usage: usage reports from the ledger. A tenant sees its own, a user's key that user's; a key with the scope
+`admin` sees all."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class UsageEndpoints:
         try:
             by = dimensions(asked.by)
             since, until = (None if when is None else moment(when) for when in (asked.since, asked.until))
-            totals = await self._ledger.totals(by, since=since, until=until, tenant=tenant)
+            totals = await self._ledger.totals(
+                by, since=since, until=until, tenant=tenant, user=exchange.caller.only_user
+            )
         except LedgerError as error:
             message = str(error)
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error

@@ -16,6 +16,13 @@ from penstock.gateway.generation.chat_messages import template_messages, user_te
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.sampling import token_limit
+from penstock.gateway.generation.tokenization import (
+    check_counted,
+    check_size,
+    messages_size,
+    most_counted,
+    tools_size,
+)
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
 
 _messages = msgspec.json.Decoder(MessagesRequest)
@@ -53,6 +60,11 @@ class MessageEndpoints:
             messages = template_messages(chat.messages)
             model = find_model(pipeline.registry, exchange, request.model)
             toolbox = toolbox_of(chat, model)
-            prompt = ChatPrompt(pipeline.tokenization, model, () if toolbox is None else toolbox.tools)
-            tokens = await prompt.tokens(messages)
+            tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
+            prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most)
+            async with pipeline.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+                check_size(model, messages_size(messages) + tools_size(chat.tools), most, "messages")
+                tokens = await prompt.tokens(messages)
+                work.tokens = len(tokens)
+                check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"input_tokens": len(tokens)})

@@ -43,7 +43,10 @@ class EmbeddingEndpoints:
             raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
         info = await embedder.open()
         _check(request, embedder, info)
-        ids = [_fitted(text, request, embedder, info) for text in await self._ids(exchange, embedder, info, inputs)]
+        characters = sum(len(text) for text in inputs)
+        async with self._encoder_work.text_work(exchange, embedder, characters):
+            found = await self._ids(exchange, embedder, info, inputs)
+            ids = [_fitted(text, request, embedder, info) for text in found]
         tokens = sum(map(len, ids))
         # Requests of batches have a lower priority.
         work = embedder.run(ids, "sentence", priority=0 if batch_line(exchange) is None else 1)
@@ -63,7 +66,7 @@ class EmbeddingEndpoints:
         texts = [text for text in inputs if isinstance(text, str)]
         if texts:
             texts = [await self._guardrails.prompt(exchange, text) for text in texts]
-            return await embedder.tokenize(texts)
+            return await embedder.tokenize(texts, info.max_model_len, tenant=exchange.caller.tenant)
         first, last = embedder.text.first, embedder.text.last
         found = []
         for ids in inputs:
@@ -117,7 +120,8 @@ def _fitted(ids: list[int], request: EmbeddingsRequest, embedder: Embedder, info
         limit = request.truncate_prompt_tokens
         return embedder.text.cut(ids, info.max_model_len if limit == -1 else limit)
     if len(ids) > info.max_model_len:
-        raise ContextLengthExceeded(limit=info.max_model_len, prompt_tokens=len(ids), param="input")
+        most = info.max_model_len
+        raise ContextLengthExceeded(limit=most, prompt_tokens=len(ids), at_least=len(ids) == most + 1, param="input")
     return ids
 
 

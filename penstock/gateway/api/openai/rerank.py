@@ -47,13 +47,17 @@ class RerankEndpoints:
         query = await self._guardrails.prompt(exchange, query)
         texts = [await self._guardrails.prompt(exchange, text) for text in texts]
         info = await embedder.open()
-        asked, *lengths = [min(len(ids), info.max_model_len) for ids in await embedder.tokenize([query, *texts])]
-        if asked >= info.max_model_len:
-            raise ContextLengthExceeded(limit=info.max_model_len, prompt_tokens=asked, param="query")
+        window, tenant = info.max_model_len, exchange.caller.tenant
+        async with self._encoder_work.text_work(exchange, embedder, exchange.body_size):
+            found = await embedder.tokenize([query, *texts], window, tenant=tenant)
+            asked, *lengths = [min(len(ids), window) for ids in found]
+            if asked >= window:
+                raise ContextLengthExceeded(limit=window, prompt_tokens=asked, param="query")
         # A cross-encoder reads the query again with every document.
         tokens = sum(lengths) + asked * (len(texts) if info.scores else 1)
-        found = await self._encoder_work.run(exchange, embedder, len(texts), tokens, embedder.rerank(query, texts))
-        scores = [_share(value) for value in found.values] if info.scores else found.values
+        work = embedder.rerank(query, texts, tenant=tenant)
+        values = (await self._encoder_work.run(exchange, embedder, len(texts), tokens, work)).values
+        scores = [_share(value) for value in values] if info.scores else values
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = []
         for index in order[: request.top_n]:

@@ -7,15 +7,23 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import find_model
+from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import DetokenizeRequest, TokenizeRequest
-from penstock.gateway.generation.tokenization import Tokenization
-from penstock.gateway.generation.tool_choice import for_template, tool_of
+from penstock.gateway.generation.tokenization import (
+    Tokenization,
+    check_counted,
+    check_size,
+    messages_size,
+    most_counted,
+    tools_size,
+)
+from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry
+from penstock.routing.registry import ModelRegistry, ServedModel
 
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
@@ -24,9 +32,10 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 class TokenEndpoints:
     """Counts tokens."""
 
-    def __init__(self, registry: ModelRegistry, tokenization: Tokenization, body_limit: int) -> None:
+    def __init__(self, registry: ModelRegistry, tokenization: Tokenization, quotas: Quotas, body_limit: int) -> None:
         self._registry = registry
         self._tokenization = tokenization
+        self._quotas = quotas
         self._body_limit = body_limit
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -42,19 +51,9 @@ class TokenEndpoints:
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
         model = find_model(self._registry, exchange, request.model)
-        if request.messages is not None:
-            tools = tuple(map(tool_of, request.tools or ()))
-            messages, described = for_template(template_messages(request.messages), tools, model)
-            tokens = await self._tokenization.encode_chat(
-                model,
-                messages,
-                tools=described,
-                add_generation_prompt=request.add_generation_prompt is not False,
-            )
-        else:
-            tokens = await self._tokenization.encode(
-                model, request.prompt or "", add_special_tokens=request.add_special_tokens is not False
-            )
+        async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+            tokens = await self._tokens(exchange, request, model)
+            work.tokens = len(tokens)
         count, window = len(tokens), model.context_window
         estimate: dict[str, Any] = {
             "input": count * model.input_price / 1e6,
@@ -73,17 +72,43 @@ class TokenEndpoints:
             }
         )
 
+    async def _tokens(self, exchange: Exchange, request: TokenizeRequest, model: ServedModel) -> list[int]:
+        most, tenant = most_counted(model), exchange.caller.tenant
+        if request.messages is not None:
+            messages = template_messages(request.messages)
+            check_size(model, messages_size(messages) + tools_size(request.tools), most, "messages")
+            tokens = await self._tokenization.encode_chat(
+                model,
+                messages,
+                tenant=tenant,
+                most=most,
+                tools=tuple(map(tool_of, request.tools or ())),
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
+        else:
+            text = request.prompt or ""
+            check_size(model, len(text), most, "prompt")
+            tokens = await self._tokenization.encode(
+                model, text, tenant=tenant, most=most, add_special_tokens=request.add_special_tokens is not False
+            )
+        check_counted(len(tokens), most, "prompt" if request.messages is None else "messages")
+        return tokens
+
     async def detokenize(self, exchange: Exchange) -> None:
         request = decode(_detokenize, await exchange.body(self._body_limit))
         model = find_model(self._registry, exchange, request.model)
-        check_token_ids(request.tokens, model.text.vocab_size, "tokens")
-        text = model.text.decode(request.tokens)
+        count, most = len(request.tokens), most_counted(model)
+        async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:
+            work.tokens = count
+            check_counted(count, most, "tokens")
+            check_token_ids(request.tokens, model.text.vocab_size, "tokens")
+            text = await self._tokenization.decode(model, request.tokens, tenant=exchange.caller.tenant)
         await exchange.reply_json(
             {
                 "object": "detokenization",
                 "model": model.name,
                 "text": text,
                 "prompt": text,
-                "count": len(request.tokens),
+                "count": count,
             }
         )

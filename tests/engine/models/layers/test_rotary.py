@@ -75,7 +75,7 @@ def test_part_of_a_head_is_rotated() -> None:
     scaling = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
     config = Phi3Config(hidden_size=256, num_attention_heads=4, rope_parameters=scaling)
     theirs = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(4096).unsqueeze(0))
-    ours = cos_sin_table(read_rope(config.to_dict()), 64, 4096, CPU)
+    ours = cos_sin_table(read_rope(config.to_dict(), partial=True), 64, 4096, CPU)
     assert ours.shape == (4096, 48)
     compare(ours, theirs)
 
@@ -89,7 +89,13 @@ def test_longrope_with_too_few_factors_is_refused() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope scaling 'proportional' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor must be a positive number, found None"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a positive number, found '2'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "of their own for full_attention"),
+        ({"rope_parameters": [1.0]}, "must be an object"),
     ],
 )
 def test_what_cannot_be_run_exactly_is_refused(raw: dict[str, Any], message: str) -> None:

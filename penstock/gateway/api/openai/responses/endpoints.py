@@ -59,7 +59,7 @@ class ResponseEndpoints:
                 earlier = await self._earlier(exchange, request.previous_response_id)
             conversation = conversation_of(request.input, earlier)
             said = conversation[len(earlier) :] if turn.stored else conversation
-            store = self._storing(exchange.caller.tenant, conversation) if request.store is not False else None
+            store = self._storing(exchange, conversation) if request.store is not False else None
 
             async def answer(attempt: Attempt) -> None:
                 with renamed(_NAMES):
@@ -75,14 +75,14 @@ class ResponseEndpoints:
 
     async def get_response(self, exchange: Exchange) -> None:
         id = _stored_id(exchange)
-        found = await _guard(self._store.response(id, exchange.caller.tenant))
+        found = await _guard(self._store.response(id, exchange.caller.tenant, exchange.caller.only_user))
         if found is None:
             raise _unknown(id)
         await exchange.reply(200, found)
 
     async def delete_response(self, exchange: Exchange) -> None:
         id = _stored_id(exchange)
-        if not await _guard(self._store.delete(id, exchange.caller.tenant)):
+        if not await _guard(self._store.delete(id, exchange.caller.tenant, exchange.caller.only_user)):
             raise _unknown(id)
         await exchange.reply_json({"id": id, "object": "response", "deleted": True})
 
@@ -90,7 +90,7 @@ class ResponseEndpoints:
         """The conversation of an earlier response."""
         if previous is None:
             return []
-        found = await _guard(self._store.conversation(previous, exchange.caller.tenant))
+        found = await _guard(self._store.conversation(previous, exchange.caller.tenant, exchange.caller.only_user))
         if found is None:
             raise InvalidRequest(
                 f"There is no stored response `{previous}`.",
@@ -99,13 +99,14 @@ class ResponseEndpoints:
             )
         return found
 
-    def _storing(self, tenant: str, conversation: list[ChatMessage]) -> StoreResponse | None:
+    def _storing(self, exchange: Exchange, conversation: list[ChatMessage]) -> StoreResponse | None:
         """Stores a response; None where responses are not stored."""
         if not self._store.enabled:
             return None
+        tenant, user = exchange.caller.tenant, exchange.record.user_id or ""
 
         async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
-            await _guard(self._store.put(id, tenant, response, [*conversation, *said]))
+            await _guard(self._store.put(id, tenant, response, [*conversation, *said], user=user))
 
         return store
 

@@ -1,8 +1,8 @@
 """Stored responses in the database: the object for GET requests, the conversation for the next turn.
 
-A response belongs to a tenant and is never found by another. It is deleted after `keep_s`, and a tenant has at most
-`most`: the oldest are deleted first. Each row holds its whole conversation, so deleting one leaves those that follow it
-intact.
+A response belongs to a tenant, and to a user if there is one, and is never found by another. It is deleted after
+`keep_s`, and a tenant has at most `most`: the oldest are deleted first. Each row holds its whole conversation, so
+deleting one leaves those that follow it intact.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _VERSIONS = (
         "CREATE INDEX IF NOT EXISTS responses_by_tenant ON responses (tenant, created_at)",
         "CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at)",
     ),
+    ("ALTER TABLE responses ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
 )
 _messages = msgspec.json.Decoder(list[ChatMessage])
 
@@ -32,21 +33,23 @@ class NoResponseStore:
 
     enabled = False
 
-    async def put(self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage]) -> None:
+    async def put(
+        self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage], *, user: str = ""
+    ) -> None:
         return
 
-    async def response(self, id: str, tenant: str) -> bytes | None:
+    async def response(self, id: str, tenant: str, user: str | None = None) -> bytes | None:
         return None
 
-    async def conversation(self, id: str, tenant: str) -> list[ChatMessage] | None:
+    async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
         return None
 
-    async def delete(self, id: str, tenant: str) -> bool:
+    async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
         return False
 
 
 class ResponseStore:
-    """All stored responses."""
+    """All stored responses. Where a user is given, only those of this user are found."""
 
     enabled = True
 
@@ -59,15 +62,17 @@ class ResponseStore:
     async def prepare(self) -> None:
         await self._database.migrate("responses", _VERSIONS)
 
-    async def put(self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage]) -> None:
+    async def put(
+        self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage], *, user: str = ""
+    ) -> None:
         now = self._clock()
         text = msgspec.json.encode(conversation).decode()
         await self._database.transact(
             [
                 (
-                    "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
-                    (id, tenant, now, now + self._keep_s, response.decode(), text),
+                    "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation, user_id) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", "")),
                 ),
                 ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
                 (
@@ -78,24 +83,28 @@ class ResponseStore:
             ]
         )
 
-    async def response(self, id: str, tenant: str) -> bytes | None:
+    async def response(self, id: str, tenant: str, user: str | None = None) -> bytes | None:
         """The object as it was answered; None when this tenant has none with this id."""
-        found = await self._column("response", id, tenant)
+        found = await self._column("response", id, tenant, user)
         return None if found is None else found.encode()
 
-    async def conversation(self, id: str, tenant: str) -> list[ChatMessage] | None:
+    async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
         """Everything said up to and with this response."""
-        found = await self._column("conversation", id, tenant)
+        found = await self._column("conversation", id, tenant, user)
         return None if found is None else _messages.decode(found)
 
-    async def delete(self, id: str, tenant: str) -> bool:
-        changed = await self._database.execute(
-            "DELETE FROM responses WHERE id = ? AND tenant = ? AND expires_at > ?", id, tenant, self._clock()
-        )
-        return changed > 0
+    async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
+        where, values = self._which(id, tenant, user)
+        return await self._database.execute(f"DELETE FROM responses WHERE {where}", *values) > 0
 
-    async def _column(self, name: str, id: str, tenant: str) -> str | None:
-        rows = await self._database.fetch(
-            f"SELECT {name} FROM responses WHERE id = ? AND tenant = ? AND expires_at > ?", id, tenant, self._clock()
-        )
+    async def _column(self, name: str, id: str, tenant: str, user: str | None) -> str | None:
+        where, values = self._which(id, tenant, user)
+        rows = await self._database.fetch(f"SELECT {name} FROM responses WHERE {where}", *values)
         return str(rows[0][0]) if rows else None
+
+    def _which(self, id: str, tenant: str, user: str | None) -> tuple[str, list[str | float]]:
+        where, values = "id = ? AND tenant = ? AND expires_at > ?", list[str | float]((id, tenant, self._clock()))
+        if user is not None:
+            where += " AND user_id = ?"
+            values.append(user)
+        return where, values

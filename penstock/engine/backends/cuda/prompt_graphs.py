@@ -1,0 +1,222 @@
+"""Short prompt steps as CUDA graphs: up to about a thousand tokens, launching the kernels of a step takes longer than
+running them.
+
+A graph is captured per shape: places for decoded tokens, followed by places for prompt tokens. A step runs in the
+smallest shape that holds it. Unused places for decodes read the scratch row; unused prompt tokens form a sequence of
+their own in the scratch row, whose keys and values land in block 0, so that every number in the step stays finite. Up
+to `PROMPTS` prompts (or chunks of one) fit into a step; unused ones are sequences without tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.recording import record
+from penstock.engine.backends.interface import AttentionBatch, HostBatch
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.runner.inputs import Packed
+from penstock.engine.runner.rows import FLOATS, Rows
+from penstock.engine.scheduler import Batch
+
+PROMPTS = 8
+"""Most prompts in a captured step."""
+TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
+"""Numbers of prompt tokens that get a graph when nothing else runs."""
+DECODES = (16, 64, 256)
+"""Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
+TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Places of a captured step."""
+
+    decodes: int
+    tokens: int
+    """Of prompts, padding included."""
+
+    @property
+    def total(self) -> int:
+        return self.decodes + self.tokens
+
+    @property
+    def sequences(self) -> int:
+        """The last one holds the padding."""
+        return self.decodes + PROMPTS + 1
+
+    @property
+    def samples(self) -> int:
+        return self.decodes + PROMPTS
+
+    def fields(self) -> list[Field]:
+        per_token = [Field(name, np.int64, self.total) for name in ("ids", "token_rows", "positions", "slots")]
+        per_sample = [Field(name, np.int64, self.samples) for name in ("sample_at", "sample_rows", "keys", "stores")]
+        per_sequence = [Field(name, np.int32, self.sequences) for name in ("rows", "contexts")]
+        return [*per_token, *per_sample, *per_sequence, Field("starts", np.int32, self.sequences + 1)]
+
+
+def shapes_for(max_rows: int, max_context: int) -> list[Shape]:
+    """All shapes, smallest first. The padding must fit into the scratch row's block table."""
+    shapes = [Shape(0, tokens) for tokens in TOKENS]
+    for decodes in sorted({min(count, max_rows) for count in DECODES}):
+        shapes += [Shape(decodes, tokens) for tokens in TOKENS_BESIDE_DECODES]
+    return sorted((shape for shape in shapes if shape.tokens <= max_context), key=lambda shape: shape.total)
+
+
+def arrange(packed: Packed, shape: Shape, scratch_row: int) -> dict[str, np.ndarray]:
+    """The fields of a step in `shape`; those of samples may be shorter than their field."""
+    host, decodes = packed.host, packed.num_decodes
+    tokens = len(host.token_ids) - decodes
+    prompts = len(host.rows) - decodes
+    filled = shape.decodes + tokens
+    padding = np.arange(shape.tokens - tokens)
+
+    def places(of_tokens: np.ndarray, unused: int, behind: np.ndarray | int) -> np.ndarray:
+        """One value per place of a token: of the decodes, of unused ones, of the prompts, of the padding."""
+        field = np.empty(shape.total, np.int64)
+        field[:decodes] = of_tokens[:decodes]
+        field[decodes : shape.decodes] = unused
+        field[shape.decodes : filled] = of_tokens[decodes:]
+        field[filled:] = behind
+        return field
+
+    ids, token_rows = host.token_ids.copy(), np.full(len(host.token_ids), scratch_row)
+    ids[packed.holes], token_rows[packed.holes] = -1, packed.hole_rows
+    rows = np.full(shape.sequences, scratch_row, np.int32)
+    contexts = np.ones(shape.sequences, np.int32)
+    for field, values in ((rows, host.rows), (contexts, host.context_lens)):
+        field[:decodes] = values[:decodes]
+        field[shape.decodes : shape.decodes + prompts] = values[decodes:]
+    contexts[-1] = len(padding)
+    starts = np.full(shape.sequences + 1, filled, np.int32)
+    starts[: shape.decodes] = np.arange(shape.decodes)
+    begins = host.query_starts[decodes:] - decodes + shape.decodes
+    starts[shape.decodes : shape.decodes + prompts + 1] = begins
+    starts[-1] = shape.total
+    at = packed.sample_at
+    last = np.append(packed.sample_rows[1:] != packed.sample_rows[:-1], True)[: len(at)]
+    return {
+        "ids": places(ids, 0, 0),
+        "token_rows": places(token_rows, scratch_row, scratch_row),
+        "positions": places(host.positions, 0, padding % host.block_size),
+        "slots": places(host.slots, 0, padding % host.block_size),
+        "sample_at": np.where(at < decodes, at, at - decodes + shape.decodes),
+        "sample_rows": packed.sample_rows,
+        "keys": packed.keys(),
+        # Of several samples of one row (draft tokens being verified) the last one stays.
+        "stores": np.where(last, packed.sample_rows, scratch_row),
+        "rows": rows,
+        "contexts": contexts,
+        "starts": starts,
+    }
+
+
+def _nothing(block_size: int) -> Packed:
+    """A step without tokens: all padding."""
+    none, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
+    host = HostBatch(none, none, none, zero, none, none, np.zeros((0, 0), np.int32), block_size)
+    return Packed(host, 0, 0, none, none, np.zeros(0, np.uint8), np.zeros(0, np.uint64), none, none)
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: PackedInputs
+    logits: Tensor
+    tokens: Tensor
+
+
+class PromptGraphs:
+    """Graphs of steps that compute a few prompt tokens, with or without decodes beside them."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.rows = rows
+        self.scratch_row = max_rows
+        self._padding = {"sample_rows": max_rows, "stores": max_rows}
+        self._shapes = shapes_for(max_rows, rows.max_context)
+        self._captured: dict[Shape, _Captured] = {}
+        self._pool: Any = None
+        # A state per sequence would be advanced by the padding too.
+        self._applies = all(isinstance(layer.mixer, Attention) for layer in decoder.layers)
+
+    def shape_of(self, batch: Batch) -> Shape | None:
+        """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
+        tokens = batch.num_tokens - batch.num_decodes
+        if not self._applies or not 0 < tokens <= TOKENS[-1]:
+            return None
+        chunks = batch.chunks
+        if len(chunks) > PROMPTS and not chunks[-PROMPTS - 1].decodes:
+            return None
+        if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
+            return None
+        decodes = batch.num_decodes
+        return next((s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes), None)
+
+    def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
+
+        The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
+        """
+        captured = self._captured.get(shape) or self.capture(shape)
+        captured.inputs.send(arrange(packed, shape, self.scratch_row), self._padding)
+        captured.graph.replay()
+        count = len(packed.sample_at)
+        return captured.logits[:count], captured.tokens[:count]
+
+    def capture_all(self, token_budget: int) -> None:
+        """Capture every shape that steps of `token_budget` tokens can need, largest first."""
+        if self._applies:
+            for shape in reversed(self._shapes):
+                if shape.tokens <= token_budget:
+                    self.capture(shape)
+
+    def forget(self) -> list[Shape]:
+        """Drop every graph, because what they read is about to move; their shapes, largest first."""
+        shapes = sorted(self._captured, key=lambda shape: -shape.total)
+        self._captured.clear()
+        self._pool = None
+        return shapes
+
+    def capture(self, shape: Shape) -> _Captured:
+        """Capture one shape. Runs it once before, so that kernels are compiled outside the graph."""
+        device = self.kv.device
+        inputs = PackedInputs(shape.fields(), device)
+        inputs.send(arrange(_nothing(self.kv.block_size), shape, self.scratch_row), self._padding)
+        recording = record(device, lambda: self.step(inputs, shape), self._pool)
+        self._pool = self._pool or recording.graph.pool()
+        captured = _Captured(recording.graph, inputs, *recording.results)
+        self._captured[shape] = captured
+        return captured
+
+    def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The work of a step, on fixed addresses."""
+        rows, ids = self.rows, inputs.view("ids", torch.int64)
+        # A token the host does not know yet (-1) is the one its row sampled last.
+        ids = torch.where(ids >= 0, ids, rows.last_tokens[inputs.view("token_rows", torch.int64)])
+        batch = AttentionBatch(
+            positions=inputs.view("positions", torch.int64),
+            slots=inputs.view("slots", torch.int64),
+            query_starts=inputs.view("starts", torch.int32),
+            context_lens=inputs.view("contexts", torch.int32),
+            rows=inputs.view("rows", torch.int32),
+            block_tables=rows.block_tables,
+            num_decodes=shape.decodes,
+            max_query=shape.tokens,
+            max_context=rows.max_context,
+        )
+        hidden = self.decoder.forward(ids, batch, self.kv)
+        logits = self.decoder.head(hidden[inputs.view("sample_at", torch.int64)])
+        temperatures = rows.floats[inputs.view("sample_rows", torch.int64), FLOATS.index("temperature")]
+        tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
+        rows.last_tokens[inputs.view("stores", torch.int64)] = tokens
+        return logits, tokens

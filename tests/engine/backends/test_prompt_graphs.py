@@ -1,0 +1,109 @@
+"""Prompt steps in the padded shapes of CUDA graphs compute what the step alone computes.
+
+Without a GPU: the work that is captured elsewhere runs as plain calls on the reference backend."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.backends import cpu
+from penstock.engine.backends.cuda.packed_inputs import PackedInputs
+from penstock.engine.backends.cuda.prompt_graphs import PROMPTS, PromptGraphs, Shape, arrange
+from penstock.engine.core import Engine
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.inputs import sampling_chunks
+from penstock.engine.runner.rows import Flag
+from penstock.engine.runner.step import PendingStep
+from penstock.engine.scheduler import Batch
+from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def reference_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load", lambda threads: None)
+
+
+class PaddedExecutor(EagerExecutor):
+    """Runs every step that has a shape in that shape."""
+
+    graphs: PromptGraphs
+
+    def __init__(self, engine: Engine) -> None:
+        eager = engine.runner.executor
+        assert type(eager) is EagerExecutor
+        for name in ("_backend", "_decoder", "_kv", "_rows", "_inputs", "_adapters"):
+            setattr(self, name, getattr(eager, name))
+        self.graphs = PromptGraphs(self._decoder, self._kv, self._rows, max_rows=self._rows.flags.shape[0] - 1)
+        self.shapes: list[Shape] = []
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> PendingStep:
+        shape = self.graphs.shape_of(batch)
+        if shape is None:
+            return super().run(batch)
+        self.shapes.append(shape)
+        packed = self._inputs.pack(batch)
+        inputs = PackedInputs(shape.fields(), self._kv.device)
+        inputs.send(
+            arrange(packed, shape, self.graphs.scratch_row),
+            dict.fromkeys(("sample_rows", "stores"), self.graphs.scratch_row),
+        )
+        logits, tokens = self.graphs.step(inputs, shape)
+        step = PendingStep(batch, self._rows, sampling_chunks(batch))
+        count = len(packed.sample_at)
+        if packed.flags & ~Flag.RANDOM:
+            self._sample(step, logits[:count], self._inputs.sampling_of(batch, packed))
+        elif step.chunks:
+            (step.tokens,), step.event = self._backend.to_host(tokens[:count])
+        return step
+
+
+def _engine(folder: Path, **settings: object) -> Engine:
+    return make_engine(folder, **{"max_running": 8, "num_blocks": 200, **settings})
+
+
+def _requests(rng: random.Random) -> list[Request]:
+    prompts = {f"r{n}": [rng.randrange(199) for _ in range(n)] for n in (1, 2, 17, 33, 130, 260)}
+    requests = [greedy(name, prompt, 12) for name, prompt in prompts.items()]
+    drawn = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, seed=5, repetition_penalty=1.1)
+    requests.append(replace(requests[3], request_id="drawn", params=drawn))
+    return requests
+
+
+def test_same_tokens_as_unpadded_steps(tmp_path: Path) -> None:
+    path = write_checkpoint("llama-gqa", tmp_path)
+    unpadded, engine = _engine(path, token_budget=96), _engine(path, token_budget=96)
+    padded = PaddedExecutor(engine)
+    engine.runner.executor = padded
+    for requests in ([greedy("alone", list(range(40)), 3)], _requests(random.Random(1))):
+        assert generate(engine, *requests) == generate(unpadded, *requests)
+    assert_idle(engine)
+    assert {shape.decodes for shape in padded.shapes} == {0, 8}, "prompts alone, and prompts beside decodes"
+
+
+def test_same_tokens_with_draft_tokens(tmp_path: Path) -> None:
+    path = write_checkpoint("llama-gqa", tmp_path)
+    settings: dict[str, object] = {"token_budget": 96, "speculation": "ngram"}
+    repeated = [3, 4, 5, 6] * 20
+    requests = [greedy(f"r{i}", [*repeated, i], 16) for i in range(5)]
+    plain = generate(_engine(path, **settings), *requests)
+    engine = _engine(path, **settings)
+    engine.runner.executor = PaddedExecutor(engine)
+    assert generate(engine, *requests) == plain
+
+
+def test_a_step_without_a_shape(tmp_path: Path) -> None:
+    path = write_checkpoint("llama-gqa", tmp_path)
+    engine = _engine(path, max_running=12)
+    executor = PaddedExecutor(engine)
+    engine.runner.executor = executor
+    many = [greedy(f"r{i}", [i + 1, 2, 3], 2) for i in range(PROMPTS + 1)]
+    generate(engine, *many)
+    assert not executor.shapes, "more prompts in a step than a shape has places"

@@ -1,0 +1,260 @@
+"""Every key of every family's configuration, changed in several ways and left out: is the reference's output ours?
+
+A case is a `config.json` that differs from the family's in one key. The reference writes a tiny checkpoint with it and
+runs it; our engine must give the same log-probabilities or refuse the checkpoint with an explanation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.engine.loading.keys import ABSENT
+from penstock.engine.models.families.config_keys import reference_of
+from penstock.engine.request import Request, SamplingParams
+from penstock.errors import PenstockError
+from tests.engine.harness import drain, make_engine
+
+PROMPT = [(23 * i + i * i // 5) % 61 for i in range(60)]
+PREFILL = 54
+"""The reference computes the rest one token at a time, through its cache: some keys change that only."""
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GEMMA = {"head_dim": 12, "sliding_window": 20, "query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu"},
+    "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
+    "mixtral": {"hidden_act": "silu", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+    "qwen3": {"hidden_act": "silu", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2,
+              "head_dim": 12},
+    "qwen3_moe": {"hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                  "use_sliding_window": True, "sliding_window": 20, "head_dim": 12, "norm_topk_prob": True},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 12},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    "gemma3_text": {**GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 3000.0},
+    "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
+}  # fmt: skip
+"""Small enough to be quick; every key that matters has a value that shows in the output."""
+
+ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "", 3)
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = (
+    [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
+    [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
+)  # fmt: skip
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+ROPES: tuple[Any, ...] = (
+    {}, {"rope_type": "default"}, {"rope_theta": 700.0}, {"rope_type": "default", "factor": 3.0}, {"rope_theta": None},
+    {"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0, "rope_theta": 700.0},
+    {"rope_type": "linear"}, {"rope_type": "linear", "factor": None}, {"rope_type": "linear", "factor": 0.5},
+    {"type": "linear", "rope_type": "default", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "proportional", "factor": 2.0}, {"rope_type": "axial"},
+    LLAMA3, {**LLAMA3, "original_max_position_embeddings": None}, {**LLAMA3, "high_freq_factor": 2.0},
+    {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"},
+    YARN, {**YARN, "factor": None}, {"rope_type": "yarn", "factor": 4.0}, {**YARN, "attention_factor": 1.7},
+    {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}, {**YARN, "beta_fast": 1.0, "beta_slow": 32.0},
+    {**YARN, "beta_fast": None, "beta_slow": 0}, {**YARN, "truncate": False}, {**YARN, "truncate": None},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, {**YARN, "mscale": 0.7}, {**YARN, "factor": 0.5},
+    {**YARN, "original_max_position_embeddings": None}, {**YARN, "mrope_section": [1, 1, 2]},
+    {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 96},
+    {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 24},
+    {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 24, "factor": 2.0},
+    {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 24, "attention_factor": 1.3},
+    {"rope_type": "su", **FACTORS}, {"type": "yarn", **FACTORS, "factor": 2.0},
+    {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "default", "partial_rotary_factor": 1.0},
+    {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    {FULL: {"rope_type": "linear", "factor": 2.0}, SLIDING: {"rope_type": "default", "rope_theta": 700.0}},
+    {FULL: {**YARN, "truncate": False}, SLIDING: {"rope_type": "default"}}, {FULL: LLAMA3}, {FULL: None},
+    {FULL: {"rope_type": "default", "partial_rotary_factor": 0.5}}, {SLIDING: {"rope_type": "linear", "factor": 3.0}},
+    {FULL: {"type": "linear", "factor": 3.0}}, {FULL: {**YARN}, "truncate": False}, [1.0], "linear",
+)  # fmt: skip
+SPECIAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "layer_types": LAYER_TYPES,
+    "rope_parameters": ROPES,
+    "rope_scaling": ROPES,
+    "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
+    "sliding_window_pattern": (None, 0, 1, 3, 6),
+    "max_window_layers": (0, 1, 3, 9, -1, None),
+    "max_position_embeddings": (61, 200, None, "200"),
+    "intermediate_size": (96, 49, 0, None),
+    "mlp_only_layers": (None, [], [1], [0, 2], [9]),
+    "per_layer_config": (None, {}, {"1": {"sliding_window": 5}}, {"1": {"num_key_value_heads": 4}}),
+    "head_dim": (None, 8, 10, 7, 0),
+    "partial_rotary_factor": (None, 0.5, 1.0, 0.25),
+    "original_max_position_embeddings": (24, 48, 96, None),
+    "text_config": (None, {}, {"model_type": "llama"}),
+    "architectures": (None, [], ["OtherForCausalLM"]),
+    "dtype": (None, "bfloat16", "float16"),
+    "torch_dtype": (None, "bfloat16", "float16"),
+    "id2label": (None, {"0": "a"}),
+    "label2id": (None, {"a": 0}),
+    "attn_implementation": ("eager",),
+    "_attn_implementation": ("eager",),
+    "experts_implementation": ("eager",),
+    "_experts_implementation": ("eager",),
+}  # fmt: skip
+SKIPPED = ("quantization_config", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash", "auto_map")
+"""Quantization has tests of its own; the others are names, and `auto_map` needs code beside the checkpoint."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Never left out here: the reference's defaults are those of whole models."""
+PAIRS: dict[str, tuple[dict[str, Any], ...]] = {
+    "rope keys of both ages": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 700.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": YARN, "rope_parameters": {FULL: {"rope_theta": 700.0}, SLIDING: {"rope_theta": 90.0}}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": ABSENT},
+    ),
+    "lengths inside and outside": (
+        {"rope_parameters": YARN, "original_max_position_embeddings": 48},
+        {"rope_parameters": {**YARN, "factor": None}, "original_max_position_embeddings": 48},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 48},
+        {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "original_max_position_embeddings": 24},
+        {"rope_scaling": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 48},
+         "original_max_position_embeddings": 24},
+        {"rope_scaling": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 24},
+         "original_max_position_embeddings": ABSENT},
+        {"rope_parameters": YARN, "partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default"}, "partial_rotary_factor": 0.5},
+    ),
+    "windows": (
+        {"use_sliding_window": False, "layer_types": [SLIDING] * 4},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"sliding_window": None, "layer_types": [FULL] * 4},
+        {"sliding_window": None, "layer_types": [SLIDING] * 4},
+        {"layer_types": [FULL, SLIDING] * 2, "sliding_window_pattern": 3},
+        {"layer_types": ABSENT, "sliding_window_pattern": ABSENT, "_sliding_window_pattern": 3},
+    ),
+    "biases": ({"attention_bias": True, "mlp_bias": True},),
+    "experts": ({"num_experts": 3, "num_local_experts": 5}, {"num_experts": 3}, {"num_experts_per_tok": 1}),
+}  # fmt: skip
+"""Cases in which several keys meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    family: str
+    changes: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        merged = {"model_type": self.family, **SMALL, **BASES[self.family], **self.changes}
+        return {key: value for key, value in merged.items() if value is not ABSENT}
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{key}: {'(left out)' if v is ABSENT else repr(v)}" for key, v in self.changes.items())
+        return f"{self.family} {{{shown}}}"
+
+
+def cases(family: str) -> Iterator[Case]:
+    base = Case(family, {}).config
+    for key, default in {**reference_of(family), **base}.items():
+        if key in SKIPPED or key == "model_type":
+            continue
+        now = base.get(key, default)
+        seen = [repr(now)]
+        for value in values(key, now):
+            left_out = value is ABSENT and (key in SIZES or key not in base)
+            if repr(value) not in seen and not left_out:
+                seen.append(repr(value))
+                yield Case(family, {key: value})
+    for changes in itertools.chain(*PAIRS.values()):
+        yield Case(family, changes)
+
+
+def values(key: str, now: Any) -> tuple[Any, ...]:
+    """Others than `now`, by its type; `ABSENT` leaves the key out."""
+    if key in SPECIAL:
+        return (*SPECIAL[key], ABSENT)
+    if isinstance(now, bool):
+        return (not now, None, ABSENT)
+    if isinstance(now, int):
+        return (now * 2, now + 1, 1, 0, float(now), None, ABSENT)
+    if isinstance(now, float):
+        return (now * 2, now + 0.5, 0.0, str(now), None, ABSENT)
+    return (True, False, 1, 0.5, "x", {}, [], None) if now is ABSENT else (True, 1, 0.5, "x", {}, ABSENT)
+
+
+class ReferenceFailed(Exception):
+    """The reference rejects the configuration, or cannot run it."""
+
+
+def write_weights(config: dict[str, Any], folder: Path) -> torch.nn.Module:
+    """A checkpoint that the reference makes of `config`, which is stored as it is."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    parsed = AutoConfig.from_pretrained(folder)
+    parsed.dtype = None
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2 if "norm" in name else 0.35)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def reference_scores(config: dict[str, Any], folder: Path) -> torch.Tensor:
+    """Log-probability of each token after the first."""
+    try:
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            model = write_weights(config, folder)
+            output = model(torch.tensor([PROMPT[:PREFILL]]), use_cache=True)
+            logits = [output.logits[0]]
+            for token in PROMPT[PREFILL:-1]:
+                output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+                logits.append(output.logits[0])
+            scores = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
+    except Exception as error:
+        raise ReferenceFailed(f"{type(error).__name__}: {error}") from error
+    if not math.isfinite(float(scores.sum())):
+        raise ReferenceFailed("not a number")
+    return scores
+
+
+def our_scores(folder: Path) -> torch.Tensor:
+    engine = make_engine(folder, num_blocks=16, weights="dense", max_running=2, threads=1)
+    engine.submit(Request("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+    first = drain(engine)[0]
+    assert first.prompt_logprobs is not None
+    return torch.tensor([part.logprob for part in first.prompt_logprobs if part is not None])
+
+
+def verdict(case: Case, folder: Path) -> str:
+    """`equal`, `refused: ...`, `reference failed: ...`; anything else is a fault of ours."""
+    try:
+        expected = reference_scores(case.config, folder)
+    except ReferenceFailed as error:
+        return f"reference failed: {error}"
+    try:
+        found = our_scores(folder)
+    except PenstockError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"CRASHED: {type(error).__name__}: {error}"
+    worst = float((found - expected).abs().max())
+    return "equal" if worst < 2e-3 else f"DIFFERENT by {worst:.4f}"
