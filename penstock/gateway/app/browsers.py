@@ -81,7 +81,7 @@ class BrowserGuard:
 
 def _check_body(exchange: Exchange, *, from_page: bool, takes_files: bool) -> None:
     kind = exchange.header(b"content-type")
-    if kind is not None and kind.partition(b";")[0].strip().lower() == JSON:
+    if kind == JSON or (kind is not None and kind.partition(b";")[0].strip().lower() == JSON):
         return
     if from_page and exchange.header(CONSOLE_HEADER) is None:
         raise UntrustedPage(
