@@ -38,6 +38,9 @@ _CACHED = 256
 
 encode = msgspec.json.Encoder().encode
 
+_Key = tuple[str, bytes]
+"""A tenant and its grammar. Tenants share nothing: the time of a check would say whether another has used it."""
+
 Build = Callable[[], tuple[Grammar, Sequence[tuple[str, Grammar]]]]
 """Makes a grammar, and its parts with their names, for messages that say which of them is at fault."""
 
@@ -59,8 +62,8 @@ class GrammarCache:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._checks: dict[tuple[str, bytes], _Check] = {}
+        self._known: OrderedDict[_Key, str] = OrderedDict()
+        self._checks: dict[_Key, _Check] = {}
         self._queue = CompileQueue("grammars")
         self._sandbox = GrammarSandbox()
 
@@ -71,15 +74,16 @@ class GrammarCache:
     async def source(self, key: bytes, build: Build, param: str, exchange: Exchange | None) -> str:
         """The source of the grammar that `build` makes; `key` names it. A 400 about `param` when it cannot be used.
         `exchange`: whose it is; None for the gateway's own."""
-        known = self._known.get(key)
+        named = ("" if exchange is None else exchange.caller.tenant, key)
+        known = self._known.get(named)
         if known is not None:
-            self._known.move_to_end(key)
+            self._known.move_to_end(named)
             self._metrics.grammar("known")
             return known
         try:
             if len(key) > 4 * MAX_SOURCE:  # in bytes; what is longer than any grammar is not even looked at
                 raise GrammarError(f"it has {len(key)} bytes; at most {MAX_SOURCE} characters are accepted")
-            source = await self._checked(key, build, exchange)
+            source = await self._checked(named, build, exchange)
         except GrammarError as error:
             self._metrics.grammar("refused")
             raise InvalidRequest(
@@ -88,18 +92,16 @@ class GrammarCache:
         except (QueueFull, SandboxUnavailable) as error:
             raise Overloaded(f"`{param}` cannot be checked now: {error}.", retry_after=1.0) from error
         self._metrics.grammar("compiled")
-        self._known[key] = source
+        self._known[named] = source
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
         return source
 
-    async def _checked(self, key: bytes, build: Build, exchange: Exchange | None) -> str:
+    async def _checked(self, key: _Key, build: Build, exchange: Exchange | None) -> str:
         """The result of the check, which requests of a tenant with the same grammar share."""
-        tenant = "" if exchange is None else exchange.caller.tenant
-        check = self._checks.get((tenant, key))
+        check = self._checks.get(key)
         if check is None:
-            check = _Check(self._queue.submit(tenant, lambda job: self._check(build, job)))
-            self._checks[tenant, key] = check
+            check = self._checks[key] = _Check(self._queue.submit(key[0], lambda job: self._check(build, job)))
         check.waiting += 1
         result = asyncio.shield(check.result)
         try:
@@ -114,7 +116,7 @@ class GrammarCache:
         finally:
             check.waiting -= 1
             if not check.waiting:  # it is done, or nobody waits for it any more
-                del self._checks[tenant, key]
+                del self._checks[key]
                 check.job.cancel()
 
     def _check(self, build: Build, job: Job[str]) -> str:

@@ -145,3 +145,7 @@ async def test_requests_with_the_same_grammar_share_its_check(cache: GrammarCach
         await leaving
     assert len(set(await asyncio.gather(*staying))) == 1
     assert not cache._checks
+    checked = len(cache._known)
+    assert await cache.response_format(form, exchange("a")) and len(cache._known) == checked
+    # Another tenant cannot tell from the time it takes that somebody has used the grammar.
+    assert await cache.response_format(form, exchange("b")) and len(cache._known) == checked + 1
