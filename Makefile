@@ -50,6 +50,18 @@ test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
 test-slow: $(TEST_STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(TEST_STAMP) ## the fuzzers, ten minutes each (PENSTOCK_FUZZ_SECONDS=60 for less)
+	@$(BIN)/python -m pytest -m slow tests/fuzz $(ARGS)
+
+.PHONY: mutants
+mutants: $(TEST_STAMP) ## small faults in pure modules: do their tests notice? (ARGS="--seed 2 --per-module 10")
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
+.PHONY: audit
+audit: $(TEST_STAMP) ## the pinned dependencies: known vulnerabilities, licences, whether each is needed
+	@$(BIN)/python deploy/audit.py $(ARGS)
+
 # A GPU machine is often sealed, with torch and triton installed system-wide and nothing to be added. tests/gpu/run.py
 # needs only those, and compiles all kernels in parallel before it starts; under pytest they compile one by one.
 .PHONY: test-gpu

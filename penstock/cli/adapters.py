@@ -28,8 +28,9 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 
         penstock adapters list
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     table = Table("name", "model", "state", "where", "rank", "pinned", "in use", "source", box=None, pad_edge=False)
     for entry in call("GET", url, key, "/adapters")["data"]:
@@ -37,7 +38,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
         rank, pinned = str(entry["rank"] or "-"), "yes" if entry["pinned"] else "no"
         state = f"{entry['state']}: {entry['error']}" if entry["error"] else entry["state"]
         table.add_row(entry["id"], entry["model"], state, where, rank, pinned, str(entry["users"]), entry["source"])
-    Console().print(table)
+    stdout().print(table)
 
 
 @app.command()

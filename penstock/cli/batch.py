@@ -151,6 +151,8 @@ def _patient() -> httpx.Timeout:
 
 
 def _say(batch: dict[str, Any]) -> None:
+    from penstock.telemetry.printable import printable
+
     counts = batch["request_counts"]
     typer.echo(
         f"{batch['id']}  {batch['status']}  {batch['endpoint']}  "
@@ -158,7 +160,7 @@ def _say(batch: dict[str, Any]) -> None:
     )
     for problem in (batch["errors"] or {"data": ()})["data"]:
         where = "" if problem["line"] is None else f"line {problem['line']}: "
-        typer.echo(f"  {where}{problem['message']}", err=True)
+        typer.echo(printable(f"  {where}{problem['message']}"), err=True)
 
 
 def _endpoint_of(file: Path) -> str:

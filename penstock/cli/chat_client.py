@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.cli.terminal import show_error, stderr
 from penstock.errors import PenstockError
+from penstock.telemetry.printable import printable
 
 Message: TypeAlias = dict[str, str]
 
@@ -163,8 +164,7 @@ def _refusal(status: int, body: bytes) -> str:
 def one_shot(client: Client, model: str, system: str | None, options: Options, message: str, *, quiet: bool) -> None:
     answer = Answer()
     for piece in client.stream(model, _opening(system) + [{"role": "user", "content": message}], options, answer):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        _write(piece)
     sys.stdout.write("\n")
     if not quiet:
         stderr().print(answer.summary(), style="dim", markup=False)
@@ -197,8 +197,7 @@ def converse(client: Client, model: str, system: str | None, options: Options) -
         answer = Answer()
         try:
             for piece in client.stream(model, messages, options, answer):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                _write(piece)
             print()
             console.print(answer.summary(), style="dim", markup=False)
         except KeyboardInterrupt:
@@ -210,6 +209,12 @@ def converse(client: Client, model: str, system: str | None, options: Options) -
             messages.append({"role": "assistant", "content": answer.text})
         else:
             messages.pop()
+
+
+def _write(piece: str) -> None:
+    """Shows a piece of an answer. On a terminal a model must not send control characters."""
+    sys.stdout.write(printable(piece, keep="\n\t") if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
 
 
 def _opening(system: str | None) -> list[Message]:

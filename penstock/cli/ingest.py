@@ -164,9 +164,11 @@ class _Run:
             await self._ask(client, "DELETE", f"{self._documents}/{id}")
 
     async def _tell(self, client: httpx.AsyncClient, console: Any, sent: int, changed: set[str]) -> None:
+        from penstock.telemetry.printable import printable
+
         failed = [document async for document in self._listed(client, "failed")]
         for document in failed:
-            console.print(f"{document['name']}: {document['error']}", style="yellow", markup=False)
+            console.print(printable(f"{document['name']}: {document['error']}"), style="yellow", markup=False)
         found = await self._ask(client, "GET", f"/v1/collections/{self._collection}")
         documents = found["documents"]
         console.print(

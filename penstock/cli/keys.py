@@ -110,8 +110,9 @@ def list_keys(
     settings: Settings = None,
 ) -> None:
     """List the keys, without their secrets."""
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     async def work(config: Config, store: IdentityStore) -> list[ApiKey]:
         return await store.keys(tenant)
@@ -122,7 +123,7 @@ def list_keys(
         table.add_row(
             key.id, key.tenant, key.user, key.name, " ".join(key.scopes), made, _state(key), _shown(key.limits)
         )
-    Console().print(table)
+    stdout().print(table)
 
 
 @keys.command("update")
@@ -205,8 +206,9 @@ def update_tenant(
 @tenants.command("list")
 def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> None:
     """List the tenants."""
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     async def work(config: Config, store: IdentityStore) -> list[tuple[str, ...]]:
         default = config.auth.default_tier
@@ -224,7 +226,7 @@ def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> N
     table = Table("tenant", "name", "tier", "state", "limits", box=None, pad_edge=False)
     for row in _with_store(config_file, settings, work):
         table.add_row(*row)
-    Console().print(table)
+    stdout().print(table)
 
 
 def _with_store(

@@ -29,13 +29,14 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 
         penstock models list
     """
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     table = Table("name", "state", "context", "aliases", box=None, pad_edge=False)
     for entry in call("GET", url, key, "/models", under="/v1")["data"]:
         table.add_row(entry["id"], entry["state"], str(entry["context_window"] or "-"), ", ".join(entry["aliases"]))
-    Console().print(table)
+    stdout().print(table)
 
 
 @app.command()

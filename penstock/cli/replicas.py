@@ -105,8 +105,9 @@ def _tell(model: str, verb: str, body: dict[str, Any], url: str, key: str | None
 
 
 def _show(entries: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     table = Table("replica", "role", "state", "breaker", "running", "waiting", "device", box=None, pad_edge=False)
     for entry in entries:
@@ -114,4 +115,4 @@ def _show(entries: list[dict[str, Any]]) -> None:
         running, waiting = str(entry["running"]), str(entry["waiting"])
         role, device = entry["role"] or "-", entry["device"] or "-"
         table.add_row(entry["id"], role, state, entry["breaker"], running, waiting, device)
-    Console().print(table)
+    stdout().print(table)

@@ -58,9 +58,10 @@ def requests(
     entries = asyncio.run(run())
     if output == "jsonl":
         from penstock.metering.request_log import encode
+        from penstock.telemetry.printable import printable_json
 
         for entry in entries:
-            typer.echo(encode(entry).decode())
+            typer.echo(printable_json(encode(entry).decode()))
     else:
         _table(entries)
 
@@ -68,8 +69,9 @@ def requests(
 def _table(entries: list[LogEntry]) -> None:
     import datetime
 
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     if not entries:
         typer.echo("No requests in this period.")
@@ -90,4 +92,4 @@ def _table(entries: list[LogEntry]) -> None:
             *map(str, tokens),
             *("-" if time is None else f"{time:.1f}" for time in times),
         )
-    Console().print(table)
+    stdout().print(table)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleRenderable, RenderableType
 
     from penstock.config import Config
 
@@ -21,10 +21,42 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def stdout() -> Console:
+    """The console for results. What tenants named or wrote is shown as it is: neither markup nor control characters of
+    theirs have an effect on the terminal."""
+    from rich.console import Console, RenderHook
+
+    class Harmless(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [harmless(renderable) for renderable in renderables]
+
+    console = Console(markup=False)
+    console.push_render_hook(Harmless())
+    return console
+
+
+def harmless(content: RenderableType) -> ConsoleRenderable:
+    """`content` with its control characters escaped, but not those of its styles."""
+    from rich.console import ConsoleOptions, RenderResult
+    from rich.segment import Segment
+
+    from penstock.telemetry.printable import printable
+
+    class Printable:
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for text, style, control in console.render(content, options):
+                yield Segment(text if control else printable(text, keep="\n\t"), style, control)
+
+    return Printable()
+
+
 def show_error(message: str) -> None:
     from rich.text import Text
 
-    stderr().print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+    from penstock.telemetry.printable import printable
+
+    text = printable(message, keep="\n\t")  # it may quote what a server said
+    stderr().print(Text.assemble(("error: ", "bold red"), (text, "red")), soft_wrap=True)
 
 
 def flags(settings: list[str] | None, **named: object) -> dict[str, str]:

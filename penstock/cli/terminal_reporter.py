@@ -15,6 +15,7 @@ from penstock.engine.request import EngineInfo
 from penstock.supervisor.health import local_url
 from penstock.supervisor.launch import engine_name
 from penstock.supervisor.reporter import Reporter
+from penstock.telemetry.printable import printable, printable_json
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 
@@ -36,8 +37,9 @@ class TerminalReporter(Reporter):
 
     def line(self, child: str, text: str) -> None:
         if self._json:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(printable_json(text), markup=False, soft_wrap=True)
             return
+        text = printable(text, keep="\t")
         colour = self._colours.setdefault(child, _COLOURS[len(self._colours) % len(_COLOURS)])
         self._console.print(Text.assemble((f"{child} ", colour), ("│ ", "dim"), text), soft_wrap=True)
 

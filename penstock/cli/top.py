@@ -39,16 +39,17 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    from penstock.cli.terminal import harmless
     from penstock.cli.top_screen import Screen
     from penstock.errors import PenstockError
     from penstock.telemetry.scrapes import Interval
 
-    console = Console()
+    console = Console(markup=False)
     before = _scrape(url, key)
     screen = Screen(url)
     if once:
         time.sleep(interval)
-        console.print(screen.frame(Interval(before, _scrape(url, key))))
+        console.print(harmless(screen.frame(Interval(before, _scrape(url, key)))))
         return
     try:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
@@ -57,9 +58,9 @@ def top(
                 try:
                     after = _scrape(url, key)
                 except PenstockError as error:
-                    live.update(screen.trouble(str(error)), refresh=True)
+                    live.update(harmless(screen.trouble(str(error))), refresh=True)
                     continue
-                live.update(screen.frame(Interval(before, after)), refresh=True)
+                live.update(harmless(screen.frame(Interval(before, after))), refresh=True)
                 before = after
     except KeyboardInterrupt:
         return

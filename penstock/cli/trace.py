@@ -10,6 +10,7 @@ from penstock.cli.admin import DEFAULT_URL, Url
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 Key = Annotated[
     str | None,
@@ -57,9 +58,8 @@ def trace(
     import json
     from urllib.parse import quote
 
-    from rich.console import Console
-
     from penstock.cli.admin import call
+    from penstock.cli.terminal import stdout
     from penstock.errors import PenstockError
 
     if output not in ("bars", "json"):
@@ -69,23 +69,26 @@ def trace(
     if output == "json":
         typer.echo(json.dumps(found, indent=2))
     elif request_id is None:
-        Console().print(_listing(found["data"]))
+        stdout().print(_listing(found["data"]))
     else:
-        console = Console()
+        console = stdout()
         console.print(_summary(found), highlight=False)
         console.print(_bars(found, console.width))
 
 
-def _summary(found: dict[str, Any]) -> str:
+def _summary(found: dict[str, Any]) -> Text:
+    from rich.text import Text
+
     model = found["adapter_id"] or found["model_version"] or "-"
     tokens = f"{found['prompt_tokens']} prompt ({found['cached_tokens']} cached) + {found['completion_tokens']} tokens"
     ttft = "-" if found["ttft_ms"] is None else f"{found['ttft_ms']:.1f} ms"
     ended = f"{found['status']} {found['finish_reason'] or ''}".strip()
     lines = [
-        f"[bold]{found['request_id']}[/]  {found['route']}  {model}  {ended}",
+        f"  {found['route']}  {model}  {ended}",
         f"{tokens}  first token {ttft}  total {found['total_latency_ms']:.1f} ms",
     ]
-    return "\n".join(lines + ([f"trace {found['trace_id']}"] if found["trace_id"] else []))
+    rest = "\n".join(lines + ([f"trace {found['trace_id']}"] if found["trace_id"] else []))
+    return Text.assemble((found["request_id"], "bold"), rest)
 
 
 def _bars(found: dict[str, Any], width: int) -> Table:

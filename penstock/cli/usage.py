@@ -75,8 +75,9 @@ def _rows(
 
 
 def _table(rows: list[Row]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     if not rows:
         typer.echo("No usage in this period.")
@@ -86,7 +87,7 @@ def _table(rows: list[Row]) -> None:
         table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
         table.add_row(*(f"{value:,}" if isinstance(value, int) else value or "-" for value in row.values()))
-    Console().print(table)
+    stdout().print(table)
 
 
 def _csv(rows: list[Row]) -> None:
@@ -102,8 +103,9 @@ def _csv(rows: list[Row]) -> None:
 def _chart(rows: list[Row]) -> None:
     """A bar per row: its cost, or its tokens when nothing has a price."""
     from rich.bar import Bar
-    from rich.console import Console
     from rich.table import Table
+
+    from penstock.cli.terminal import stdout
 
     if not rows:
         typer.echo("No usage in this period.")
@@ -121,4 +123,4 @@ def _chart(rows: list[Row]) -> None:
     for label, size in pairs:
         shown = f"${size:,.4f}" if paid else f"{size:,.0f} tokens"
         grid.add_row(label, Bar(largest, 0, size, width=40), shown)
-    Console().print(grid)
+    stdout().print(grid)

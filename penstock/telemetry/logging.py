@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from penstock.telemetry.context import current
+from penstock.telemetry.printable import printable, printable_json
 
 LogFormat = Literal["text", "json"]
 
@@ -78,17 +79,19 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry, enc_hook=str).decode()
+        return printable_json(msgspec.json.encode(entry, enc_hook=str).decode())
 
 
 class TextFormatter(logging.Formatter):
+    """One line per record, whatever clients put into it; the lines of a traceback are indented."""
+
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields = "".join(f" {key}={_brief(value)}" for key, value in _fields(record).items() if value is not None)
-        line = f"{clock} {record.levelname.lower():7} {record.getMessage()}{fields}"
+        lines = [f"{clock} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+            lines += (f"  {line}" for line in self.formatException(record.exc_info).split("\n"))
+        return "\n".join(map(printable, lines))
 
 
 def _brief(value: Any) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Batch, Chunk, Scheduler
 from penstock.engine.sequence import Sequence
 
 
@@ -198,3 +198,209 @@ def test_ended_sequences_do_not_stay_until_a_far_deadline() -> None:
     late.finish_reason = "timeout"
     scheduler.finish(late)
     scheduler.check_idle()
+
+
+def step(scheduler: Scheduler, drafts: dict[Sequence, list[int]] | None = None, now: float = 0.0) -> Batch:
+    batch = scheduler.schedule(now, drafts)
+    assert batch is not None
+    return batch
+
+
+def decoding(scheduler: Scheduler, name: str, prompt: int, output: int = 40) -> Sequence:
+    """A sequence whose prompt has been computed and whose first token is known."""
+    seq = scheduler.add(request(name, [prompt] * prompt, output), 0.0)
+    emit(scheduler, step(scheduler), random.Random(0))
+    assert scheduler.decoding()[-1] is seq and seq.length == prompt + 1
+    return seq
+
+
+def test_draft_tokens_end_one_before_the_last_that_is_allowed() -> None:
+    scheduler = make_scheduler(blocks=20)
+    seq = decoding(scheduler, "a", 13, output=6)
+    assert [scheduler.reserve(seq, drafts) for drafts in (0, 3, 4, 5, 99)] == [0, 3, 4, 4, 4]
+    short = make_scheduler(blocks=20, window=16)
+    assert short.reserve(decoding(short, "a", 13), 99) == 1, "the context window ends it as well"
+
+
+def test_draft_tokens_leave_every_running_sequence_a_block() -> None:
+    for blocks, fitting in ((3, 10), (2, 2)):
+        scheduler = make_scheduler(blocks=blocks)
+        seq = decoding(scheduler, "a", 13)
+        assert scheduler.reserve(seq, 10) == fitting, "one sequence, one block left over, or what its last one holds"
+        assert len(seq.blocks) == (2 if fitting == 10 else 1)
+    scheduler = make_scheduler(blocks=5)
+    first, second = decoding(scheduler, "a", 13), decoding(scheduler, "b", 15)
+    assert scheduler.reserve(second, 10) == 10 and scheduler.allocator.pool.free == 2
+    assert scheduler.reserve(first, 10) == 1
+    full = make_scheduler(blocks=2)
+    assert full.reserve(decoding(full, "a", 15), 5) == 0
+
+
+def test_draft_tokens_leave_every_decode_its_token_of_the_budget() -> None:
+    scheduler = make_scheduler(budget=5)
+    first, second = decoding(scheduler, "a", 3), decoding(scheduler, "b", 3)
+    batch = step(scheduler, {first: [7, 8], second: [5, 6, 7]})
+    assert [(chunk.seq, chunk.start, chunk.length, chunk.drafts, chunk.samples) for chunk in batch.chunks] == [
+        (first, 4, 3, (7, 8), True),
+        (second, 3, 2, (5,), True),
+    ]
+    assert (batch.num_tokens, batch.num_decodes, batch.speculative, batch.plain) == (5, 5, True, False)
+    assert all(chunk.decodes for chunk in batch.chunks)
+    assert (first.computed, second.computed, first.pending, second.pending) == (7, 5, 1, 1)
+
+
+def test_draft_tokens_leave_less_for_prompts() -> None:
+    scheduler = make_scheduler(budget=10)
+    seq = decoding(scheduler, "a", 3)
+    scheduler.add(request("late", [9] * 30, 2), 1.0)
+    batch = step(scheduler, {seq: [1, 2, 3, 4]})
+    assert [(chunk.seq.id, chunk.length, chunk.samples) for chunk in batch.chunks] == [
+        ("a", 5, True),
+        ("late", 5, False),
+    ]
+    assert (batch.num_tokens, batch.num_decodes) == (10, 5)
+
+
+def test_a_batch_puts_decodes_first_and_says_what_it_holds() -> None:
+    seqs = [Sequence(request(name, [1] * 8, 4), 0.0, (0.0, at)) for at, name in enumerate("abc")]
+    plain = Batch.of([Chunk(seq, 7, 1, True) for seq in seqs])
+    assert (plain.num_tokens, plain.num_decodes, plain.plain, plain.speculative) == (3, 3, True, False)
+    assert not Batch.of([Chunk(seqs[0], 6, 1, False)]).plain
+    mixed = Batch.of([Chunk(seqs[0], 0, 8, True), Chunk(seqs[1], 7, 1, True), Chunk(seqs[2], 7, 3, True, (4, 5))])
+    assert [chunk.seq.id for chunk in mixed.chunks] == ["b", "c", "a"]
+    assert (mixed.num_tokens, mixed.num_decodes, mixed.plain, mixed.speculative) == (12, 4, False, True)
+    kept = Batch.of([Chunk(seqs[0], 7, 1, True), Chunk(seqs[2], 7, 2, True, (4,)), Chunk(seqs[1], 0, 8, True)])
+    assert [chunk.seq.id for chunk in kept.chunks] == ["a", "c", "b"] and kept.num_decodes == 3
+
+
+def test_a_sequence_waits_until_all_it_has_fits() -> None:
+    scheduler = make_scheduler(blocks=4, budget=100)
+    scheduler.add(request("a", [1] * 32, 20), 0.0)
+    scheduler.add(request("b", [2] * 33, 10), 1.0)
+    scheduler.add(request("c", [3] * 4, 10), 2.0)
+    assert [chunk.seq.id for chunk in step(scheduler).chunks] == ["a"]
+    assert (scheduler.waiting, len(scheduler.running), scheduler.has_work) == (2, 1, True), "order is kept"
+    exact = make_scheduler(blocks=4, budget=100)
+    exact.add(request("a", [1] * 32, 20), 0.0)
+    exact.add(request("b", [2] * 32, 10), 1.0)
+    assert len(step(exact).chunks) == 2 and exact.waiting == 0
+
+
+def test_rows_and_the_budget_bound_a_step() -> None:
+    scheduler = make_scheduler(running=2, budget=8)
+    for name in "abc":
+        scheduler.add(request(name, [1] * 4, 4), 0.0)
+    batch = step(scheduler)
+    assert [(chunk.seq.row, chunk.length) for chunk in batch.chunks] == [(0, 4), (1, 4)]
+    assert scheduler.waiting == 1
+    rng = random.Random(0)
+    emit(scheduler, batch, rng)
+    assert [chunk.length for chunk in step(scheduler).chunks] == [1, 1], "no row is free for the third"
+
+
+def test_counters_of_prefix_hits_count_each_request_once() -> None:
+    scheduler = make_scheduler(blocks=8, running=3, budget=100)
+    a = scheduler.add(request("a", [5] * 40, 2), 0.0)
+    b = scheduler.add(request("b", [5] * 40, 2), 3.0)
+    step(scheduler, now=7.0)
+    assert (a.cached_tokens, b.cached_tokens, a.first_scheduled, a.epoch) == (0, 32, 7.0, 1)
+    assert (scheduler.prefix_query_tokens, scheduler.prefix_hit_tokens, scheduler.host_hit_tokens) == (80, 32, 0)
+    for seq in (a, b):
+        seq.pending -= 1
+        seq.tokens.append(1)
+    scheduler.preempt(b)
+    assert (scheduler.preemptions, scheduler.waiting, b.row, b.blocks) == (1, 1, -1, [])
+    assert scheduler.get("b") is b and scheduler.get("x") is None
+    step(scheduler, now=8.0)
+    assert (b.first_scheduled, b.cached_tokens, b.epoch, scheduler.prefix_query_tokens) == (7.0, 32, 2, 80)
+
+
+def test_what_every_allowed_token_was_sampled_for_computes_no_more() -> None:
+    scheduler = make_scheduler()
+    seq = scheduler.add(request("a", [1] * 4, 2), 0.0)
+    step(scheduler)
+    assert scheduler.decoding() == [seq]
+    step(scheduler)
+    assert seq.pending == 2 and scheduler.decoding() == [] and scheduler.schedule(0.0) is None
+    capped = make_scheduler(window=5)
+    seq = capped.add(request("a", [1] * 4, 90), 0.0)
+    assert seq.limit == 5
+    step(capped)
+    assert capped.schedule(0.0) is None
+
+
+def test_after_a_failed_step_each_of_its_sequences_runs_alone_once() -> None:
+    scheduler = make_scheduler(blocks=12, running=3, budget=20)
+    seqs = [scheduler.add(request(name, [at + 1] * 24, 4), float(at)) for at, name in enumerate("abc")]
+    rng = random.Random(0)
+    step(scheduler)
+    scheduler.isolate(seqs[:2])
+    assert not scheduler.running and scheduler.decoding() == [] and scheduler.waiting == 3
+    alone: list[tuple[str, int, bool]] = []
+    for _ in range(4):
+        batch = step(scheduler)
+        assert len(batch.chunks) == 1
+        alone.append((batch.chunks[0].seq.id, batch.chunks[0].length, batch.chunks[0].samples))
+        emit(scheduler, batch, rng)
+    assert alone == [("a", 20, False), ("a", 4, True), ("b", 20, False), ("b", 4, True)]
+    assert [chunk.seq.id for chunk in step(scheduler).chunks] == ["a", "b", "c"], "then all go on"
+    gone = make_scheduler()
+    seq = gone.add(request("a", [1] * 4, 4), 0.0)
+    gone.isolate([seq])
+    seq.finish_reason = "abort"
+    gone.finish(seq)
+    assert gone.schedule(0.0) is None
+    gone.check_idle()
+
+
+def test_a_suspect_takes_the_place_of_others_if_it_must() -> None:
+    scheduler = make_scheduler(blocks=4, running=2, budget=64)
+    suspect = scheduler.add(request("suspect", [1] * 40, 4), 0.0)
+    step(scheduler)
+    scheduler.isolate([suspect])
+    scheduler._suspects.clear()
+    others = [scheduler.add(request(name, [2] * 4, 8, priority=-9), 1.0) for name in "xy"]
+    step(scheduler)
+    assert set(scheduler.running) == set(others)
+    suspect.pending = 0
+    scheduler.isolate([suspect])
+    batch = step(scheduler)
+    assert [chunk.seq.id for chunk in batch.chunks] == ["suspect"] and batch.chunks[0].samples
+    assert len(scheduler.running) == 2 and scheduler.preemptions == 2
+
+
+def test_only_unfinished_ones_are_late() -> None:
+    scheduler = make_scheduler()
+    early, late = (scheduler.add(request(name, [1], 5, timeout=at), 0.0) for name, at in (("a", 1.0), ("b", 2.0)))
+    early.finish_reason = "stop"
+    scheduler.finish(early)
+    assert scheduler.expired(1.99) == [] and scheduler.expired(2.0) == [late]
+    assert scheduler.waiting == 1
+
+
+def test_the_latest_makes_room_for_one_before_it() -> None:
+    scheduler = make_scheduler(blocks=4, running=3, budget=36)
+    first = scheduler.add(request("a", [1] * 31, 20), 0.0)
+    second = scheduler.add(request("b", [2] * 30, 20), 1.0)
+    rng = random.Random(0)
+    emit(scheduler, step(scheduler), rng)  # a whole, five tokens of b
+    emit(scheduler, step(scheduler), rng)  # a token of a, b whole
+    assert scheduler.allocator.pool.free == 0 and (first.length, second.length) == (33, 31)
+    batch = step(scheduler)
+    assert [chunk.seq for chunk in batch.chunks] == [first], "a needs a third block: b, the latest, makes room"
+    assert (scheduler.preemptions, scheduler.waiting, len(first.blocks)) == (1, 1, 3)
+
+
+def test_one_preempted_after_its_chunk_was_chosen_gives_back_chunk_and_budget() -> None:
+    scheduler = make_scheduler(blocks=4, running=3, budget=36)
+    late = scheduler.add(request("late", [2] * 5, 20), 9.0)
+    rng = random.Random(0)
+    emit(scheduler, step(scheduler), rng)
+    early = scheduler.add(request("early", [1] * 47, 17), 0.0)
+    emit(scheduler, step(scheduler), rng)
+    emit(scheduler, step(scheduler), rng)
+    assert scheduler.allocator.pool.free == 0 and list(scheduler.running) == [late, early] and early.length == 48
+    emit(scheduler, step(scheduler), rng)
+    batch = step(scheduler)
+    assert [(chunk.seq, chunk.length) for chunk in batch.chunks] == [(early, 1)]
+    assert scheduler.preemptions == 1 and late.computed == 0 and late.pending == 0

@@ -66,6 +66,15 @@ def test_decode_over_many_sequences() -> None:
         run_case(f"decode {count} sequences", case)
 
 
+def test_decode_of_long_sequences_beside_short_ones() -> None:
+    """Each has shares of its own length: few long ones, or many short ones."""
+    if QUICK:
+        return
+    for count in (1, 3, 4, 8):
+        contexts = [*(9000, 40000, 100, 8192, 8193, 1, 20001, 16000)[:count]]
+        run_case(f"decode {contexts}", build([1] * count, contexts, layout(32, 8, 128), torch.bfloat16))
+
+
 def test_decode_of_padding_is_zero() -> None:
     case = build([1, 1, 1], [5, 7, 9], layout(4, 2, 32), torch.bfloat16)
     case.batch.context_lens[1:] = 0
@@ -195,7 +204,10 @@ def bench_decode() -> Iterator[Row]:
         (1, 512),
         (1, 8192),
         (1, 131072),
+        (4, 30000),
         (8, 2048),
+        (8, 30000),
+        (32, 16000),
         (64, 512),
         (64, 2048),
         (256, 512),
@@ -253,7 +265,7 @@ def tune_decode() -> Iterator[Row]:
         outs = [torch.empty_like(c.q) for c in cases]
         for block_n, warps, stages in tiles:
             for splits, tokens in shares:
-                config = decode.DecodeConfig(block_n, warps, stages, splits, max(1, tokens // block_n))
+                config = decode.DecodeConfig(block_n, warps, stages, splits, max(1, tokens // block_n), splits)
                 us = time_us(
                     [
                         lambda c=c, o=o, g=config: decode.decode_attention(

@@ -133,3 +133,94 @@ def test_the_whole_share_can_be_used_and_a_quiet_day_saves_up_only_so_much() -> 
         budget.began()
     assert sum(budget.take() for _ in range(1000)) == 5
     assert sum((budget.began(), budget.take())[1] for _ in range(100)) == 10
+
+
+def test_a_failure_counts_to_the_very_end_of_the_window() -> None:
+    for age, state in ((30.0, "open"), (30.01, "closed")):
+        clock = Clock()
+        breaker = Breaker(POLICY, clock)
+        breaker.failed()
+        clock.now += age
+        breaker.failed()
+        breaker.failed()
+        assert breaker.state == state
+
+
+def test_it_opens_at_exactly_its_share_and_successes_leave_the_window_too() -> None:
+    clock = Clock()
+    breaker = Breaker(POLICY, clock)
+    for _ in range(4):
+        breaker.succeeded()
+    for _ in range(3):
+        breaker.failed()
+        assert breaker.state == "closed", "three of seven are less than half"
+    breaker.failed()
+    assert breaker.state == "open" and breaker.trips == 1
+    clock = Clock()
+    breaker = Breaker(POLICY, clock)
+    for _ in range(200):
+        breaker.succeeded()
+    clock.now += 30.5
+    for _ in range(3):
+        breaker.failed()
+    assert breaker.state == "open", "what was good half a minute ago does not outweigh it"
+
+
+def test_only_so_many_results_are_remembered() -> None:
+    breaker = Breaker(POLICY, Clock())
+    for _ in range(1000):
+        breaker.succeeded()
+    for _ in range(127):
+        breaker.failed()
+    assert breaker.state == "closed"
+    breaker.failed()
+    assert breaker.state == "open", "half of the last 256"
+
+
+def test_results_from_before_it_opened_do_not_count_after_it_closed() -> None:
+    breaker, clock = broken()
+    assert (breaker.trips, breaker.state) == (1, "open")
+    breaker.failed()
+    breaker.succeeded()
+    breaker.trip()
+    assert breaker.trips == 1 and breaker.opens_in_s == 2.0, "an open breaker hears nothing"
+    clock.now += 2.0
+    assert breaker.state == "half_open" and breaker.opens_in_s == 0.0
+    breaker.began()
+    breaker.succeeded()
+    breaker.failed()
+    breaker.failed()
+    assert breaker.state == "closed"
+    breaker.failed()
+    assert breaker.state == "open" and breaker.trips == 2
+
+
+def test_a_new_probe_may_start_only_once_the_last_is_given_up() -> None:
+    breaker, clock = broken()
+    clock.now += 5.0
+    assert breaker.opens_in_s == 0.0
+    breaker.began()
+    clock.now += 1.99
+    assert not breaker.allows
+    clock.now += 0.01
+    assert breaker.allows
+    breaker.failed()
+    clock.now += 4.0
+    assert breaker.allows, "the probe of the last time is forgotten"
+    breaker.trip()
+    assert breaker.state == "open" and breaker.trips == 3 and breaker.opens_in_s == 4.0
+
+
+def test_the_defaults() -> None:
+    assert BreakerPolicy() == BreakerPolicy(3, 0.5, 30.0, 2.0, 60.0)
+
+
+def test_a_spent_budget_counts_what_it_refuses() -> None:
+    budget = RetryBudget()
+    assert not budget.take() and (budget.taken, budget.refused) == (0, 1)
+    for _ in range(10):
+        budget.began()
+    assert budget.take() and not budget.take() and (budget.taken, budget.refused) == (1, 2)
+    for _ in range(2000):
+        budget.began()
+    assert sum(budget.take() for _ in range(150)) == 100

@@ -72,3 +72,15 @@ def test_no_stop_strings() -> None:
     watcher = StopStrings([])
     assert watcher.push("anything") == ("anything", None)
     assert watcher.flush() == ""
+
+
+def test_what_may_begin_a_stop_string_is_held_back_from_its_first_character() -> None:
+    watcher = StopStrings(["abcde"])
+    assert watcher.push("abc") == ("", None), "less text than the stop string is long"
+    assert watcher.push("x") == ("abcx", None)
+    assert watcher.push("xxab") == ("xx", None)
+    assert watcher.push("cde") == ("", "abcde")
+    watcher = StopStrings(["aabc"])
+    assert watcher.push("xaxa") == ("xax", None), "the first candidate is none, a later one is"
+    assert StopStrings(["zz", "ab"]).push("xaz") == ("xa", None), "of all stop strings, the one that begins first"
+    assert StopStrings(["abz", "bz"]).push("ab") == ("", None)

@@ -7,11 +7,12 @@ biases, vocabulary size) and never guessed when the file can tell. What a family
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from penstock.engine.loading.gguf import GGUFFile
-from penstock.engine.models.families import Family, GGUFKeys, family_of_gguf, gguf_architectures, short_decimal
+from penstock.engine.loading.gguf_keys import check_keys, require_same
+from penstock.engine.loading.gguf_rope import rope_scaling
+from penstock.engine.models.families import Family, GGUFKeys, family_of_gguf, gguf_architectures
 from penstock.errors import CheckpointError
 
 
@@ -28,57 +29,79 @@ def gguf_family(file: GGUFFile) -> Family:
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The keys of a `config.json` for the model in `file`."""
+    """The keys of a `config.json` for the model in `file`; a file that cannot be run exactly is refused."""
     family, metadata = gguf_family(file), file.metadata
     key = GGUFKeys(str(metadata["general.architecture"]), metadata)
-    split_count = metadata.get("split.count", 0)
-    if split_count > 1:
+    where = str(file.path)
+    kind, parts = metadata.get("general.type", "model"), metadata.get("split.count", 0)
+    if kind != "model":
+        raise CheckpointError(f"{file.path} holds a {kind!r:.80}, not a model")
+    if parts not in (0, 1):
         raise CheckpointError(
-            f"{file.path} is one of {split_count} parts of a model; merge them into one file "
+            f"{file.path} is one of {parts!r:.80} parts of a model; merge them into one file "
             f"(`llama-gguf-split --merge`) and load that"
         )
+    check_keys(where, family, key)
 
-    def required(name: str) -> Any:
-        value = key(name)
-        if not isinstance(value, int | float) or value <= 0:
+    def required(name: str) -> int:
+        value = key.whole(name, 0)
+        if value == 0:
             raise CheckpointError(
-                f"{file.path}: {key.architecture}.{name} must be a positive number and is {value!r}; "
-                f"the file is damaged or not a language model"
+                f"{file.path}: {key.architecture}.{name} is missing or 0; the file is damaged or not a language model"
             )
         return value
 
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
+    if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
-    heads = required("attention.head_count")
-    hidden = required("embedding_length")
-    rotated = key("rope.dimension_count")
-    head_dim = key("attention.key_length") or (rotated if family.gguf.whole_head_rotated else None) or hidden // heads
+    heads, hidden, layers = required("attention.head_count"), required("embedding_length"), required("block_count")
+    if layers > len(file.tensors):
+        raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
+    rotated = key.whole("rope.dimension_count", 0)
+    head_dim = (
+        key.whole("attention.key_length", 0)
+        or (rotated if family.gguf.whole_head_rotated else 0)
+        or max(hidden // heads, 1)
+    )
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "architectures": [family.class_name],
         "hidden_size": hidden,
         "intermediate_size": required("feed_forward_length"),
-        "num_hidden_layers": required("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key("attention.head_count_kv", heads),
+        "num_key_value_heads": key.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": short_decimal(required("attention.layer_norm_rms_epsilon")),
-        "rope_theta": key.decimal("rope.freq_base", 10000.0),
+        "rms_norm_eps": key.number("attention.layer_norm_rms_epsilon", 0.0),
+        "rope_theta": key.number("rope.freq_base", 10000.0),
         "max_position_embeddings": required("context_length"),
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": family.hidden_act,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
+    if "blk.0.ffn_down.bias" in file.tensors:
+        config["mlp_bias"] = True
+    if config["rms_norm_eps"] <= 0 or config["rope_theta"] <= 0:
+        raise CheckpointError(f"{file.path}: the epsilon of its norms and its rope.freq_base must be positive")
     # Said even where there is none: a file means something else by leaving a key out than a config.json does.
-    config["sliding_window"] = key("attention.sliding_window") or None
-    config["use_sliding_window"] = config["sliding_window"] is not None
-    if rotated and rotated < head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
-    config["rope_scaling"] = _rope_scaling(file, key, config)
+    window = key.whole("attention.sliding_window", 0)
+    if window and not family.gguf.windowed:
+        if window < config["max_position_embeddings"]:
+            raise CheckpointError(f"{file.path}: sliding windows are not supported in {key.architecture} files")
+        window = 0
+    config["sliding_window"] = window or None
+    config["use_sliding_window"] = window > 0
+    if rotated and rotated != head_dim:
+        if rotated > head_dim or rotated % 2 or key.architecture == "llama":
+            raise CheckpointError(f"{file.path}: it rotates {rotated} of {head_dim} dimensions, which is not supported")
+        share = rotated / head_dim
+        config["partial_rotary_factor"] = share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
+    _check_sizes(where, key, config)
+    config["rope_scaling"] = rope_scaling(file, key, config)
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
+    require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
     _add_token_ids(config, file)
     dense = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(embedding.type_name)
     if dense is not None:
@@ -86,75 +109,36 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in file.tensors:
-        return _frequency_factors(file.floats("rope_freqs.weight"), config)
-    kind = key("rope.scaling.type")
-    original = key("rope.scaling.original_context_length")
-    if "rope_factors_long.weight" in file.tensors:
-        lists = {f"{length}_factor": file.floats(f"rope_factors_{length}.weight") for length in ("long", "short")}
-        config["original_max_position_embeddings"] = original
-        return {"rope_type": "longrope", **lists, "original_max_position_embeddings": original}
-    if kind in (None, "none"):
-        return None
-    factor = key.decimal("rope.scaling.factor", 1.0)
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
-    for theirs, ours in (
-        ("attn_factor", "attention_factor"),
-        ("yarn_attn_factor", "attention_factor"),
-        ("yarn_beta_fast", "beta_fast"),
-        ("yarn_beta_slow", "beta_slow"),
-    ):
-        value = key(f"rope.scaling.{theirs}")
-        if value is not None:
-            scaling[ours] = short_decimal(value)
-    return scaling
-
-
-def _frequency_factors(factors: list[float], config: dict[str, Any]) -> dict[str, Any] | None:
-    """Divisors of the rotary frequencies, given one by one. Those of Llama 3 are recognised and named as the
-    rule they came from; any others come back as `{"rope_type": "factors", "factors": [...]}`."""
-    if all(factor == 1.0 for factor in factors):
-        return None
-    rule = {
-        "rope_type": "llama3",
-        "factor": float(f"{max(factors):.5g}"),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = llama3_factors(rule, config["rope_theta"], config["head_dim"])
-    if len(expected) == len(factors) and all(
-        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, factors, strict=True)
-    ):
-        return rule
-    return {"rope_type": "factors", "factors": factors}
-
-
-def llama3_factors(rule: dict[str, Any], theta: float, head_dim: int) -> list[float]:
-    """By how much Llama 3's scaling divides each rotary frequency: 1 for short wavelengths, `factor` for long
-    ones, interpolated in between."""
-    factors = []
-    low, high, old = rule["low_freq_factor"], rule["high_freq_factor"], rule["original_max_position_embeddings"]
-    for index in range(0, head_dim, 2):
-        turns = old * theta ** (-index / head_dim) / (2 * math.pi)
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        factors.append(1 / ((1 - smooth) / rule["factor"] + smooth))
-    return factors
+def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any]) -> None:
+    """Sizes that the format can give separately, and that are one here."""
+    head_dim, theta = config["head_dim"], config["rope_theta"]
+    rotated = key.whole("rope.dimension_count", head_dim) or head_dim
+    for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        require_same(where, key, name, head_dim)
+    require_same(where, key, "embedding_length_out", config["hidden_size"])
+    require_same(where, key, "rope.dimension_count_swa", rotated)
+    if key.architecture != "gemma3":
+        require_same(where, key, "rope.freq_base_swa", theta)
+    elif key.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{where}: rope.scaling.attn_factor is not supported in gemma3 files")
 
 
 def _add_token_ids(config: dict[str, Any], file: GGUFFile) -> None:
-    metadata = file.metadata
-    ends = []
+    ends: list[int] = []
     for name in ("eos_token_id", "eot_token_id", "eom_token_id"):
-        token = metadata.get(f"tokenizer.ggml.{name}")
+        token = _token(file, name)
         if token is not None and token not in ends:
             ends.append(token)
     if ends:
         config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     for ours, theirs in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
-        token = metadata.get(f"tokenizer.ggml.{theirs}")
+        token = _token(file, theirs)
         if token is not None:
             config[ours] = token
+
+
+def _token(file: GGUFFile, name: str) -> int | None:
+    token = file.metadata.get(f"tokenizer.ggml.{name}")
+    if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be a token id, found {token!r:.80}")
+    return token

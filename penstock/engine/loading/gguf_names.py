@@ -60,7 +60,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(name, heads=heads, offset=offset)
         else:
-            # An unknown tensor changes what the model computes; keep its name so that the engine can refuse it.
+            # An unknown tensor changes what the model computes; keep its name so that the checkpoint is refused.
             found[name] = Origin(name)
     return found
 

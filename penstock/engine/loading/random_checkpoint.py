@@ -82,8 +82,17 @@ def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     return _composed(read_config(config)).shapes
 
 
-def _composed(model: ModelConfig) -> ShapeReader:
-    reader = ShapeReader(model)
+def possible_tensors(config: HFConfig) -> set[str]:
+    """Every name that a decoder of this configuration may read: parts that run as one may be stored so or apart."""
+    model = read_config(config)
+    names = {"lm_head.weight"}
+    for fused in (False, True):
+        names |= _composed(model, fused).shapes.keys()
+    return names
+
+
+def _composed(model: ModelConfig, fused: bool | None = None) -> ShapeReader:
+    reader = ShapeReader(model, fused)
     compose_decoder(reader, model, max_positions=1)
     return reader
 
@@ -91,12 +100,13 @@ def _composed(model: ModelConfig) -> ShapeReader:
 class ShapeReader(WeightReader):
     """Records what is read, and reads nothing."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, fused: bool | None = None) -> None:
+        """`fused`: whether parts that run as one are stored so; None: as the family does."""
         self.names = set() if model.tied_embeddings else {"lm_head.weight"}
         self.backend = ReferenceBackend()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.norms: set[str] = set()
-        self._fused = family_of(model.family).names.fused
+        self._fused = family_of(model.family).names.fused if fused is None else fused
         self._nothing = torch.empty(0)
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

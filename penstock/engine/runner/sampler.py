@@ -1,6 +1,6 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order: bias, penalties, minimum length, grammar, temperature, min-p, top-k, top-p, then Gumbel-max: the sample is the
+Order: bias, penalties, minimum length, grammar, temperature, top-k, top-p, min-p, then Gumbel-max: the sample is the
 argmax of scaled logits plus noise. A step runs only the parts that some row of it needs. Log-probabilities are of the
 model's own distribution, before any of this.
 """

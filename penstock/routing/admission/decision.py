@@ -102,8 +102,7 @@ def fair_share(entry: QueueEntry, state: QueueState) -> float:
     total = state.work[entry.rank]
     if total <= 0:
         return 1.0
-    weights = state.active_weight + (0.0 if state.own_work else entry.weight)
-    return min(state.own_work * weights / entry.weight / total, 1.0)
+    return min(state.own_work * state.active_weight / entry.weight / total, 1.0)
 
 
 def crowding(entry: QueueEntry, state: QueueState, capacity: Capacity, rules: AdmissionConfig) -> float:

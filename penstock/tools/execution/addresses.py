@@ -23,7 +23,27 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 R = TypeVar("R")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PUBLIC_6 = ipaddress.ip_network("2000::/3")
-"""The allocated part of IPv6. The rest is local, obsolete (site-local, IPv4-compatible) or unused."""
+"""The allocated part of IPv6. The rest is local (as is fd00:ec2::254, the metadata service of AWS), obsolete
+(site-local, IPv4-compatible) or unused."""
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "168.63.129.16/32",  # a public address under which Azure serves metadata and credentials to its machines
+            "192.0.0.0/24",  # protocol assignments; 192.0.0.192 is the metadata service of Oracle Cloud
+            "100.64.0.0/10",  # shared by carriers and clouds; 100.100.100.200 is the metadata service of Alibaba Cloud
+            "169.254.0.0/16",  # link-local, with the metadata services of most clouds
+            "0.0.0.0/8",
+            "192.88.99.0/24",  # relays from IPv4 to IPv6
+            "198.18.0.0/15",
+            "240.0.0.0/4",
+            "2001::/23",  # protocol assignments; Teredo in it is judged by its IPv4 address
+            "3fff::/20",
+        ),
+    )
+)
+"""What the standard library takes for public addresses, here or in some version, and is not: metadata services of
+clouds, and ranges that are reserved."""
 
 
 class Addresses:
@@ -42,6 +62,8 @@ class Addresses:
             return self.allows(inner)
         if any(address in network for network in self._allowed):
             return True
+        if any(address in network for network in _NOT_PUBLIC):
+            return False
         return address.is_global and not address.is_multicast and (address.version == 4 or address in _PUBLIC_6)
 
     async def resolve(self, host: str, port: int) -> str:

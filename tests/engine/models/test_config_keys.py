@@ -3,6 +3,7 @@ default. `config_walk` has the cases."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.loading.keys import ABSENT
 from penstock.engine.models import reference_keys
@@ -19,7 +21,17 @@ from penstock.engine.models.families import FAMILIES, read_config
 from penstock.engine.models.families.config_keys import reference_of
 from penstock.errors import CheckpointError
 from tests.engine.models import reference_keys as generator
-from tests.engine.models.config_walk import BASES, SIZES, YARN, Case, cases, verdict
+from tests.engine.models.config_walk import (
+    BASES,
+    PROMPT,
+    SIZES,
+    YARN,
+    Case,
+    cases,
+    our_scores,
+    verdict,
+    write_weights,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
@@ -59,10 +71,9 @@ def test_every_family_is_walked() -> None:
 HONOURED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}),
     ("llama", {"rope_parameters": {**YARN, "factor": None}}),
-    ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 48}),
+    ("llama", {"rope_parameters": {**YARN, "truncate": False}, "original_max_position_embeddings": 48}),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     ("llama", {"hidden_act": "swish"}),
-    ("mistral", {"sliding_window": ABSENT}),
     ("mixtral", {"rope_theta": ABSENT, "rms_norm_eps": ABSENT}),
     ("mixtral", {"num_experts": 3}),
     ("qwen2", {"max_window_layers": 0}),
@@ -139,3 +150,25 @@ def test_every_key_gives_the_references_output_or_is_refused(family: str, tmp_pa
     print(family, dict(outcomes))
     assert not wrong, "\n".join(wrong)
     assert outcomes["equal"] > 100
+
+
+def test_a_stored_head_is_used_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """As in the reference; an untied head that is missing is not made up."""
+    config = Case("llama", {"tie_word_embeddings": False}).config
+    write_weights(config, tmp_path)
+    untied = our_scores(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(our_scores(tmp_path), expected, rtol=0, atol=2e-3)
+    torch.testing.assert_close(our_scores(tmp_path), untied)
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert float((our_scores(tmp_path) - untied).abs().max()) > 0.1, "the embedding is the head"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"has no lm_head\.weight, and tie_word_embeddings is false"):
+        our_scores(tmp_path)

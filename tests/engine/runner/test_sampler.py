@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.interface import Ops
@@ -134,6 +135,36 @@ def test_the_kept_set_is_complete(params: dict[str, Any], spread: float) -> None
     got = set(torch.isfinite(filters.drop_below(logits, torch.ones(1), cut)[0]).nonzero().flatten().tolist())
     expected = set(kept_by_definition(logits[0], **params))
     assert len(got ^ expected) <= 1, "sums of probabilities may round differently at the very border"
+
+
+ORDERED = torch.tensor([0.5, 0.2, 0.1, 0.08, 0.07, 0.05]).log()
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        # Min-p first would leave 0.5 and 0.2, of which top-p then keeps 0.5 / 0.7 alone.
+        ({"top_p": 0.6, "min_p": 0.3}, 2),
+        # Top-p over the whole would keep four: 0.5 + 0.2 + 0.1 is less than 0.85; of the three of top-k it keeps two.
+        ({"top_k": 3, "top_p": 0.85}, 2),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.19}, 3),
+    ],
+)
+def test_filters_in_the_order_of_the_reference(params: dict[str, Any], kept: int) -> None:
+    """Top-k, then top-p over what that leaves, then min-p, on every backend that runs here; as transformers does it."""
+    warpers: list[Any] = [TopKLogitsWarper(params["top_k"])] if "top_k" in params else []
+    warpers += [TopPLogitsWarper(params["top_p"])]
+    warpers += [MinPLogitsWarper(params["min_p"])] if "min_p" in params else []
+    scores = ORDERED.unsqueeze(0)
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 1, dtype=torch.int64), scores)
+    expected = torch.isfinite(scores[0]).tolist()
+    assert sum(expected) == kept
+    native = cpu.load(2)
+    limits = [torch.tensor([params.get(name, off)]) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))]
+    for ops in (ReferenceOps(), *([native] if native is not None else [])):
+        cut = ops.filter_thresholds(ORDERED.unsqueeze(0), torch.ones(1), *limits)
+        assert (cut <= ORDERED + 1e-6).tolist() == expected
 
 
 def kept_by_definition(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -3,6 +3,7 @@ reason and a retry time."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -11,7 +12,10 @@ from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import clamp_retry_after
 from penstock.routing.admission.decision import (
     DecisionInput,
+    Verdict,
+    crowding,
     decide,
+    fair_share,
     fits,
     predicted_wait,
     saturated,
@@ -169,3 +173,118 @@ def test_saturation_is_more_than_ten_waiting_per_replica() -> None:
     rules = AdmissionConfig()
     assert not saturated(QueueState(queued=(0, 20, 0)), Capacity(replicas=2), rules)
     assert saturated(QueueState(queued=(1, 20, 0)), Capacity(replicas=2), rules)
+
+
+RULES = AdmissionConfig()
+
+
+def test_room_is_counted_to_the_last_slot_and_token() -> None:
+    entry = QueueEntry("a", "t", slots=2, kv_tokens=100)
+    assert fits(entry, 6, 900, Capacity(slots=8, kv_tokens=1000))
+    assert not fits(entry, 7, 900, Capacity(slots=8, kv_tokens=1000))
+    assert not fits(entry, 6, 901, Capacity(slots=8, kv_tokens=1000))
+    assert fits(entry, 0, 901, Capacity(slots=1, kv_tokens=1)), "alone it always fits"
+    assert fits(entry, 99, 99_999, Capacity())
+
+
+def test_the_predicted_wait_is_the_work_ahead_at_the_rate_that_is_left() -> None:
+    state = QueueState(
+        queued=(1, 2, 3), work=(100.0, 400.0, 800.0), rates=(50.0, 20.0, 10.0), own_work=100.0, active_weight=4.0
+    )
+    entry = QueueEntry("a", "t", weight=2.0)
+    waits = {
+        order: [predicted_wait(replace(entry, rank=rank), state, AdmissionConfig(order=order)) for rank in range(3)]  # type: ignore[arg-type]
+        for order in ("fcfs", "sjf", "priority", "fair")
+    }
+    assert waits["fcfs"] == waits["sjf"] == [1300.0 / 50] * 3
+    assert waits["priority"] == [2.0, 2.0 + 20.0, 2.0 + 20.0 + 80.0]
+    # Its own 100 of work take twice as long as alone: half of all weight is others'.
+    assert waits["fair"] == [2.0, 2.0 + 10.0, 2.0 + 20.0 + 20.0]
+    assert predicted_wait(entry, replace(state, rates=None), RULES) == 0.0
+
+
+def test_a_tenants_share_of_the_work_ahead_follows_from_weights() -> None:
+    state = QueueState(work=(0.0, 1000.0, 0.0), own_work=100.0, active_weight=4.0)
+    assert fair_share(QueueEntry("a", "t", weight=2.0), state) == 0.2
+    assert fair_share(QueueEntry("a", "t", weight=1.0), state) == 0.4
+    assert fair_share(QueueEntry("a", "t", weight=0.1), state) == 1.0
+    assert fair_share(QueueEntry("a", "t", weight=2.0), replace(state, own_work=0.0)) == 0.0
+    assert fair_share(QueueEntry("a", "t", weight=2.0), replace(state, work=(1.0, 0.0, 1.0))) == 1.0
+    assert fair_share(QueueEntry("a", "t"), replace(state, work=(0.0, 0.5, 0.0), own_work=0.1)) == 0.8
+
+
+def test_a_queue_is_as_full_as_it_is_for_this_request() -> None:
+    state = QueueState(queued=(10, 40, 500), work=(1.0, 100.0, 1.0), own_work=25.0, active_weight=2.0)
+    entry, one, two = QueueEntry("a", "t"), Capacity(), Capacity(replicas=2)
+    rules = AdmissionConfig(queue=100)
+    assert crowding(entry, state, one, rules) == (10 + 0.5 * 40) / 100
+    assert crowding(entry, state, two, rules) == (10 + 0.5 * 40) / 200
+    assert crowding(entry, state, one, AdmissionConfig(queue=100, order="priority")) == 0.5
+    assert crowding(replace(entry, rank=BATCH), state, two, AdmissionConfig(queue=300, order="priority")) == 550 / 600
+    assert crowding(entry, state, one, AdmissionConfig(queue=1000, order="fcfs")) == 0.55
+    assert crowding(entry, state, one, AdmissionConfig(queue=0, order="sjf")) == 1.0
+    assert crowding(entry, QueueState(), one, AdmissionConfig(queue=0, order="sjf")) == 0.0
+
+
+def test_the_value_of_a_request_is_the_sum_of_its_parts() -> None:
+    typical = DecisionInput(QueueEntry("a", "t", rank=BATCH, cost=2000.0), budget_left=0.0)
+    behind = QueueState(excess=2000.0)
+    least = 0.075 + 0.075
+    assert value_of(typical, behind) == pytest.approx(least)
+
+    def entry(**changed: object) -> DecisionInput:
+        return replace(typical, entry=replace(typical.entry, **changed))
+
+    assert value_of(entry(weight=4.0), behind) == pytest.approx(least + 0.3 * 0.75)
+    assert value_of(entry(weight=0.5), behind) == pytest.approx(least)
+    assert value_of(entry(rank=STANDARD), behind) == pytest.approx(least + 0.1)
+    assert value_of(entry(rank=PREMIUM), behind) == pytest.approx(least + 0.2)
+    assert value_of(entry(cost=6000.0), behind) == pytest.approx(0.15 / 4 + 0.075)
+    assert value_of(replace(typical, prompt_tokens=200, cached_tokens=50), behind) == pytest.approx(least + 0.025)
+    assert value_of(replace(typical, prompt_tokens=200, cached_tokens=900), behind) == pytest.approx(least + 0.1)
+    assert value_of(replace(typical, prompt_tokens=0, cached_tokens=1), behind) == pytest.approx(least + 0.1)
+    assert value_of(replace(typical, budget_left=0.5), behind) == pytest.approx(least + 0.05)
+    assert value_of(replace(typical, budget_left=7.0), behind) == pytest.approx(least + 0.1)
+    assert value_of(replace(typical, budget_left=-7.0), behind) == pytest.approx(least)
+    assert value_of(typical, QueueState(excess=6000.0)) == pytest.approx(0.075 + 0.15 / 4)
+    assert value_of(typical, QueueState(excess=-6000.0)) == pytest.approx(0.075 + 0.15)
+
+
+def test_the_share_that_is_shed_rises_from_the_threshold() -> None:
+    rules = AdmissionConfig(shed_from=0.8)
+    assert shed_share(0.8, 0.0, rules) == 0.0
+    assert shed_share(0.9, 0.0, rules) == pytest.approx(0.5)
+    assert shed_share(0.9, 0.6, rules) == pytest.approx(0.2)
+    assert shed_share(3.0, 0.25, rules) == 0.75
+    assert shed_share(3.0, 7.0, rules) == 0.0 and shed_share(3.0, -7.0, rules) == 1.0
+    assert shed_share(3.0, 0.0, AdmissionConfig(shed_from=1.0)) == 0.0
+    assert shed_share(0.5, 0.0, AdmissionConfig(shed_from=0.0)) == 0.5
+
+
+def test_a_request_is_refused_from_three_quarters_of_its_patience_on() -> None:
+    state = QueueState(4, 0, (0, 1, 0), (0.0, 750.0, 0.0), (100.0, 100.0, 100.0), own_work=750.0, active_weight=1.0)
+    calm, capacity = AdmissionConfig(shed_from=1.0), Capacity(slots=4)
+    late = decide(DecisionInput(QueueEntry("a", "t"), max_wait_s=10.0), state, capacity, calm, 0.99)
+    assert late == Verdict("refuse", 7.5, "load_shed")
+    early = decide(DecisionInput(QueueEntry("a", "t"), max_wait_s=10.1), state, capacity, calm, 0.0)
+    assert early == Verdict("queue", 7.5)
+    assert decide(DecisionInput(QueueEntry("a", "t"), max_wait_s=10.1), state, capacity, RULES, 0.0).action == "refuse"
+
+
+def test_shedding_compares_the_roll_with_the_share_and_says_when_to_return() -> None:
+    state = QueueState(4, 0, (0, 90, 0), (0.0, 1.0, 0.0), (1e3, 1e3, 1e3), own_work=1.0, active_weight=1.0)
+    rules, capacity = AdmissionConfig(queue=100), Capacity(slots=4)
+    asking = DecisionInput(QueueEntry("a", "t"))
+    share = shed_share(0.9, value_of(asking, state), rules)
+    assert 0.0 < share < 1.0
+    assert decide(asking, state, capacity, rules, share) == Verdict("queue", 0.001)
+    shed = decide(asking, state, capacity, rules, share - 1e-9)
+    assert shed == Verdict("refuse", 1.0, "load_shed"), "no sooner than in a second"
+    slow = replace(state, work=(0.0, 5e3, 0.0), own_work=5e3)
+    assert decide(asking, slow, capacity, rules, 0.0) == Verdict("refuse", 5.0, "load_shed")
+
+
+def test_saturation_counts_at_least_one_replica() -> None:
+    rules = AdmissionConfig(downgrade_depth=2.0)
+    assert saturated(QueueState(queued=(1, 1, 1)), Capacity(replicas=0), rules)
+    assert not saturated(QueueState(queued=(0, 1, 1)), Capacity(replicas=0), rules)

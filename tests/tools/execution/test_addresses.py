@@ -43,6 +43,24 @@ PRIVATE = (
     "4000::1",
     "2002:7f00:1::",
     "2001:0:102:304::f5ff:fffe",
+    "100.100.100.200",  # metadata of Alibaba Cloud
+    "168.63.129.16",  # of Azure
+    "::ffff:168.63.129.16",
+    "64:ff9b::168.63.129.16",
+    "2002:a83f:8110::1",
+    "192.0.0.192",  # of Oracle Cloud
+    "::ffff:192.0.0.192",
+    "fd00:ec2::254",  # of AWS
+    "fd20:ce::254",  # of Google Cloud
+    "fe80::a9fe:a9fe",  # of OpenStack
+    "169.254.170.2",
+    "0.1.2.3",
+    "240.0.0.1",
+    "198.18.0.1",
+    "192.88.99.1",
+    "2001:db8::1",
+    "2001:2::1",
+    "3fff::1",
 )
 
 
@@ -57,8 +75,8 @@ def test_public_addresses_are_allowed(address: str) -> None:
 
 
 def test_networks_that_are_named_are_allowed_and_no_others() -> None:
-    addresses = Addresses(["10.1.0.0/16", "::1/128"])
-    allowed = ("10.1.2.3", "::1", "::ffff:10.1.2.3")
+    addresses = Addresses(["10.1.0.0/16", "::1/128", "100.64.0.0/10"])
+    allowed = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "100.100.100.200")
     assert all(addresses.allows(ipaddress.ip_address(address)) for address in allowed)
     assert not any(addresses.allows(ipaddress.ip_address(address)) for address in ("10.2.0.1", "127.0.0.1"))
     with pytest.raises(ConfigError, match="networks"):

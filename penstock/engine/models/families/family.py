@@ -65,11 +65,24 @@ class GGUFKeys:
             return value
         unique = set(value.tolist())
         if len(unique) != 1:
-            raise CheckpointError("layers of different shapes are not supported")
+            raise CheckpointError(f"{self.architecture}.{name} differs between layers, which is not supported")
         return unique.pop()
 
-    def decimal(self, name: str, default: float) -> float:
-        return short_decimal(self(name, default))
+    def number(self, name: str, default: float) -> float:
+        """A finite number; its shortest decimal."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise CheckpointError(f"GGUF key {self.architecture}.{name} must be a number, found {value!r:.80}")
+        return short_decimal(value)
+
+    def whole(self, name: str, default: int) -> int:
+        """An integer, not negative."""
+        value = self(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must be an integer from 0 to {(1 << 31) - 1}, found {value!r:.80}"
+            )
+        return value
 
 
 def short_decimal(value: float) -> float:
@@ -91,6 +104,10 @@ class GGUFFormat:
     """Whether `rope.dimension_count` is the size of a head, for files that leave that out."""
     config: Callable[[GGUFKeys, HFConfig], Mapping[str, Any]] | None = None
     """Further `config.json` keys, given those that all families have."""
+    reads: frozenset[str] = frozenset()
+    """The keys that `config` reads, and that other families may have only at values that say nothing."""
+    windowed: bool = True
+    """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
 

@@ -50,5 +50,5 @@ GEMMA = Family(
     },
     hidden_act=TANH,
     norm_offset=1.0,
-    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf),
+    gguf=GGUFFormat(architectures=("gemma",), config=gemma_from_gguf, windowed=False),
 )

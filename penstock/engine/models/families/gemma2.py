@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.models.families.family import (
     GELU,
     ConfigFields,
@@ -30,7 +32,8 @@ SANDWICH_NORMS = TensorNames(
 GEMMA2_READS = frozenset({
     "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
 })  # fmt: skip
-GEMMA2_LIMITS = {"hidden_activation": GELU}
+GEMMA2_LIMITS = {"hidden_activation": GELU, "hidden_act": (*GELU, "gelu", None)}
+"""`hidden_act`, the older name, does not decide; a file in which the two disagree is refused."""
 
 
 def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
@@ -52,22 +55,35 @@ def _cap(raw: HFConfig, key: str) -> float | None:
     return cap
 
 
-def layer_types(config: HFConfig, period: int) -> Mapping[str, Any]:
-    """GGUF files do not say which layers have the window."""
-    if config.get("sliding_window") is None:
-        return {}
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return {"layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in layers]}
+def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mapping[str, Any]:
+    """Which layers have the window: all but every n-th. Few GGUF files say so."""
+    layers = config["num_hidden_layers"]
+    if not config.get("sliding_window"):
+        return {"layer_types": ["full_attention"] * layers}
+    given = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
+    if isinstance(given, np.ndarray):
+        if len(given) != layers:
+            raise CheckpointError(f"attention.sliding_window_pattern has {len(given)} entries for {layers} layers")
+        local = [bool(entry) for entry in given]
+    else:
+        # 0: all have it; 1: none has.
+        period = keys.whole("attention.sliding_window_pattern", default_period)
+        local = [not period or bool((layer + 1) % period) for layer in range(layers)]
+    return {"layer_types": ["sliding_attention" if entry else "full_attention" for entry in local]}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    window = keys("attention.sliding_window", 4096)
+    window = keys.whole("attention.sliding_window", 4096)
+    if window == 0 or (keys("rope.scaling.type") == "none" and keys.number("rope.scaling.factor", 1.0) != 1.0):
+        raise CheckpointError(
+            "gemma2.attention.sliding_window: 0, or a rope.scaling.factor of type none, is not supported"
+        )
     return {
         **gemma_from_gguf(keys, config, width_scaled_layers=46),
-        **layer_types({**config, "sliding_window": window}, 2),
+        **layer_types(keys, {**config, "sliding_window": window}, 2),
         "sliding_window": window,
-        "attn_logit_softcapping": keys.decimal("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.decimal("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
     }
 
 
@@ -80,5 +96,9 @@ GEMMA2 = Family(
     hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
-    gguf=GGUFFormat(architectures=("gemma2",), config=_from_gguf),
+    gguf=GGUFFormat(
+        architectures=("gemma2",),
+        config=_from_gguf,
+        reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern"}),
+    ),
 )

@@ -49,8 +49,9 @@ def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
         **gemma_from_gguf(keys, config, width_scaled_layers=62),
-        **layer_types(config, _PERIOD),
-        "rope_local_base_freq": keys.decimal("rope.freq_base_swa", 10_000.0),
+        **layer_types(keys, config, _PERIOD),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -63,6 +64,10 @@ GEMMA3 = Family(
     hidden_act=TANH,
     norm_offset=1.0,
     names=SANDWICH_NORMS,
-    gguf=GGUFFormat(architectures=("gemma3",), config=_from_gguf),
+    gguf=GGUFFormat(
+        architectures=("gemma3",),
+        config=_from_gguf,
+        reads=frozenset({"final_logit_softcapping", "attention.sliding_window_pattern"}),
+    ),
     multimodal_type="gemma3",
 )

@@ -31,7 +31,10 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return {"num_local_experts": keys("expert_count"), "num_experts_per_tok": keys("expert_used_count")}
+    return {
+        "num_local_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+    }
 
 
 MIXTRAL = Family(
@@ -45,5 +48,6 @@ MIXTRAL = Family(
         applies=lambda keys: bool(keys("expert_count")),
         interleaved_rope=True,
         config=_from_gguf,
+        reads=frozenset({"expert_count", "expert_used_count"}),
     ),
 )

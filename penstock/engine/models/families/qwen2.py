@@ -33,5 +33,5 @@ QWEN2 = Family(
     class_name="Qwen2ForCausalLM",
     fields=_fields,
     reads=WINDOW_KEYS | {"attention_bias"},  # which GGUF files say; the biases are always there
-    gguf=GGUFFormat(architectures=("qwen2",)),
+    gguf=GGUFFormat(architectures=("qwen2",), windowed=False),
 )

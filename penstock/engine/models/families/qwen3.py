@@ -15,5 +15,5 @@ QWEN3 = Family(
     class_name="Qwen3ForCausalLM",
     fields=_fields,
     reads=WINDOW_KEYS | {"attention_bias"},
-    gguf=GGUFFormat(architectures=("qwen3",)),
+    gguf=GGUFFormat(architectures=("qwen3",), windowed=False),
 )

@@ -41,9 +41,9 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
-        "num_experts": keys("expert_count"),
-        "num_experts_per_tok": keys("expert_used_count"),
-        "moe_intermediate_size": keys("expert_feed_forward_length", config["intermediate_size"]),
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", config["intermediate_size"]),
         "norm_topk_prob": True,
     }
 
@@ -53,5 +53,10 @@ QWEN3_MOE = Family(
     class_name="Qwen3MoeForCausalLM",
     fields=_fields,
     reads=_KEYS,
-    gguf=GGUFFormat(architectures=("qwen3moe",), config=_from_gguf),
+    gguf=GGUFFormat(
+        architectures=("qwen3moe",),
+        config=_from_gguf,
+        reads=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+        windowed=False,
+    ),
 )

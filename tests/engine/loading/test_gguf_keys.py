@@ -1,0 +1,276 @@
+"""Every metadata key of llama.cpp is honoured or refused in every architecture: never ignored."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.loading.checkpoint import open_checkpoint
+from penstock.engine.loading.gguf import GGUFFile, TensorInfo
+from penstock.engine.loading.gguf_config import config_from_gguf
+from penstock.engine.loading.gguf_keys import INERT, OTHERS, READ
+from penstock.engine.models.families import FAMILIES, gguf_architectures, read_config
+from penstock.engine.models.layers.rotary import cos_sin_table
+from penstock.errors import CheckpointError, PenstockError
+from tests.engine.harness import drain, make_engine
+from tests.engine.loading import test_gguf_families
+from tests.engine.loading.gguf_files import write_gguf
+from tests.engine.loading.test_gguf_checkpoint import metadata, weights
+from tests.engine.tiny import write_checkpoint
+
+REFERENCE = {
+    value.removeprefix("{arch}.")
+    for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Attention.Indexer, gguf.Keys.Rope, gguf.Keys.SSM,
+                  gguf.Keys.WKV, gguf.Keys.KDA, gguf.Keys.PosNet, gguf.Keys.ConvNext, gguf.Keys.Classifier,
+                  gguf.Keys.ShortConv)
+    for name, value in vars(group).items()
+    if isinstance(value, str) and value.startswith("{arch}.") and "{dense}" not in value
+} | {"rope.scale_linear", "attention.value_scale"}  # fmt: skip
+TRIED: list[Any] = [3, 2.5, True, False, "yarn", "x", [1, 0], [2.5, 1.0]]
+AT_WORK = {
+    "rope.scaling.original_context_length": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.yarn_beta_fast": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.yarn_beta_slow": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.yarn_log_multiplier": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.yarn_attn_factor": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.yarn_ext_factor": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    "rope.scaling.type": {"rope.scaling.factor": 4.0},
+    "attention.sliding_window_pattern": {"attention.sliding_window": 30},
+    "attention.temperature_scale": {"rope.scaling.original_context_length": 64},
+}
+"""What must be in a file for a key to have an effect in llama.cpp."""
+EXPERTS = {"expert_count": 2, "expert_used_count": 1}
+
+
+class Described:
+    """What is read of a GGUF file, without a file."""
+
+    def __init__(self, keys: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        self.path = Path("m.gguf")
+        self.metadata = {key: np.array(value) if isinstance(value, list) else value for key, value in keys.items()}
+        self.tensors = {name: TensorInfo(name, 0, data.shape, 0) for name, data in tensors.items()}
+        self._data = tensors
+
+    def floats(self, name: str) -> list[float]:
+        return [float(number) for number in self._data[name]]
+
+
+def config(arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
+    given = metadata(arch, **{**(EXPERTS if arch == "qwen3moe" else {}), **keys})
+    return config_from_gguf(cast(GGUFFile, Described(given, weights() | (tensors or {}))))
+
+
+def test_every_key_of_the_reference_is_declared() -> None:
+    families = frozenset().union(*(family.gguf.reads for family in FAMILIES.values()))
+    known = READ | INERT | OTHERS | families | {"attention.causal", "expert_gating_func", "expert_weights_norm"}
+    assert set(REFERENCE) <= known
+    assert not READ & OTHERS and not READ & INERT and not INERT & OTHERS
+
+
+@pytest.mark.parametrize("arch", gguf_architectures())
+def test_each_key_is_honoured_or_refused(arch: str) -> None:
+    """A value that is accepted changes the configuration, says nothing, or belongs to a key that does nothing."""
+    for key in sorted(REFERENCE):
+        beside = AT_WORK.get(key, {})
+        if arch not in ("gemma2", "gemma3") and key == "attention.sliding_window_pattern":
+            beside = {}
+        base = config(arch, beside)
+        for value in TRIED:
+            try:
+                found = config(arch, {**beside, key: value})
+            except CheckpointError as error:
+                name = key.removeprefix("attention.").removeprefix("rope.").removeprefix("scaling.")
+                assert name in str(error) or key in READ, (key, value, str(error))
+                continue
+            assert found != base or key in INERT or _means_nothing(key, value, arch), (key, value)
+
+
+def _means_nothing(key: str, value: Any, arch: str) -> bool:
+    if key == "attention.sliding_window_pattern" and arch in ("gemma2", "gemma3"):
+        return True  # of two layers many patterns mean the same; they have a test of their own
+    return value is (key in ("attention.causal", "expert_weights_norm"))
+
+
+def test_a_factor_without_a_type_is_linear() -> None:
+    linear = {"rope_type": "linear", "factor": 4.0}
+    for keys in (
+        {"rope.scale_linear": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0},
+    ):
+        assert config("llama", keys)["rope_scaling"] == linear
+    assert config("llama", {"rope.scaling.type": "none", "rope.scale_linear": 4.0})["rope_scaling"] is None
+
+
+def table(raw: dict[str, Any], positions: int = 40) -> torch.Tensor:
+    rope = read_config(raw).rope
+    return cos_sin_table(rope, raw["head_dim"], positions, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral3", "qwen2"])
+def test_attn_factor_multiplies_what_there_is(arch: str) -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    for keys in ({}, {"rope.scaling.factor": 4.0}, yarn):
+        plain = table(config(arch, keys))
+        torch.testing.assert_close(table(config(arch, {**keys, "rope.scaling.attn_factor": 1.5})), plain * 1.5)
+
+
+def test_yarn_log_multiplier_divides_the_magnitude() -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    plain = table(config("mistral3", yarn))
+    scaled = table(config("mistral3", {**yarn, "rope.scaling.yarn_log_multiplier": 0.5}))
+    torch.testing.assert_close(scaled, plain / (0.05 * math.log(4) + 1))
+    with pytest.raises(CheckpointError, match="yarn_log_multiplier"):
+        config("llama", {**yarn, "rope.scaling.yarn_log_multiplier": 0.5})
+
+
+def test_queries_that_grow_with_their_position_limit_the_context() -> None:
+    keys = {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 64}
+    assert config("mistral3", keys)["max_position_embeddings"] == 64
+    assert config("mistral3", {**keys, "attention.temperature_scale": 0.0})["max_position_embeddings"] == 512
+    with pytest.raises(CheckpointError, match="temperature_scale"):
+        config("llama", keys)
+
+
+def test_factors_in_tensors_keep_what_stands_beside_them() -> None:
+    divisors = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+    both = {"rope_factors_short.weight": divisors, "rope_factors_long.weight": divisors * 2}
+    keys = {"rope.scaling.attn_factor": 1.5, "rope.scaling.original_context_length": 20}
+    found = config("phi3", keys, both)["rope_scaling"]
+    assert (found["attention_factor"], found["long_factor"]) == (1.5, [2.0, 4.0, 6.0, 8.0])
+    scaled = config("llama", {"rope.scaling.factor": 2.0}, {"rope_freqs.weight": divisors})
+    torch.testing.assert_close(table(scaled), table(config("llama", {}, {"rope_freqs.weight": divisors * 2})))
+    for arch, tensors in (("qwen2", {"rope_freqs.weight": divisors}), ("phi3", {"rope_factors_long.weight": divisors})):
+        with pytest.raises(CheckpointError, match="rotary factors"):
+            config(arch, {}, tensors)
+    with pytest.raises(CheckpointError, match="yarn"):
+        config("llama", {"rope.scaling.type": "yarn"}, {"rope_freqs.weight": divisors})
+
+
+def test_windows_of_gemma() -> None:
+    def local(arch: str, **keys: Any) -> list[bool]:
+        found = config(arch, {key.replace("__", "."): value for key, value in keys.items()})
+        return [kind == "sliding_attention" for kind in found["layer_types"]]
+
+    layers = {"block_count": 2}
+    assert local("gemma2", **layers) == [True, False]
+    assert config("gemma2", {})["sliding_window"] == 4096
+    assert local("gemma3", **layers) == [False, False]
+    window = {"attention__sliding_window": 30, **layers}
+    assert local("gemma3", **window) == [True, True]
+    assert local("gemma3", attention__sliding_window_pattern=2, **window) == [True, False]
+    assert local("gemma3", attention__sliding_window_pattern=[False, True], **window) == [False, True]
+    assert config("gemma3", {"final_logit_softcapping": 7.0})["final_logit_softcapping"] == 7.0
+    with pytest.raises(CheckpointError, match="sliding_window: 0"):
+        config("gemma2", {"attention.sliding_window": 0})
+    with pytest.raises(CheckpointError, match="sliding windows"):
+        config("qwen2", {"attention.sliding_window": 30})
+
+
+def test_only_models_are_models(tmp_path: Path) -> None:
+    for key, value in (("general.type", "adapter"), ("split.count", 2), ("split.count", "x")):
+        path = write_gguf(tmp_path / "m.gguf", metadata("llama") | {key: value}, weights())
+        with pytest.raises(CheckpointError, match=r"not a model|parts of a model"):
+            open_checkpoint(path)
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"rope.scale_linear": 4.0},
+    {"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 0.8},
+    {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+    {"rope.scaling.attn_factor": 1.3},
+    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.2},
+    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.7},
+    {"attention.temperature_scale": 0.3},
+    {"final_logit_softcapping": 3.0},
+    {"attn_logit_softcapping": 2.0},
+    {"attention.sliding_window_pattern": 3},
+    {"rope.freq_base_swa": 500.0},
+    {"attention.scale": 0.5},
+    {"logit_scale": 2.0},
+    {"expert_gating_func": 2},
+    {"rope.dimension_count": 16},
+]
+PROMPT = [23 * i % 300 + 5 for i in range(150)]
+LLAMA_CPP = """
+import json, sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = sys.argv[1], 1024, 1, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+request = {"prompt": json.loads(sys.argv[2]), "n_predict": 1, "temperature": 0.0, "n_probs": 20}
+print("RESULT" + json.dumps(xllamacpp.Server(params).handle_completions(request)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qknorm", "qwen3-moe", "gemma", "gemma2",
+                                    "gemma3-two-ropes", "phi3-half-rotated"])  # fmt: skip
+def test_logprobs_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs xllamacpp, which is not among the test requirements."""
+    pytest.importorskip("xllamacpp")
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(test_gguf_families, "write_gguf", lambda path, keys, tensors: made.update(k=keys, t=tensors))
+    usual = (
+        {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6} if family.startswith(("gemma2", "gemma3")) else {}
+    )
+    arch = test_gguf_families.ARCHITECTURES[family]
+    test_gguf_families.convert(write_checkpoint(family, tmp_path / "folder", vocab_size=320, spread=0.5, **usual), arch)
+    ran = 0
+    for case in CASES:
+        keys = made["k"] | vocabulary(320) | {f"{arch}.{key}": value for key, value in case.items()}
+        path = write_gguf(tmp_path / "m.gguf", keys, made["t"])
+        try:
+            engine = make_engine(path, weights="dense")
+        except PenstockError:
+            continue
+        theirs = llama_cpp(path)
+        if theirs is None:
+            continue
+        ours = next(delta for delta in drain_one(engine) if delta.tokens).logprobs[0]
+        found = dict(zip(ours.top_ids, ours.top_logprobs, strict=True))
+        common = found.keys() & theirs.keys()
+        assert len(common) > 14 and max(abs(found[i] - theirs[i]) for i in common) < 0.05, case
+        ran += 1
+    assert ran > 3
+
+
+def drain_one(engine: Any) -> Any:
+    from penstock.engine.request import Request, SamplingParams
+
+    engine.submit(Request("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)))
+    return drain(engine)
+
+
+def llama_cpp(path: Path) -> dict[int, float] | None:
+    """Its log-probabilities of the next token; None where it loads no such file, or the token is half a character."""
+    command = [sys.executable, "-c", LLAMA_CPP, str(path), json.dumps(PROMPT)]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    line = next((line for line in output.splitlines() if line.startswith("RESULT")), None)
+    if line is None or (logprobs := json.loads(line.removeprefix("RESULT"))["choices"][0]["logprobs"]) is None:
+        return None
+    return {entry["id"]: entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]}
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*tokens, *(f"t{i}" for i in range(size - len(tokens)))],
+        "tokenizer.ggml.scores": [-float(i) for i in range(size)],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (size - len(tokens))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+    }
