@@ -298,8 +298,8 @@ class Accounts:
         if known is None and now - charge.opened_at < TALLY_KEEP_S:
             return False  # the engine is asked again, until it would have dropped the counts
         produced = (known or {}).get(charge.id, [])
-        if any(run.finish_reason is None for run in produced):
-            return False  # still running: its gateway may be alive after all
+        if any(run.finish_reason is None or run.resumable for run in produced):
+            return False  # still running: its gateway may be alive after all; or the client may resume it
         counted = usage_of(produced)
         # The noted tokens had arrived at the gateway; after a failover they may be more than one engine produced.
         used = Usage(
@@ -319,8 +319,9 @@ class Accounts:
                 self._beats = True
                 await self.recover()
             except DatabaseError as error:
+                if self._beats:
+                    log.warning("the ledger cannot be reached: %s", error)
                 self._beats = False
-                log.warning("the ledger cannot be reached: %s", error)
             # A heartbeat also finds out whether there is space again, when no request tries to.
             await asyncio.sleep(self._dead_after_s / 4 if self._beats else min(RETRY_S, self._dead_after_s / 4))
 
