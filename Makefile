@@ -58,6 +58,10 @@ fuzz: $(TEST_STAMP) ## the fuzzers, ten minutes each (PENSTOCK_FUZZ_SECONDS=60 f
 mutants: $(TEST_STAMP) ## small faults in pure modules: do their tests notice? (ARGS="--seed 2 --per-module 10")
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
+.PHONY: audit
+audit: $(TEST_STAMP) ## the pinned dependencies: known vulnerabilities, licences, whether each is needed
+	@$(BIN)/python deploy/audit.py $(ARGS)
+
 # A GPU machine is often sealed, with torch and triton installed system-wide and nothing to be added. tests/gpu/run.py
 # needs only those, and compiles all kernels in parallel before it starts; under pytest they compile one by one.
 .PHONY: test-gpu

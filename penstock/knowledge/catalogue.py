@@ -125,6 +125,15 @@ class Catalogue:
         )
         return {row[0]: int(row[1]) for row in rows}, sum(int(row[2]) for row in rows), sum(int(row[3]) for row in rows)
 
+    async def has_chunks(self, collection: str) -> bool:
+        """Whether a document of the collection was ingested, so that its chunks must be stored somewhere."""
+        return bool(
+            await self._database.fetch(
+                "SELECT 1 FROM documents WHERE collection = ? AND status = 'ready' AND chunks_done > 0 LIMIT 1",
+                collection,
+            )
+        )
+
     async def pending(self, tenant: str) -> int:
         """Number of a tenant's documents waiting to be ingested."""
         rows = await self._database.fetch(

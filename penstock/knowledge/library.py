@@ -82,7 +82,7 @@ class Library:
         if url.startswith(SQLITE):
             folder = Path(url.removeprefix(SQLITE))
             database = await open_database(f"{SQLITE}{folder / CATALOGUE}")
-            stores = SQLiteStores(folder)
+            stores = SQLiteStores(folder, expected=Catalogue(database).has_chunks)
         else:
             database = shared or await open_database(url)
             stores = PostgresStores(database)

@@ -25,8 +25,8 @@ def excess(body: bytes) -> str | None:
     if b'\\"' in body:
         # An escaped quote does not end a string, unless its backslash is itself escaped.
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    parts = body.split(b'"', 2 * MOST_STRINGS)
-    return _counted(b'""'.join(parts[::2]) if len(parts) <= 2 * MOST_STRINGS else body)
+    parts = body.split(b'"', 2 * MOST_STRINGS + 1)
+    return _counted(b'""'.join(parts[::2]) if len(parts) <= 2 * MOST_STRINGS + 1 else body)
 
 
 def _few_long_strings(body: bytes) -> bool:

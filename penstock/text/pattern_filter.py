@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
@@ -22,14 +24,37 @@ LONGEST = 256
 LONGEST_PATTERN = 1000
 LOOK_BEHIND = 64
 """Characters before a position that assertions can see."""
-TIMEOUT_S = 0.1
-WHOLE_TIMEOUT_S = 1.0
+PUSH_S = 0.02
+"""Time for one piece of a stream: other streams wait for it."""
+INLINE_S = 0.01
+"""Time for a whole request on the event loop."""
+WHOLE_S = 1.0
+WHOLE_S_PER_CHARACTER = 2e-6
+"""Time for a whole request on a thread; usual patterns need a hundredth of it."""
 _AFTER = 2
 """Characters after a match that decide about `\\b` and `$`."""
 
 
 class TooSlow(Exception):
     """The pattern timed out."""
+
+
+class Deadline:
+    """How long patterns may take, all together."""
+
+    __slots__ = ("_at", "_clock")
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        """`clock`: `thread_time` where a short time counts and one thread does the work, which may not get a core."""
+        self._clock = clock
+        self._at = clock() + seconds
+
+    def left(self) -> float:
+        """Seconds that are left; raises `TimeoutError` when none are."""
+        left = self._at - self._clock()
+        if left <= 0:
+            raise TimeoutError
+        return left
 
 
 class TextPattern:
@@ -50,16 +75,16 @@ class TextPattern:
         choice = "|".join(re.escape(word) for word in ordered)
         return cls(rf"(?i)(?<!\w)(?:{choice})(?!\w)", longest=len(ordered[0]))
 
-    def found(self, text: str) -> bool:
+    def found(self, text: str, deadline: Deadline) -> bool:
         """Whether a complete text contains a match."""
         try:
-            return self.compiled.search(text, timeout=WHOLE_TIMEOUT_S, concurrent=True) is not None
+            return self.compiled.search(text, timeout=deadline.left(), concurrent=True) is not None
         except TimeoutError:
             raise TooSlow from None
 
-    def replaced(self, text: str, replacement: str) -> str:
+    def replaced(self, text: str, replacement: str, deadline: Deadline) -> str:
         try:
-            return str(self.compiled.sub(lambda _: replacement, text, timeout=WHOLE_TIMEOUT_S, concurrent=True))
+            return str(self.compiled.sub(lambda _: replacement, text, timeout=deadline.left(), concurrent=True))
         except TimeoutError:
             raise TooSlow from None
 
@@ -84,7 +109,7 @@ class StreamFilter:
         self._buffer += text
         shown: list[str] = []
         try:
-            ended = self._advance(shown, final)
+            ended = self._advance(shown, final, Deadline(PUSH_S, thread_time))
         except TimeoutError:
             self.hits += 1
             ended = True
@@ -94,15 +119,15 @@ class StreamFilter:
             self._shown = LOOK_BEHIND
         return "".join(shown), ended
 
-    def _advance(self, shown: list[str], final: bool) -> bool:
+    def _advance(self, shown: list[str], final: bool, deadline: Deadline) -> bool:
         buffer, end = self._buffer, len(self._buffer)
         while self._shown < end:
-            start = self._next(buffer, self._shown, end, final)
+            start = self._next(buffer, self._shown, end, final, deadline)
             shown.append(buffer[self._shown : start])
             self._shown = start
             if start == end or not (final or end >= start + self._reach):
                 return False
-            match = self._pattern.match(buffer, start, min(end, start + self._reach), timeout=TIMEOUT_S)
+            match = self._pattern.match(buffer, start, min(end, start + self._reach), timeout=deadline.left())
             if match is None or match.end() == start:
                 shown.append(buffer[start])
                 self._shown += 1
@@ -114,11 +139,11 @@ class StreamFilter:
             self._shown = match.end()
         return False
 
-    def _next(self, buffer: str, start: int, end: int, final: bool) -> int:
+    def _next(self, buffer: str, start: int, end: int, final: bool, deadline: Deadline) -> int:
         """The first position of a match, or of a possible match with more text; `end` if there is none."""
         last = end
         if end - start <= self._reach:  # everything is within reach: one search finds any match
-            match = self._pattern.search(buffer, start, end, partial=not final, timeout=TIMEOUT_S)
+            match = self._pattern.search(buffer, start, end, partial=not final, timeout=deadline.left())
             if match is None:
                 return end
             last = int(match.start())
@@ -128,7 +153,8 @@ class StreamFilter:
         for position in range(start, last):
             bound = position + self._reach
             partial = not final and bound > end
-            if self._pattern.match(buffer, position, min(bound, end), partial=partial, timeout=TIMEOUT_S) is not None:
+            until = min(bound, end)
+            if self._pattern.match(buffer, position, until, partial=partial, timeout=deadline.left()) is not None:
                 return position
         return last
 

@@ -33,8 +33,10 @@ def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(inner := found.get(name), Mapping):
             found[name] = enforceable(inner)
     # With bounds on their number all declared properties must be required, so they stay patterns.
-    if found.get("patternProperties") and not {"minProperties", "maxProperties"} & found.keys():
-        _write_out(found)
+    properties, patterns = found.get("properties", {}), found.get("patternProperties")
+    readable = isinstance(properties, Mapping) and isinstance(patterns, Mapping)
+    if readable and patterns and not {"minProperties", "maxProperties"} & found.keys():
+        _write_out(found, dict(properties), dict(patterns))
     return found
 
 
@@ -42,8 +44,7 @@ def _inner(schema: object) -> object:
     return enforceable(schema) if isinstance(schema, Mapping) else schema
 
 
-def _write_out(schema: dict[str, Any]) -> None:
-    properties, patterns = dict(schema.get("properties") or {}), dict(schema["patternProperties"])
+def _write_out(schema: dict[str, Any], properties: dict[str, Any], patterns: dict[str, Any]) -> None:
     for pattern in list(patterns):
         keys = keys_of(pattern)
         if keys is None:

@@ -15,6 +15,7 @@ from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.queue import LEASE_S, IngestQueue
 from penstock.protocol.errors import EngineUnavailable
+from penstock.storage import DatabaseError
 from tests.knowledge.embedding import HashingEmbedder
 from tests.knowledge.files import make_pdf
 
@@ -335,3 +336,20 @@ async def test_late_interaction_finds_the_passage_that_says_it(tmp_path: Path) -
         found = await library.retriever.search(col, query, mode="vector", rerank=False)
         assert [passage.document.id for passage in found.passages] == ["b", "a"]
         assert (await texts(library, col, query, mode="vector"))[0] == answer
+
+
+async def test_lost_chunks_are_an_error_and_not_an_empty_collection(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "notes")
+        assert await texts(library, col, "cats") == [], "nothing was ingested, so there is no file"
+        await put(library, col, "Cats sleep a lot.", media_type="text/plain")
+        assert await settled(library, col) == {"ready": 1}
+        for file in (tmp_path / "k").glob(f"{col.id}.*"):
+            file.unlink()
+        with pytest.raises(DatabaseError, match="deleted"):  # while open
+            await texts(library, col, "cats")
+    async with opened(tmp_path) as library:  # and after a restart
+        with pytest.raises(DatabaseError, match="missing"):
+            await texts(library, col, "cats")
+        assert not list((tmp_path / "k").glob(f"{col.id}.*"))
+        await library.remove_collection(col)

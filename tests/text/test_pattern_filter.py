@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.text.pattern_filter import LONGEST, StreamFilter, TextPattern, TooSlow
+from penstock.text.pattern_filter import LONGEST, Deadline, StreamFilter, TextPattern, TooSlow
 
+SOON = Deadline(1e6)
 PATTERNS = {
     "words": TextPattern.of_words(("secret", "secretary", "bad word")),
     "number": TextPattern(r"\b\d{3}-\d{2}-\d{4}\b"),
@@ -97,7 +99,15 @@ def test_a_pattern_that_never_ends_refuses_instead_of_hanging() -> None:
     text = "a" * 80 + "b"
     assert StreamFilter(pattern, "#").push(text, final=True)[1]
     with pytest.raises(TooSlow):
-        pattern.found(text)
+        pattern.found(text, Deadline(0.05))
+
+
+def test_a_piece_of_a_stream_takes_a_bounded_time_however_many_positions_it_has() -> None:
+    """Each position is quick enough alone; together they would take seconds."""
+    stream = StreamFilter(TextPattern(r"(?:a|a|aa){6,14}c"), "#")
+    begun = time.monotonic()
+    _, ended = stream.push("a" * 4_000)
+    assert ended and time.monotonic() - begun < 0.5
 
 
 @pytest.mark.parametrize("source", ["(", "a*", "(?r)abc", ""])
@@ -108,6 +118,6 @@ def test_patterns_that_cannot_work_are_refused(source: str) -> None:
 
 def test_words_are_literal_and_whole() -> None:
     pattern = TextPattern.of_words(("a.b", "c++"))
-    assert pattern.found("see A.B!") and pattern.found("c++")
-    assert not pattern.found("axb c+ ca.b")
+    assert pattern.found("see A.B!", SOON) and pattern.found("c++", SOON)
+    assert not pattern.found("axb c+ ca.b", SOON)
     assert re.escape("c++") in pattern.compiled.pattern

@@ -43,6 +43,8 @@ def _error(message: str) -> GrammarError:
     """The library's message as an error; it may quote the whole grammar."""
     message = message.strip()
     message = message if len(message) <= _MESSAGE else f"{message[:_MESSAGE]}..."
+    if message.startswith("panic"):
+        return GrammarError(f"the compiler failed on it ({message})")
     if any(sign in message for sign in _TOO_COMPLEX):
         return GrammarTooComplex(f"it is too complex ({message})")
     return GrammarError(message)

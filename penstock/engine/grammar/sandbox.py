@@ -8,6 +8,7 @@ that tried it is dead by then.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ WORD = 8
 _START_S = 60.0
 """Reading a large vocabulary takes seconds."""
 _STOP_S = 2.0
+_LOOK_S = 1.0
+"""A child that takes longer is looked at: the library can lock itself up when memory runs out."""
 _PATIENCE = 20.0
 """Wall-clock time for a unit of processor time, on a machine that is busy with other things."""
 
@@ -49,7 +53,7 @@ _PATIENCE = 20.0
 class Limits:
     """What one grammar may cost."""
 
-    compile_s: float = 2.0
+    compile_s: float = 1.0
     """Processor time to compile and try it."""
     memory: int = 128 << 20
     """Bytes that it may need."""
@@ -112,7 +116,7 @@ class GrammarSandbox:
             try:
                 if interruptible is not None:
                     interruptible(lambda: os.kill(child, signal.SIGKILL))
-                answer = self._exchange(mine, grammar)
+                answer = self._exchange(mine, grammar, child)
             finally:
                 if interruptible is not None:
                     # From here on the child's id may belong to another process.
@@ -129,14 +133,18 @@ class GrammarSandbox:
         with self._lock:
             self._stop()
 
-    def _exchange(self, connection: socket.socket, grammar: str) -> bytes:
+    def _exchange(self, connection: socket.socket, grammar: str, child: int) -> bytes:
         """The answer; empty when the child died."""
-        connection.settimeout(self.limits.compile_s * _PATIENCE)
+        deadline = monotonic() + self.limits.compile_s * _PATIENCE
+        connection.settimeout(_LOOK_S)
         try:
             send_frame(connection, grammar.encode(errors="surrogatepass"))
+            while not _readable(connection):
+                if _sleeps(child):
+                    raise GrammarTooComplex("it is too complex: it locked up the compiler")
+                if monotonic() > deadline:
+                    raise SandboxUnavailable("the machine is too busy to compile grammars; try again later")
             return receive_frame(connection)
-        except TimeoutError:
-            raise SandboxUnavailable("the machine is too busy to compile grammars; try again later") from None
         except ConnectionError:
             return b""
 
@@ -237,6 +245,25 @@ class GrammarSandbox:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _readable(connection: socket.socket) -> bool:
+    """Whether something arrived, or the other side closed, within the socket's timeout."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _sleeps(process: int) -> bool:
+    """Whether none of the threads of a process, which has only work to do, is running or waiting for a core."""
+    states = set()
+    with contextlib.suppress(OSError):  # it may be about to end
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/stat") as file:
+                states.add(file.read().rpartition(")")[2].split()[0])
+    return states == {"S"}
 
 
 class SandboxedCompiler:

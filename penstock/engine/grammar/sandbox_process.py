@@ -32,6 +32,8 @@ _WALKS = 2
 _WALK_STEPS = 16
 """How far a grammar is followed: random texts, and tokens in each."""
 _STACK = 1 << 20
+_NICE = 5
+"""The engine's steps go first."""
 
 
 def serve(control: socket.socket, compiler: GuidanceCompiler | None, limits: Limits) -> None:
@@ -71,6 +73,7 @@ def _run_child(connection: socket.socket, compiler: GuidanceCompiler | None, lim
 
 
 def _restrict(limits: Limits) -> None:
+    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.compile_s)

@@ -319,8 +319,9 @@ class Accounts:
                 self._beats = True
                 await self.recover()
             except DatabaseError as error:
+                if self._beats:
+                    log.warning("the ledger cannot be reached: %s", error)
                 self._beats = False
-                log.warning("the ledger cannot be reached: %s", error)
             # A heartbeat also finds out whether there is space again, when no request tries to.
             await asyncio.sleep(self._dead_after_s / 4 if self._beats else min(RETRY_S, self._dead_after_s / 4))
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any
 
 from penstock.config.guardrails import GuardrailConfig
@@ -23,7 +24,16 @@ from penstock.gateway.moderation.stream import ModeratedStream
 from penstock.identity import Caller
 from penstock.protocol.errors import ContentBlocked, ServiceUnavailable
 from penstock.telemetry.metrics import Metrics
-from penstock.text.pattern_filter import LONGEST_PATTERN, StreamFilter, TextPattern, TooSlow
+from penstock.text.pattern_filter import (
+    INLINE_S,
+    LONGEST_PATTERN,
+    WHOLE_S,
+    WHOLE_S_PER_CHARACTER,
+    Deadline,
+    StreamFilter,
+    TextPattern,
+    TooSlow,
+)
 
 log = logging.getLogger(__name__)
 
@@ -155,33 +165,46 @@ class Guardrails:
                 )
 
     async def _checked(self, rules: Sequence[PatternRule], value: Any, param: str) -> Any:
-        if _size(value) <= INLINE_CHARACTERS:
-            return self._check(rules, value, param)
-        return await asyncio.to_thread(self._check, rules, value, param)
-
-    def _check(self, rules: Sequence[PatternRule], value: Any, param: str) -> Any:
-        if isinstance(value, str):
-            for rule in rules:
-                value = self._apply(rule, value, param)
-            return value
-        if isinstance(value, dict):
-            return {key: item if key in _NO_TEXT else self._check(rules, item, param) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._check(rules, item, param) for item in value]
-        return value
-
-    def _apply(self, rule: PatternRule, text: str, param: str) -> str:
+        size = _size(value)
+        if size <= INLINE_CHARACTERS:
+            try:
+                return self._check(rules, value, param, Deadline(INLINE_S, thread_time))
+            except TooSlow:
+                pass  # on a thread it may take longer
+        deadline = Deadline(WHOLE_S + WHOLE_S_PER_CHARACTER * size * len(rules))
         try:
-            for pattern in rule.patterns:
-                if not pattern.found(text):
-                    continue
-                if rule.replacement is None:
-                    raise self._refused(rule, param)
-                self._metrics.guardrail(rule.name, "input", "redact")
-                text = pattern.replaced(text, rule.replacement)
-        except TooSlow:
+            return await asyncio.to_thread(self._check, rules, value, param, deadline)
+        except TooSlow as error:
+            (rule,) = error.args
             log.warning("guardrail %r takes too long on a request; it is refused", rule.name)
             raise self._refused(rule, param) from None
+
+    def _check(self, rules: Sequence[PatternRule], value: Any, param: str, deadline: Deadline) -> Any:
+        """`value` as the rules leave it; raises `TooSlow` with the rule that takes too long."""
+        if isinstance(value, str):
+            for rule in rules:
+                try:
+                    value = self._apply(rule, value, param, deadline)
+                except TooSlow:
+                    raise TooSlow(rule) from None
+            return value
+        if isinstance(value, dict):
+            return {
+                key: item if key in _NO_TEXT else self._check(rules, item, param, deadline)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self._check(rules, item, param, deadline) for item in value]
+        return value
+
+    def _apply(self, rule: PatternRule, text: str, param: str, deadline: Deadline) -> str:
+        for pattern in rule.patterns:
+            if not pattern.found(text, deadline):
+                continue
+            if rule.replacement is None:
+                raise self._refused(rule, param)
+            text = pattern.replaced(text, rule.replacement, deadline)
+            self._metrics.guardrail(rule.name, "input", "redact")
         return text
 
     def _refused(self, rule: PatternRule, param: str) -> ContentBlocked:

@@ -128,7 +128,9 @@ PAIRS: dict[str, tuple[dict[str, Any], ...]] = {
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": ABSENT},
     ),
     "lengths inside and outside": (
-        {"rope_parameters": YARN, "original_max_position_embeddings": 48},
+        {"rope_parameters": {**YARN, "truncate": False}, "original_max_position_embeddings": 48},
+        {"rope_scaling": {**YARN, "truncate": False, "original_max_position_embeddings": None},
+         "original_max_position_embeddings": 48},
         {"rope_parameters": {**YARN, "factor": None}, "original_max_position_embeddings": 48},
         {"rope_scaling": LLAMA3, "original_max_position_embeddings": 48},
         {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "original_max_position_embeddings": 24},

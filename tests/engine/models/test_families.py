@@ -81,6 +81,14 @@ def test_qwen3_moe_says_which_layers_have_experts() -> None:
     assert (config.moe.experts, config.moe.top_k, config.moe.ffn_size, config.moe.normalize) == (16, 4, 32, False)
 
 
+def test_windows_left_out_are_the_references() -> None:
+    """The tiny checkpoints are shorter than these."""
+    assert read("mistral").windows == read("gemma3_text", num_hidden_layers=4).windows == (4096,) * 4
+    assert read("gemma2").windows == (4096, None) * 2
+    assert read("qwen2", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
+    assert read("mixtral").windows == read("phi3").windows == read("qwen3").windows == (None,) * 4
+
+
 def test_a_llama_is_plain() -> None:
     config = read("llama", sliding_window=None)
     assert config.plain_layers and config.windows == (None,) * 4

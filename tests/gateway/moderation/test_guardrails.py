@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,20 @@ async def test_a_pattern_that_cannot_work_stops_the_start(serving: Serving) -> N
     with pytest.raises(ConfigError, match="numbers"):
         async with serving(guardrails=(rule(patterns=("(",)),)):
             pass
+
+
+async def test_a_pattern_that_backtracks_without_end_does_not_freeze_the_gateway(serving: Serving) -> None:
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - begun)
+
+    async with serving(guardrails=(rule(stage="input", patterns=("(?:a|a|aa)+c",)),)) as gateway:
+        watching = asyncio.create_task(watch())
+        reply = await gateway.chat(messages=[{"role": "user", "content": "a" * 80 + "b"}])
+        watching.cancel()
+    assert reply.status_code == 400 and "rule" in reply.json()["error"]["message"]
+    assert max(gaps) < 0.5, "other requests went on"

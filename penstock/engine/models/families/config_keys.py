@@ -59,7 +59,13 @@ EXECUTION = frozenset({
 })  # fmt: skip
 """How the reference computes or what else it returns; the logits stay the same."""
 
-INERT = NAMES | TRAINING | EXECUTION | frozenset(GENERATION) | {"id2label", "label2id", "num_labels"}
+ELSEWHERE = frozenset({
+    "use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
+    "query_pre_attn_scalar", "cache_implementation", "id2label", "label2id", "num_labels",
+})  # fmt: skip
+"""Keys of other families and of classifiers, common in files whose class does not have them. No need to report them."""
+
+INERT = NAMES | TRAINING | EXECUTION | ELSEWHERE | frozenset(GENERATION)
 
 
 def reference_of(model_type: str) -> Mapping[str, Any]:

@@ -32,7 +32,8 @@ SANDWICH_NORMS = TensorNames(
 GEMMA2_READS = frozenset({
     "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
 })  # fmt: skip
-GEMMA2_LIMITS = {"hidden_activation": GELU}
+GEMMA2_LIMITS = {"hidden_activation": GELU, "hidden_act": (*GELU, "gelu", None)}
+"""`hidden_act`, the older name, does not decide; a file in which the two disagree is refused."""
 
 
 def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
