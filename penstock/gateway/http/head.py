@@ -6,6 +6,7 @@ smuggled past a proxy in front. Upgrades, which are optional for a server, are i
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import httptools
@@ -26,10 +27,7 @@ def refusal(request: Request, limit: int) -> bytes:
     headers = request.headers
     if len(headers) > MOST_HEADERS:
         return TOO_LARGE
-    size = len(request.target) + 4 * len(headers)
-    for name, value in headers:
-        size += len(name) + len(value)
-    if size > limit:
+    if len(request.target) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers) > limit:
         return TOO_LARGE
     version = request.version
     if version not in ("1.1", "1.0"):

@@ -46,6 +46,8 @@ class App:
         match scope["path"]:
             case "/large":
                 await reply(send, LARGE)
+            case "/medium":
+                await reply(send, LARGE[:60_000])
             case "/events":
                 await send(start((b"content-type", b"text/event-stream")))
                 for number in range(4):
@@ -122,12 +124,15 @@ def test_a_deaf_client_that_asked_to_close_is_cut_too(run: Run) -> None:
     async def scenario() -> None:
         async with listening(stalled_reader_s=0.3) as (app, port, listener):
             unread = b"POST /large HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nlate body"
+            assert listener._listening is not None
+            listener._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the rest stays with us
             writers = [
+                await deaf(port, GET % (b"/medium", b"connection: close\r\n")),
                 await deaf(port, GET % (b"/large", b"connection: close\r\n")),
                 await deaf(port, b"GET /large HTTP/1.0\r\n\r\n"),
                 await deaf(port, unread + b"NONSENSE\r\n\r\n"),
             ]
-            await eventually(lambda: len(app.seen) == 3)
+            await eventually(lambda: len(app.seen) == 4)
             assert listener._shared.open
             await eventually(lambda: not listener._shared.open, 20)
             for writer in writers:
