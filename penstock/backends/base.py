@@ -24,6 +24,7 @@ from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.protocol.messages import (
     AdapterOperation,
     AdapterResult,
+    Claimed,
     LoadAdapter,
     PinAdapter,
     Produced,
@@ -86,6 +87,9 @@ class Backend(Protocol):
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
         """What the engine produced for these charges, of any gateway. `ApiError` when it cannot be asked."""
+
+    async def claim(self, charge: str, request: Request) -> Claimed:
+        """The tokens of a resumable request of this charge whose gateway has died; see `Claim`."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """The deltas of one request. Closing the iterator early aborts the request."""
@@ -223,6 +227,9 @@ class EngineClient(ABC):
 
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
         return []  # an in-process engine knows nothing that its only gateway does not know
+
+    async def claim(self, charge: str, request: Request) -> Claimed:
+        return Claimed("")
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)

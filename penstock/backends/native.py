@@ -29,6 +29,8 @@ from penstock.protocol.messages import (
     AdapterOperation,
     AdapterResult,
     Adapters,
+    Claim,
+    Claimed,
     Count,
     Counted,
     FromEngine,
@@ -80,7 +82,7 @@ class NativeBackend(EngineClient):
         self._monitor: Any = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._heard_at = clock()
-        self._questions: dict[str, asyncio.Future[list[Produced]]] = {}
+        self._questions: dict[str, asyncio.Future[Any]] = {}
 
     @property
     def public_key(self) -> str:
@@ -127,8 +129,17 @@ class NativeBackend(EngineClient):
     async def produced(self, charges: Sequence[str]) -> list[Produced]:
         if not self._up:
             raise EngineUnavailable("The engine for this model is restarting; try again.")
-        question = Count(self._next_operation(), list(charges))
-        answer: asyncio.Future[list[Produced]] = asyncio.get_running_loop().create_future()
+        entries: list[Produced] = await self._ask(Count(self._next_operation(), list(charges)))
+        return entries
+
+    async def claim(self, charge: str, request: Request) -> Claimed:
+        if not self._up:
+            return Claimed("")
+        claimed: Claimed = await self._ask(Claim(self._next_operation(), charge, request))
+        return claimed
+
+    async def _ask(self, question: Count | Claim) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question.question] = answer
         try:
             if not self._try_send(question):
@@ -213,11 +224,16 @@ class NativeBackend(EngineClient):
                 log.info("engine is draining", extra={"engine": self.name, "requests_in_flight": self.in_flight})
                 self._leaves()
             case Counted(question, entries):
-                asked = self._questions.get(question)
-                if asked is not None and not asked.done():
-                    asked.set_result(entries)
+                self._answered(question, entries)
+            case Claimed(question):
+                self._answered(question, message)
             case Stopped(reason):
                 self._lost(reason)
+
+    def _answered(self, question: str, answer: list[Produced] | Claimed) -> None:
+        asked = self._questions.get(question)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
 
     def _on_monitor(self) -> None:
         while self._socket is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:

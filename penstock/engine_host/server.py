@@ -35,6 +35,8 @@ from penstock.protocol.messages import (
     Abort,
     AdapterResult,
     Adapters,
+    Claim,
+    Claimed,
     Count,
     Counted,
     Drain,
@@ -181,6 +183,8 @@ class EngineServer:
                     self._handovers.pull(identity, message)
             case Count(question, charges):
                 self._answer(identity, Counted(question, self._tally.of(charges)))
+            case Claim(question, charge, request):
+                self._answer(identity, self._tally.claim(question, charge, request))
             case LoadAdapter() | UnloadAdapter() | PinAdapter():
                 operate(self._engine, message, lambda result: self._answer(identity, result))
             case Hello(gateway, version):
@@ -188,6 +192,8 @@ class EngineServer:
                     self._register(identity, gateway, version)
             case Goodbye():
                 if peer is not None:
+                    for request_id in peer.requests:
+                        self._tally.release(request_id)
                     self._peers.give_up(peer, "says goodbye")
             case Sleep():
                 self._prepare_sleep()
@@ -236,7 +242,8 @@ class EngineServer:
 
     def _begin(self, request: Request) -> None:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
-        self._tally.begin(request.request_id, already=len(request.produced))
+        resumable = request if request.resumable else None
+        self._tally.begin(request.request_id, already=len(request.produced), request=resumable)
         if not self._handovers.begin(self._engine, request):
             self._engine.submit(request)
 
@@ -299,6 +306,7 @@ class EngineServer:
         self._tell_adapters(now)
         if self._peers.lost:
             for request_id in self._peers.lost:
+                self._tally.broken_off(request_id)
                 self._abort(request_id)
             self._peers.lost.clear()
         if self._handovers.open:
@@ -382,7 +390,7 @@ class EngineServer:
         self._tally.add(deltas)
         self._peers.deliver(deltas, load, time.monotonic())
 
-    def _answer(self, identity: bytes, result: AdapterResult | Counted) -> None:
+    def _answer(self, identity: bytes, result: AdapterResult | Counted | Claimed) -> None:
         peer = self._peers.get(identity)
         if peer is not None:
             self._peers.send(peer, result, time.monotonic())

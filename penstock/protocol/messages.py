@@ -19,6 +19,8 @@ of its own):
                      ◄──────────────────  Leaving   to every gateway, when it begins to drain
     Count            ──────────────────►
                      ◄──────────────────  Counted   at once, from memory
+    Claim            ──────────────────►            a client came back whose gateway had died
+                     ◄──────────────────  Claimed   at once, from memory
     Pull             ──────────────────►            from another engine, which is a client like a gateway
                      ◄──────────────────  Block     one per block asked for, with its bytes in further frames
     Goodbye          ──────────────────►            the engine aborts the requests of this gateway
@@ -40,13 +42,16 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import EngineInfo, EngineLoad, EngineState, FinishReason, Request, StepOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HELLO_S = 1.0
 """How often a gateway repeats `Hello`."""
 HEARTBEAT_S = 0.5
 """How often an idle engine sends an empty `Step`. Several missing ones mean that it is stuck or gone."""
 TALLY_KEEP_S = 900.0
 """How long an engine remembers what it produced for finished requests, for `Count`."""
+RESUME_S = 10.0
+"""How long an engine keeps the tokens of a resumable request that has ended or whose gateway has died. Until then the
+charge of the dead gateway stays open: a stream that goes on is charged once, as a whole."""
 
 DRAINING = "draining"
 ASLEEP = "asleep"
@@ -129,6 +134,15 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
     charges: list[str]
 
 
+class Claim(msgspec.Struct, frozen=True, tag="claim"):
+    """Asks for the tokens of a resumable request of this charge whose gateway has died. `request`: the same request
+    again; only its id and seed may differ."""
+
+    question: str
+    charge: str
+    request: Request
+
+
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Send these KV blocks, in this order, each as soon as it is computed. `request_id`: the sender's own request that
     computes them; once that has ended, blocks that are missing will not come."""
@@ -140,7 +154,19 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
 Control: TypeAlias = Drain | Shutdown
 ToEngine: TypeAlias = (
-    Hello | Submit | Abort | Encode | Count | Pull | Goodbye | Drain | Shutdown | Sleep | Wake | AdapterOperation
+    Hello
+    | Submit
+    | Abort
+    | Encode
+    | Count
+    | Claim
+    | Pull
+    | Goodbye
+    | Drain
+    | Shutdown
+    | Sleep
+    | Wake
+    | AdapterOperation
 )
 
 
@@ -205,6 +231,8 @@ class Produced(msgspec.Struct):
     tokens: int = 0
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    resumable: bool = False
+    """It has ended, and its client may still come back for the rest."""
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
@@ -212,6 +240,21 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
 
     question: str
     entries: list[Produced]
+
+
+class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
+    """The tokens of a claimed request, under whose id and seed it can go on. Not `found`: there is none that this
+    claim fits. `running`: its gateway has not been missed yet."""
+
+    question: str
+    found: bool = False
+    running: bool = False
+    request_id: str = ""
+    seed: int = 0
+    tokens: list[int] = []
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    """How it had ended; None: it was broken off."""
 
 
 class Block(msgspec.Struct, frozen=True, tag="block"):
@@ -222,7 +265,9 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
     found: bool = True
 
 
-FromEngine: TypeAlias = Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Block
+FromEngine: TypeAlias = (
+    Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Claimed | Block
+)
 
 
 def charge_of(request_id: str) -> str:

@@ -17,7 +17,7 @@ from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
 from penstock.protocol.errors import ApiError, EngineUnavailable
-from penstock.protocol.messages import Produced
+from penstock.protocol.messages import Claimed, Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
 from penstock.routing.handover import HandoverPolicy
 from penstock.routing.loads import total_load
@@ -168,6 +168,15 @@ class ReplicaSet:
         """From every replica; one that continued a request counts the tokens of its predecessor too."""
         found = await asyncio.gather(*(member.backend.produced(charges) for member in self._members))
         return [entry for entries in found for entry in entries]
+
+    async def claim(self, charge: str, request: Request) -> Claimed:
+        """From the replica that ran it; any can go on with it."""
+        answers = await asyncio.gather(
+            *(member.backend.claim(charge, request) for member in self._members), return_exceptions=True
+        )
+        known = [answer for answer in answers if isinstance(answer, Claimed)]
+        found = [answer for answer in known if answer.found] or [answer for answer in known if answer.running]
+        return max(found, key=lambda answer: len(answer.tokens), default=Claimed(""))
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -61,3 +62,27 @@ def test_a_window_that_slides_moves_seldom(sizes: list[int], system: int) -> Non
 
 def test_an_empty_conversation_fits() -> None:
     assert fit_turns(0, start=0, keep=2, budget=10, target=5, count=lambda _: 99) == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "keep", "budget", "target", "found"),
+    [
+        (0, 2, 100, 50, 0),
+        (0, 2, 99, 50, 5),
+        (3, 2, 80, 50, 3),
+        (0, 2, 80, 90, 2),
+        (0, 2, 80, 20, 8),
+        (0, 2, 80, 19, 8),
+        (0, 4, 40, 15, 6),
+        (0, 4, 39, 15, 7),
+        (0, 4, 15, 15, 9),
+        (0, 4, 5, 5, 9),
+        (8, 4, 15, 15, 9),
+        (0, 0, 80, 5, 9),
+    ],
+)
+def test_ten_turns_of_ten_tokens(start: int, keep: int, budget: int, target: int, found: int) -> None:
+    sizes = [10] * 10
+    assert found == fit_turns(
+        10, start=start, keep=keep, budget=budget, target=target, count=lambda first: prompt(sizes, 0, first)
+    )

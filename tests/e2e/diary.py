@@ -25,11 +25,12 @@ class Diary(ScriptedEngine):
 
     def __init__(self, text: TextModel, log: Path) -> None:
         super().__init__(text, self._answer, step_s=STEP_S, max_model_len=MOST_TOKENS + 100)
+        letters = text.encode("abcdefghijklmnopqrstuvwxyz", special=False)
+        self._tokens = [letters[(place * place // 7) % len(letters)] for place in range(MOST_TOKENS)]
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    @staticmethod
-    def _answer(request: Request) -> list[int]:
-        return [ord("a")] * MOST_TOKENS
+    def _answer(self, request: Request) -> list[int]:
+        return self._tokens
 
     def step(self) -> StepOutput | None:
         output = super().step()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.engine.request import Delta
+from typing import Any
+
+from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.engine_host.tally import Tally
 from penstock.metering.engine_counts import engine_id, usage_of
 from penstock.metering.prices import Usage
-from penstock.protocol.messages import Abort, Count, Counted, Goodbye, Produced
+from penstock.protocol.messages import Abort, Claimed, Count, Counted, Goodbye, Produced
 from tests.engine_host.client import Client, connected, eventually, serving
 from tests.engine_host.scripted import ScriptedEngine
 
@@ -85,3 +87,54 @@ def test_a_request_that_was_aborted_or_left_behind_is_counted_to_its_end() -> No
         assert len(tokens) <= aborted.tokens and aborted.finish_reason == "abort"
         other.send(Goodbye())
         assert eventually(lambda: ask(client, "b")[0].finish_reason == "abort")
+
+
+def resumable(**changes: Any) -> Request:
+    given: dict[str, Any] = {"prompt": [7, 8], "params": SamplingParams(seed=5), "owner": "acme", **changes}
+    return Request("c:0.0.1", resumable=True, **given)
+
+
+def test_a_broken_stream_is_claimed_by_the_same_request_only() -> None:
+    now = 0.0
+    tally = Tally(clock=lambda: now)
+    tally.begin("c:0.0.1", request=resumable())
+    tally.add([Delta("c:0.0.1", [1, 2], cached_tokens=1)])
+    again = resumable(params=SamplingParams(seed=99))
+    assert tally.claim("q", "c", again) == Claimed("q", running=True)
+    tally.broken_off("c:0.0.1")
+    tally.add([Delta("c:0.0.1", [3], "abort")])
+    for other in (
+        resumable(prompt=[7, 9]),
+        resumable(owner="other"),
+        resumable(params=SamplingParams(max_tokens=99)),
+        resumable(cache_salt="x"),
+        resumable(adapter="x"),
+    ):
+        assert tally.claim("q", "c", other) == Claimed("q")
+    assert tally.claim("q", "d", again) == Claimed("q")
+    assert tally.of(["c"])[0].resumable, "its charge waits for the client"
+    assert tally.claim("q", "c", again) == Claimed(
+        "q", found=True, request_id="c:0.0.1", seed=5, tokens=[1, 2, 3], cached_tokens=1
+    )
+    now = 10.5
+    assert tally.claim("q", "c", again) == Claimed("q") and not tally.of(["c"])[0].resumable
+
+
+def test_what_its_own_gateway_ended_is_not_resumed_and_what_has_ended_is_sent_again() -> None:
+    tally = Tally()
+    tally.begin("c:0.0.1", request=resumable())
+    tally.add([Delta("c:0.0.1", [1], "abort")])
+    assert not tally.claim("q", "c", resumable()).found
+    tally.begin("c:0.0.1", request=resumable())
+    tally.add([Delta("c:0.0.1", [1], "length")])
+    assert tally.claim("q", "c", resumable()).finish_reason == "length"
+    tally.release("c:0.0.1")
+    assert not tally.claim("q", "c", resumable()).found
+
+
+def test_the_tokens_of_resumable_requests_are_bounded() -> None:
+    tally = Tally(most_kept=10)
+    for number in range(4):
+        tally.begin(f"{number}:0.0.1", request=resumable())
+        tally.add([Delta(f"{number}:0.0.1", [1, 2], "stop")])
+    assert [tally.claim("q", str(number), resumable()).found for number in range(4)] == [False, False, True, True]

@@ -80,7 +80,8 @@ def _import_the_packages_of_others() -> None:
 
 def _sample(module: Module, seed: int, count: int) -> list[Fault]:
     equivalent = EQUIVALENT.get(module.path, {})
-    found = [fault for fault in faults((ROOT / module.path).read_text()) if fault.after not in equivalent]
+    source = (ROOT / module.path).read_text()
+    found = [fault for fault in faults(source) if (fault.before, fault.after) not in equivalent]
     if not count or count >= len(found):
         return found
     chosen = random.Random(f"{seed}:{module.path}").sample(found, count)

@@ -49,7 +49,7 @@ class Fault:
     source: str
     """The whole module with the fault in it."""
     before: str
-    """The changed line without the fault, stripped; with `after` and its place among equal ones it names the fault."""
+    """The changed line without the fault; `after`: with it."""
     after: str
 
     def diff(self, original: str) -> str:

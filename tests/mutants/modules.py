@@ -35,29 +35,76 @@ MODULES = (
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
 )
 
-EARLIER = "only searches text that is known to hold no beginning"
+EARLIER = "searches from where no beginning can be, and finds none there"
 TUNING = "a value that was chosen, not derived: one more or less is as good"
-NEVER_NEGATIVE = "the other side of the maximum is never below zero here"
+NEVER_NEGATIVE = "the other side of the maximum is never below zero"
+UNUSED = "always given, or set before it is read"
+ORDER = "only the order of these numbers counts"
 
-EQUIVALENT: dict[str, dict[str, str]] = {
+EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/limits/memory.py": {
-        "_SWEEP = (4095)": TUNING,
-        "_SWEEP = 4097": TUNING,
-        "expires: float = (-1.0)": "set before it is read",
-        "expires: float = 1.0": "set before it is read",
-        "return Refusal(limit, max((-1.0), (step + 1) * limit.step_s + limit.window_s - now))": NEVER_NEGATIVE,
-        "return max((-1.0), (max(window.steps) + 1) * limit.step_s + limit.window_s - now)": NEVER_NEGATIVE,
+        ("_SWEEP = 4096", "_SWEEP = (4095)"): TUNING,
+        ("_SWEEP = 4096", "_SWEEP = 4097"): TUNING,
+        ("expires: float = 0.0", "expires: float = (-1.0)"): UNUSED,
+        ("expires: float = 0.0", "expires: float = 1.0"): UNUSED,
+        (
+            "return Refusal(limit, max(0.0, (step + 1) * limit.step_s + limit.window_s - now))",
+            "return Refusal(limit, max((-1.0), (step + 1) * limit.step_s + limit.window_s - now))",
+        ): NEVER_NEGATIVE,
+        (
+            "return max(0.0, (max(window.steps) + 1) * limit.step_s + limit.window_s - now)",
+            "return max((-1.0), (max(window.steps) + 1) * limit.step_s + limit.window_s - now)",
+        ): NEVER_NEGATIVE,
+        ("return Refusal(limit, limit.window_s)", "return None"): "never reached: all steps together free enough",
     },
     "penstock/gateway/accounting/quotas.py": {
-        "left: float = (0.0)": "always given",
-        "left: float = 2.0": "always given",
+        ("left: float = 1.0", "left: float = (0.0)"): UNUSED,
+        ("left: float = 1.0", "left: float = 2.0"): UNUSED,
+    },
+    "penstock/routing/admission/prefix_sketch.py": {
+        ("MOST = 65_536", "MOST = 65537"): TUNING,
+        ("MOST = 65_536", "MOST = (65535)"): TUNING,
+    },
+    "penstock/routing/policies.py": {
+        ("if len(allowed) > 1:", "if (len(allowed) >= 1):"): "the best of one is that one",
+    },
+    "penstock/routing/rate.py": {
+        (
+            "if self._seconds < SETTLED_S or not any(self._work):",
+            "if (self._seconds <= SETTLED_S) or not any(self._work):",
+        ): "a sum of exponentials is never exactly that",
+    },
+    "penstock/routing/time_slice.py": {
+        (
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]",
+            f"return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, {other}))[0]",
+        ): UNUSED
+        for other in ("(-1.0)", "1.0")
+    },
+    "penstock/engine/kv/allocator.py": {
+        (
+            "return unread + [hit for hit in hits[first:best] if hit is not None]",
+            "return unread + [hit for hit in hits[first:best + 1] if hit is not None]",
+        ): "were there a hit behind the best prefix, that prefix would be longer",
+    },
+    "penstock/engine/scheduler.py": {
+        ("self._arrivals = 0", "self._arrivals = (-1)"): ORDER,
+        ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
+        ("SLACK = 32", "SLACK = 33"): TUNING,
+        ("SLACK = 32", "SLACK = (31)"): TUNING,
     },
     "penstock/text/stop_strings.py": {
-        "if best is None or (candidate <= best):": "no two stop strings are equal",
-        "position = text.find(stop[0], max(0, (len(text) - len(stop) - 1)))": EARLIER,
-        "position = text.find(stop[0], max(0, len(text) - len(stop) + (0)))": EARLIER,
-        "while (0 <= position <= first):": "what begins at `first` is known to be a beginning",
-        "continue": "the condition of the loop ends it as well",
+        ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",
+        (
+            "position = text.find(stop[0], max(0, len(text) - len(stop) + 1))",
+            "position = text.find(stop[0], max(0, (len(text) - len(stop) - 1)))",
+        ): EARLIER,
+        (
+            "position = text.find(stop[0], max(0, len(text) - len(stop) + 1))",
+            "position = text.find(stop[0], max(0, len(text) - len(stop) + (0)))",
+        ): EARLIER,
+        ("while 0 <= position < first:", "while (0 <= position <= first):"): "at `first` the same is found again",
+        ("break", "continue"): "the condition of the loop ends it as well",
     },
 }
-"""By module: the changed line, and why no test can tell it from the original."""
+"""By module: a line, what it becomes, and why no test can tell the two apart."""

@@ -203,3 +203,58 @@ def test_a_meter_whose_work_is_over_holds_nothing(events: list[tuple[str, int, i
     meter.lost(now)
     view = meter.view("0", EngineLoad(), None, now)
     assert (view.queued_tokens, view.decoding_tokens, view.waiting) == (0, 0, 0)
+
+
+def test_the_predicted_seconds_are_the_sum_of_what_delays_the_first_token() -> None:
+    policy, asking = Predicted(), ask(range(100), output=50)
+    idle = ReplicaView("a", slots=10, total_blocks=1000, prefill_tokens_per_s=1000.0, decode_tokens_per_s=200.0)
+    assert policy.seconds(asking, idle) == pytest.approx(0.1)
+    assert policy.seconds(asking, replace(idle, queued_tokens=400)) == pytest.approx(0.5)
+    assert policy.seconds(asking, replace(idle, running=3, waiting=2)) == pytest.approx(0.1 + 0.1 * 5 / 10)
+    assert policy.seconds(asking, replace(idle, running=9, decoding_tokens=900)) == pytest.approx(0.1 + 0.09)
+    full = replace(idle, running=10, waiting=2, decoding_tokens=1200)
+    assert policy.seconds(asking, full) == pytest.approx(0.1 + 3 * 1200 / 12 / 200 + 0.1)
+    assert policy.seconds(asking, replace(full, slots=0)) == pytest.approx(0.1)
+    unmeasured = replace(idle, prefill_tokens_per_s=None, decode_tokens_per_s=None)
+    assert policy.seconds(asking, unmeasured) == pytest.approx(100 / 2000)
+    late = replace(unmeasured, running=10, decoding_tokens=1000)
+    assert policy.seconds(asking, late) == pytest.approx(0.05 + 1000 / 10 / 500 + 0.1)
+    assert policy.seconds(asking, replace(idle, weight=0.5)) == pytest.approx(0.2)
+    assert policy.seconds(asking, replace(idle, weight=0.0)) == pytest.approx(0.1)
+    crowded = replace(idle, kv_use=0.9, total_blocks=1500)
+    over = (0.9 + 150 / 16 / 1500 - 0.8) / 0.2
+    assert policy.seconds(asking, crowded) == pytest.approx(0.1 + 2.0 * over**2)
+    assert policy.seconds(asking, replace(crowded, total_blocks=0)) == pytest.approx(0.1)
+
+
+def test_a_known_prefix_and_a_session_shorten_the_prediction() -> None:
+    policy, asking = Predicted(), ask(range(100), session="s", tenant="t")
+    idle = ReplicaView("a", slots=10, total_blocks=1000, prefill_tokens_per_s=1000.0)
+    assert policy.choose(asking, [idle]) == 0
+    assert policy.seconds(asking, idle) == pytest.approx(0.004 - 0.05), "96 tokens are cached, and the session is there"
+    assert policy.seconds(replace(asking, session="other"), idle) == pytest.approx(0.004)
+    assert policy.seconds(replace(asking, tenant="other"), idle) == pytest.approx(0.004)
+    policy.forget("a")
+    assert policy.seconds(replace(asking, session="other"), idle) == pytest.approx(0.1)
+
+
+def test_equal_replicas_take_turns_and_measured_ones_stand_for_the_unmeasured() -> None:
+    policy, asking = Predicted(), ask(range(0))
+    equal = fleet(3)
+    assert sorted(Counter(policy.choose(asking, equal) for _ in range(9)).values()) == [3, 3, 3]
+    slow, new = replace(equal[0], prefill_tokens_per_s=10.0), replace(equal[1], prefill_tokens_per_s=None)
+    quick = replace(equal[2], prefill_tokens_per_s=100.0)
+    # The new one counts as 55 tokens per second, the mean of the others: between them.
+    assert [policy.choose(ask([index] * 990), [slow, new, quick]) for index in range(2)] == [2, 2]
+    assert policy.choose(ask([7] * 990), [slow, new]) in (0, 1)
+    assert [policy.choose(ask([index + 9] * 990), [slow, replace(new, queued_tokens=1)]) for index in range(4)] == [
+        0
+    ] * 4
+
+
+def test_the_sessions_that_were_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.routing.policies.SESSIONS", 2)
+    policy, one = Predicted(), fleet(1)
+    for session in ("a", "b", "a", "c", ""):
+        policy.choose(ask([], session=session), one)
+    assert [key for _, key in policy._sessions] == ["a", "c"]

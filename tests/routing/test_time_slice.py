@@ -152,3 +152,35 @@ def test_without_rivals_a_model_stays_awake() -> None:
     policy = TimeSlicePolicy(SLICE_S, lambda: clock[0])
     serve_all(policy, clock, [(0.0, "a"), (50.0, "a")], run_s=1.0)
     assert policy.next_move() is None and policy.phase == "awake"
+
+
+def test_a_turn_step_by_step() -> None:
+    clock = [0.0]
+    policy = TimeSlicePolicy(SLICE_S, lambda: clock[0])
+    assert policy.next_move() is None and policy.due_in() is None
+    first = policy.wait("a")
+    clock[0] = 1.0
+    second = policy.wait("b")
+    wake = policy.next_move()
+    assert wake == Transition("wake", "a"), "the longest waiting"
+    assert wake is not None
+    policy.began(wake)
+    assert (policy.phase, policy.model) == ("waking", "a") and policy.next_move() is None
+    assert not policy.admit(first) and policy.due_in() is None
+    policy.woke()
+    assert policy.phase == "awake" and policy.admit(first) and policy.holders == 1
+    assert not policy.admit(second) and policy.due_in() == SLICE_S
+    clock[0] = 1.0 + SLICE_S
+    assert policy.due_in() is None and policy.next_move() is None, "it still runs"
+    late = policy.wait("a")
+    assert not policy.admit(late), "its slice is over, and another waits"
+    policy.release("a")
+    sleep = policy.next_move()
+    assert sleep == Transition("sleep", "a") and sleep is not None and policy.holders == 0
+    policy.began(sleep)
+    assert (policy.phase, policy.model) == ("falling", "a")
+    policy.slept()
+    assert (policy.phase, policy.model) == ("idle", None)
+    assert policy.next_move() == Transition("wake", "b")
+    policy.leave(second)
+    assert policy.next_move() == Transition("wake", "a")

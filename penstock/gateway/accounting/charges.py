@@ -298,8 +298,8 @@ class Accounts:
         if known is None and now - charge.opened_at < TALLY_KEEP_S:
             return False  # the engine is asked again, until it would have dropped the counts
         produced = (known or {}).get(charge.id, [])
-        if any(run.finish_reason is None for run in produced):
-            return False  # still running: its gateway may be alive after all
+        if any(run.finish_reason is None or run.resumable for run in produced):
+            return False  # still running: its gateway may be alive after all; or the client may resume it
         counted = usage_of(produced)
         # The noted tokens had arrived at the gateway; after a failover they may be more than one engine produced.
         used = Usage(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.resumption import Resumption
 from penstock.routing.registry import AnsweringModel
 
 
@@ -20,7 +21,10 @@ class Attempt:
     now another one is asked, so there is no need to wait for it. `route`: why the model that answers was taken, once
     that is known."""
 
-    __slots__ = ("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason", "route")
+    __slots__ = (
+        *("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason"),
+        *("resumption", "route"),
+    )
 
     def __init__(
         self,
@@ -37,6 +41,8 @@ class Attempt:
         self.ids = ids
         self.reason = reason
         self.route = ""
+        self.resumption: Resumption | None = None
+        """Set where the client may resume the stream, or does."""
         self.is_fallback = is_fallback
         self.has_fallback = has_fallback
         self._headers = len(exchange.extra_headers)

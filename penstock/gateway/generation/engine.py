@@ -16,6 +16,7 @@ from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, TextGuard
 from penstock.gateway.generation.replay import AnswerRecord, replayed
+from penstock.gateway.generation.resumption import claim
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import GenerationSpec
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
@@ -63,6 +64,8 @@ class EngineGeneration(Generation):
         self._record: AnswerRecord | None = None
         self._replay: Iterator[tuple[int, Delta]] | None = None
         self._replayed_tokens = 0
+        self._claimed: Delta | None = None
+        """What was produced of a resumed stream before."""
 
     def guard(self, make: Callable[[], TextGuard]) -> None:
         if self.spec.logprobs:
@@ -131,6 +134,14 @@ class EngineGeneration(Generation):
         for index, request in enumerate(self._requests):
             self.mailbox.cached[index] = len(request.prompt)
 
+    async def claim(self) -> None:
+        """Take over the stream that the client resumes; `NotFound` if there is none."""
+        resumption = self.spec.resumption
+        if resumption is not None and resumption.id:
+            request, produced = await claim(self.model, resumption, self._requests[0])
+            self._requests = [request]
+            self._claimed = produced
+
     def submit(self, gate: Gate | None = None) -> None:
         if self._replay is not None:
             return
@@ -142,6 +153,11 @@ class EngineGeneration(Generation):
         self._submitted_at = time.monotonic()
         if self.spec.time_limit_s is not None:
             self._deadline = self._submitted_at + self.spec.time_limit_s + GRACE_S
+        if self._claimed is not None:
+            self.mailbox.put(0, self._claimed)
+            if self._claimed.finish_reason is not None:
+                self._began(self.replica)
+                return
         try:
             for index, request in enumerate(self._requests):
                 replica = self.model.backend.submit(request, self.mailbox, index)

@@ -13,6 +13,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
 from penstock.gateway.generation.completion import CompletionGenerations
+from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
@@ -20,6 +21,7 @@ from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.resumption import NumberedEvents, not_resumable
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
@@ -93,11 +95,19 @@ class GenerationPipeline:
         exchange = attempt.exchange
         self.content_filter.watch(exchange, generation)
         exchange.timeline.response_id = renderer.response_id
-        lookup = await self.cache.look_up(exchange, generation)
+        numbered: NumberedEvents | None = None
+        if (resumption := attempt.resumption) is not None:
+            if isinstance(generation, EngineGeneration):
+                # Before anything is reserved or charged under the id that the client gave.
+                await generation.claim()
+                numbered = NumberedEvents(generation.id, resumption.seen, renderer)
+            elif resumption.id:
+                raise not_resumable()
+        lookup = await self.cache.look_up(exchange, generation) if numbered is None else None
         with exchange.watched(generation.fail):
             async with self.lifecycle.running(attempt, generation) as account:
                 if stream:
-                    await send_stream(exchange, generation, renderer, account, self.settings, self.metrics)
+                    await send_stream(exchange, generation, renderer, account, self.settings, self.metrics, numbered)
                 else:
                     await send_whole(exchange, generation, renderer, account)
         self.grader.submit(attempt, generation)

@@ -15,6 +15,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.resumption import NumberedEvents
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ApiError
 from penstock.telemetry.metrics import Metrics
@@ -45,16 +46,19 @@ async def send_stream(
     account: OpenAccount,
     settings: GenerationSettings,
     metrics: Metrics,
+    numbered: NumberedEvents | None = None,
 ) -> None:
+    """`numbered`: writes the events of a stream that can be resumed."""
+    render = renderer.event if numbered is None else numbered.event
     pieces = await generation.shown(settings.hold_status_s)
     await account.opened()
     begun = monotonic()
     await exchange.start_stream()
     try:
-        head = renderer.opening()
+        head = b"" if numbered is not None and numbered.resumes else renderer.opening()
         while True:
             if pieces:
-                data = head + b"".join(map(renderer.event, pieces))
+                data = head + b"".join(map(render, pieces))
             else:
                 data = head or renderer.keep_alive
             head = b""
@@ -65,7 +69,7 @@ async def send_stream(
                 await exchange.end_stream(data)
                 return
             account.note()
-            await exchange.write(data)
+            await exchange.write(data or renderer.keep_alive)
             pieces = await generation.shown(settings.keep_alive_s)
     except ApiError as error:
         await send_failure(exchange, renderer, error, metrics)

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import Sampling
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.engine_counts import engine_id
@@ -62,6 +63,8 @@ class GenerationSpec(Struct, frozen=True):
     """The text continues the prompt, so a leading space stays."""
     toolbox: Toolbox | None = None
     """Functions that the text may call."""
+    resumption: Resumption | None = None
+    """Set where the client may resume the stream, or does."""
     seeded: bool = False
     """The client chose the seed, so the answer is the same every time."""
     cache_question: CacheQuestion | None = None
@@ -86,6 +89,7 @@ class GenerationSpec(Struct, frozen=True):
                 timeout_s=self.time_limit_s,
                 speculation=self.speculation,
                 adapter=self.model.adapter,
+                resumable=self.resumption is not None,
             )
             for place, prompt in enumerate(self.prompts)
             for number, params in enumerate(prompt.params)
@@ -108,9 +112,9 @@ def request_spec(
     cache_question: CacheQuestion | None = None,
 ) -> GenerationSpec:
     """The spec of a client's request."""
-    exchange = attempt.exchange
+    exchange, resumption = attempt.exchange, attempt.resumption
     return GenerationSpec(
-        id=attempt.ids.next(),
+        id=attempt.ids.next() if resumption is None or not resumption.id else resumption.id,
         model=model,
         prompts=prompts,
         started_at=exchange.started_at,
@@ -126,6 +130,7 @@ def request_spec(
         prompt_only=prompt_only,
         continuation=continuation,
         toolbox=toolbox,
+        resumption=resumption,
         seeded=request.seed is not None,
         cache_question=cache_question,
     )

@@ -207,3 +207,10 @@ def test_a_block_on_the_host_comes_back() -> None:
     assert into.match(sequence(13)) == [
         Found(found.name, block) for found, block in zip(cached, seq.blocks, strict=True)
     ]
+
+
+def test_within_its_window_a_prefix_is_found_as_without_one() -> None:
+    into = allocator(window=SlidingWindow(100, 16))
+    seq = computed(into, sequence(12), 12)
+    for tokens, blocks in ((13, 3), (12, 2), (5, 1), (4, 0)):
+        assert [found.block for found in into.match(sequence(tokens))] == seq.blocks[:blocks]

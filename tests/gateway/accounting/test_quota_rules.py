@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.accounting.batch_line import BATCH_LINE
 from penstock.gateway.accounting.metered import FixedWork, ModelName
-from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.quotas import LONG_CHARACTERS, Quotas
 from penstock.gateway.app.dialects import OPENAI
 from penstock.identity import Caller
 from penstock.identity.allowance import Allowance
 from penstock.limits import Limit
 from penstock.limits.memory import MemoryLimits
 from penstock.metering.prices import NANOS, Price, PriceBook, PriceEntry
-from penstock.protocol.errors import InsufficientQuota, InvalidRequest, RateLimitExceeded
+from penstock.protocol.errors import ContextLengthExceeded, InsufficientQuota, InvalidRequest, RateLimitExceeded
 
 FREE = TierConfig(name="free", requests_per_minute=3, tokens_per_minute=100, concurrent_requests=2)
 DAY_S = 86400.0
@@ -202,3 +203,67 @@ def test_what_a_caller_is_told_about_its_limits() -> None:
         "daily_budget": None,
         "monthly_budget": None,
     }
+
+
+async def left(rules: Quotas) -> dict[str, int]:
+    """What remains of each limit, as a request that can never run hears."""
+    asked = exchange()
+    with pytest.raises((InvalidRequest, RateLimitExceeded)):
+        await rules.reserve(asked, work(10**6, 0))
+    told = {name.decode(): int(value) for name, value in asked.extra_headers if b"remaining" in name}
+    return {name.removeprefix("x-ratelimit-remaining-"): value for name, value in told.items()}
+
+
+LIMITED = TierConfig(name="free", requests_per_minute=10, tokens_per_minute=100, concurrent_requests=2)
+
+
+async def test_a_short_text_that_succeeds_takes_nothing_for_itself() -> None:
+    rules = quotas(LIMITED)
+    async with rules.text_work(exchange(), "tiny", LONG_CHARACTERS) as done:
+        done.tokens = 50
+    assert await left(rules) == {"requests": 10, "tokens": 100}
+
+
+@pytest.mark.parametrize("characters", [LONG_CHARACTERS, LONG_CHARACTERS + 1])
+async def test_a_prompt_that_is_too_long_counts_as_a_request_with_its_tokens(characters: int) -> None:
+    rules = quotas(LIMITED)
+    with pytest.raises(ContextLengthExceeded):
+        async with rules.text_work(exchange(), "tiny", characters):
+            raise ContextLengthExceeded(limit=20, prompt_tokens=30)
+    assert await left(rules) == {"requests": 9, "tokens": 70}
+
+
+async def test_a_long_text_holds_its_place_and_gives_it_back() -> None:
+    rules = quotas(TierConfig(name="free", requests_per_minute=2, tokens_per_minute=100, concurrent_requests=1))
+    async with rules.text_work(exchange(), "tiny", LONG_CHARACTERS + 1) as done:
+        done.tokens = 40
+        assert await left(rules) == {"requests": 1, "tokens": 99}
+        with pytest.raises(RateLimitExceeded, match="1 requests at one time"):
+            async with rules.text_work(exchange(), "tiny", LONG_CHARACTERS + 1):
+                pass
+    assert await left(rules) == {"requests": 2, "tokens": 100}, "the request itself counts later"
+    with pytest.raises(InvalidRequest):
+        async with rules.text_work(exchange(), "tiny", LONG_CHARACTERS + 1) as done:
+            done.tokens = 40
+            raise InvalidRequest("no")
+    assert await left(rules) == {"requests": 1, "tokens": 60}
+    with pytest.raises(asyncio.CancelledError):
+        async with rules.text_work(exchange(), "tiny", LONG_CHARACTERS + 1) as done:
+            done.tokens = 20
+            raise asyncio.CancelledError
+    assert await left(rules) == {"requests": 0, "tokens": 40}
+
+
+async def test_counting_tokens_has_the_same_limits_again_for_itself() -> None:
+    rules, asked = quotas(LIMITED), exchange()
+    async with rules.text_work(asked, "tiny", 1, only=True) as done:
+        done.tokens = 30
+    assert (b"x-ratelimit-remaining-requests", b"9") in asked.extra_headers
+    assert await left(rules) == {"requests": 10, "tokens": 100}
+    again = exchange()
+    async with rules.text_work(again, "tiny", 1, only=True):
+        pass
+    assert (b"x-ratelimit-remaining-tokens", b"69") in again.extra_headers
+    assert (b"x-ratelimit-remaining-requests", b"8") in again.extra_headers
+    async with quotas().text_work(exchange(), "tiny", LONG_CHARACTERS + 1) as free:
+        free.tokens = 1

@@ -20,6 +20,7 @@ from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.renderer import DONE
+from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.turn import Conversations, TurnRecorder
@@ -46,6 +47,8 @@ class ChatEndpoints:
         _check(request)
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
+        plain = not (request.tools or request.server_tools or request.logprobs or request.conversation or request.rag)
+        resumption = asked_for(exchange, possible=bool(request.stream) and plain and (request.n or 1) == 1)
         async with self._conversations.open(exchange, request.conversation, choices=request.n or 1) as turn:
 
             async def answer(attempt: Attempt) -> None:
@@ -56,6 +59,7 @@ class ChatEndpoints:
                     render = functools.partial(ChatRenderer, chat)
                     await self._server_tools.answer(attempt, chat, limit, turn, render)
                     return
+                attempt.resumption = resumption
                 generation = await pipeline.chat(attempt, chat, limit, turn)
                 renderer = ChatRenderer(chat, generation, turn.recorder(attempt, generation))
                 await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))

@@ -17,6 +17,7 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import finite
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.renderer import DONE, Renderer
+from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.protocol.errors import InvalidRequest
@@ -40,7 +41,11 @@ class CompletionEndpoints:
         asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         limit = token_limit(asked or 1, settings, default=None, param="max_tokens")
 
+        alone = len(prompts) == n == 1 and not request.echo and request.logprobs is None
+        resumption = asked_for(exchange, possible=bool(request.stream) and alone)
+
         async def answer(attempt: Attempt) -> None:
+            attempt.resumption = resumption
             generation = await pipeline.completion(attempt, request, prompts, limit, prompt_only=asked == 0)
             renderer = CompletionRenderer(request, generation)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
