@@ -153,6 +153,12 @@ class PermissionDenied(ApiError):
     code = "permission_denied"
 
 
+class UntrustedPage(PermissionDenied):
+    """A request that a web page of another origin may have sent, while no key protects the server."""
+
+    code = "untrusted_origin"
+
+
 class NotFound(ApiError):
     """No such path or object."""
 

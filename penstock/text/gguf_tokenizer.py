@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.engine.loading.gguf import GGUFFile
@@ -72,15 +73,16 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
         raise CheckpointError(f"{file.path} has no tokenizer; use a file that contains one")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type")
-    kinds = [NORMAL] * len(tokens) if types is None else types.tolist()
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model must be a name, found {kind!r:.80}")
+    tokens = _strings(file, "tokens")
+    kinds = [int(entry) for entry in _numbers(file, "token_type", len(tokens), NORMAL)]
     for name in ("bos", "eos", "unknown"):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id", 0)
-        if not isinstance(token, int) or not 0 <= token < len(tokens):
-            raise CheckpointError(f"{file.path}: its {name} token is {token!r}, outside a vocabulary of {len(tokens)}")
-    if len(kinds) != len(tokens) or len(metadata.get("tokenizer.ggml.scores", tokens)) != len(tokens):
-        raise CheckpointError(f"{file.path}: its vocabulary, token types and scores differ in length")
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < len(tokens):
+            raise CheckpointError(
+                f"{file.path}: its {name} token is {token!r:.80}, outside a vocabulary of {len(tokens)}"
+            )
     if kind == "gpt2":
         tokenizer = _byte_level(file, tokens)
         bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
@@ -88,23 +90,52 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         tokenizer = _sentencepiece(file, tokens, kinds)
         bos_default = True
     else:
-        raise CheckpointError(f"{file.path}: tokenizer kind {kind!r} is not supported; supported: gpt2, llama")
+        raise CheckpointError(f"{file.path}: tokenizer kind {kind!r:.80} is not supported; supported: gpt2, llama")
     _add_tokens(tokenizer, tokens, kinds)
     _add_post_processor(tokenizer, file, tokens, bos_default)
     return tokenizer
 
 
+def _strings(file: GGUFFile, name: str) -> list[str]:
+    found = file.metadata.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name} must be a list of strings; the file is damaged")
+    return found
+
+
+def _numbers(file: GGUFFile, name: str, count: int, default: float) -> list[float]:
+    """One finite number per token."""
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    if found is None:
+        return [default] * count
+    if not isinstance(found, np.ndarray) or len(found) != count or not bool(np.isfinite(found).all()):
+        raise CheckpointError(
+            f"{file.path}: its vocabulary and tokenizer.ggml.{name} differ in length, or it holds no numbers"
+        )
+    numbers: list[float] = found.tolist()
+    return numbers
+
+
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     metadata = file.metadata
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{file.path}: pre-tokenizer {pre!r} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
+            f"{file.path}: pre-tokenizer {pre!r:.80} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    model = models.BPE(
-        vocab=_by_token(tokens), merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE_WORDS
-    )
+    merges = [tuple(merge.split(" ", 1)) for merge in _strings(file, "merges")]
+    if any(len(merge) != 2 for merge in merges):
+        raise CheckpointError(f"{file.path}: a merge of its tokenizer is not two pieces")
+    try:
+        model = models.BPE(
+            vocab=_by_token(tokens),
+            merges=merges,
+            fuse_unk=False,
+            byte_fallback=False,
+            ignore_merges=pre in _WHOLE_WORDS,
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{file.path}: its tokenizer makes no sense ({error!s:.300})") from error
     tokenizer = Tokenizer(model)
     if pre in ("qwen2", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
@@ -117,7 +148,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Token
     metadata = file.metadata
     if "tokenizer.ggml.scores" not in metadata:
         raise CheckpointError(f"{file.path}: a llama tokenizer needs tokenizer.ggml.scores, which is missing")
-    scores = metadata["tokenizer.ggml.scores"].tolist()
+    scores = _numbers(file, "scores", len(tokens), 0.0)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
         vocab=_by_token(tokens),

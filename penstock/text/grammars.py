@@ -15,7 +15,7 @@ from typing import Any
 from penstock.engine.grammar.interface import GrammarError
 from penstock.engine.grammar.unique_keys import JsonStart, with_header
 from penstock.text import grammar_limits as limits
-from penstock.text.schema_rules import enforceable
+from penstock.text.schema_rules import enforceable, keys_may_repeat
 
 _OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}", "lenient": False}
 """White space between JSON tokens: one space, or a line break with indentation. Enough for every usual style, and a
@@ -59,8 +59,9 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
     if "x-guidance" in schema:
         raise GrammarError("`x-guidance` is not a keyword of JSON schema")
     limits.check_schema(schema)
-    part = {"name": "json", "json_schema": {**enforceable(schema), "x-guidance": _OPTIONS}}
-    return Grammar((part,), json_start="")
+    schema = enforceable(schema)
+    part = {"name": "json", "json_schema": {**schema, "x-guidance": _OPTIONS}}
+    return Grammar((part,), json_start="" if keys_may_repeat(schema) else None)
 
 
 def json_object() -> Grammar:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplateError
 
 MAX_HIDDEN = 1_000_000
@@ -139,10 +140,16 @@ class Guard:
         return f"{self._nonce}{len(self._hidden) - 1:06}"
 
 
+LONGEST_WORD = 128
+"""Characters of a control token: far more than any has, and few enough for a pattern as deep as that."""
+
+
 def trie_pattern(words: Iterable[str]) -> str:
     """A regular expression that matches the longest of `words`, fast even for thousands of them."""
     root: dict[str, Any] = {}
     for word in words:
+        if len(word) > LONGEST_WORD:
+            raise CheckpointError(f"a control token has {len(word)} characters; at most {LONGEST_WORD} are supported")
         node = root
         for character in word:
             node = node.setdefault(character, {})

@@ -51,7 +51,7 @@ def _from_gguf(file: GGUFFile) -> TextModel:
 
     def spelling(name: str) -> str:
         token = metadata.get(f"tokenizer.ggml.{name}")
-        return tokens[token] if token is not None and token < len(tokens) else ""
+        return tokens[token] if isinstance(token, int) and 0 <= token < len(tokens) else ""
 
     ends = _ids(config.get("eos_token_id"))
     for name in END_TOKENS:
@@ -62,6 +62,8 @@ def _from_gguf(file: GGUFFile) -> TextModel:
     if metadata.get("tokenizer.chat_template"):
         prefix = "tokenizer.chat_template."
         named = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+        if not all(isinstance(text, str) for text in (*named.values(), metadata["tokenizer.chat_template"])):
+            raise CheckpointError(f"{file.path}: a chat template is not text; the file is damaged")
         template = ChatTemplate(
             {**named, "default": metadata["tokenizer.chat_template"]},
             {"bos_token": spelling("bos_token_id"), "eos_token": spelling("eos_token_id")},
@@ -77,7 +79,8 @@ def _from_gguf(file: GGUFFile) -> TextModel:
 
 def _from_folder(folder: Path) -> TextModel:
     config = _json(folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
+    inner = config.get("text_config")
+    config = {**config, **(inner if isinstance(inner, dict) else {})}
     settings = _json(folder / "tokenizer_config.json")
     tokenizer = read_tokenizer(folder)
     special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
@@ -105,7 +108,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+        raise CheckpointError(f"{file} cannot be read ({error!s:.300}); download it again") from error
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -118,3 +118,40 @@ def _class(entries: Any) -> list[str] | None:
             case _:
                 return None
     return found
+
+
+def keys_may_repeat(schema: object) -> bool:
+    """Whether some object may have keys that the schema does not name: only such keys could come twice.
+
+    In doubt it says yes, which costs a request a few microseconds per token.
+    """
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if node is False:
+            continue
+        if not isinstance(node, Mapping):
+            return True
+        if "enum" in node or "const" in node:
+            continue
+        branches = [node[name] for name in ("anyOf", "oneOf", "allOf") if name in node]
+        kinds = node.get("type")
+        kinds = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else None
+        if kinds is None and not branches and "$ref" not in node:
+            return True
+        closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+        if kinds and "object" in kinds and not closed:
+            return True
+        if kinds and "array" in kinds:
+            waiting.append(node.get("items", True))
+        if not re.match(r"#$|#/(\$defs|definitions)/[^/]+$", str(node.get("$ref", "#"))):
+            return True
+        for entries in (node.get(name, {}) for name in ("properties", "$defs", "definitions")):
+            if not isinstance(entries, Mapping):
+                return True
+            waiting += entries.values()
+        for values in (*branches, node.get("prefixItems", [])):
+            if not isinstance(values, list):
+                return True
+            waiting += values
+    return False

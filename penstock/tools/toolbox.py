@@ -71,22 +71,19 @@ class Toolbox:
         """The grammar of the message: calls, or, if the model is free to choose, text or an `answer`."""
         rules = [f"call_{index}: {self._call(tool, index)}" for index, tool in enumerate(self.allowed)]
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(self.allowed))))
-        parts = [
-            {**part, "name": f"arguments_{index}"}
-            for index, tool in enumerate(self.allowed)
-            for part in grammars.json_schema(tool.parameters or _NO_PARAMETERS).parts
-        ]
-        json_start: JsonStart = ""
+        arguments = [grammars.json_schema(tool.parameters or _NO_PARAMETERS) for tool in self.allowed]
+        parts = [part for index, schema in enumerate(arguments) for part in schema.named(f"arguments_{index}").parts]
+        json_start: JsonStart | None = None
+        if any(schema.json_start is not None for schema in arguments):
+            json_start = "" if self.use == "required" else self._json_start
         if self.use == "required":
             rules.append(f"start: {self._opening} calls")
         elif answer is not None:
             rules.append(f"start: @answer | {self._opening} calls")
             parts += answer.named("answer").parts
-            if answer.json_start is None:
-                json_start = self._json_start
+            json_start = json_start if answer.json_start is None else answer.json_start
         else:
             rules += self._free()
-            json_start = self._json_start
         rules.append(f"calls: {self._calls()}")
         top: Part = {"name": "message", "lark_grammar": "\n".join(rules)}
         return Grammar((top, *parts), json_start)

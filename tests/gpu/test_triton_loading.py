@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -18,11 +19,12 @@ sys.path.insert(0, str(ROOT))
 
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
-from penstock.engine.loading.checkpoint import SafetensorsCheckpoint  # noqa: E402
+from penstock.engine.loading.checkpoint import SafetensorsCheckpoint, open_checkpoint  # noqa: E402
 from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from penstock.errors import CheckpointError, PenstockError  # noqa: E402
 from penstock.sources.resolve import resolve  # noqa: E402
 from tests.engine.harness import collect, drain  # noqa: E402
+from tests.engine.quantization.layouts import LAYOUTS  # noqa: E402
 
 ON_DEVICE = MODE == "device"
 # "What is the capital of France?" in the default model's chat format.
@@ -55,6 +57,26 @@ def test_tensors_arrive_as_stored() -> None:
                 got = checkpoint.tensor(name, DEVICE)
                 assert got.dtype == tensors[name].dtype and got.is_cuda
                 assert torch.equal(got.cpu().view(torch.uint8), tensors[name].view(torch.uint8)), name
+
+
+def test_quantized_layouts_on_the_device() -> None:
+    """Every layout reads to its values there too, also where groups and tiles do not divide the matrix."""
+    if not ON_DEVICE:
+        return
+    weight = torch.randn(160, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).numpy()
+    base = "model.layers.0.mlp.down_proj."
+    for layout, (settings, make) in LAYOUTS.items():
+        made = make(weight)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            (path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+            parts = {f"{base}{suffix}": part.contiguous() for suffix, part in made.tensors.items()}
+            save_file(parts, path / "model.safetensors")
+            got = open_checkpoint(path).tensor(f"{base}weight", DEVICE)
+            assert got.is_cuda
+            torch.testing.assert_close(
+                got.cpu().double(), torch.from_numpy(made.dense), rtol=1e-6, atol=1e-6, msg=layout
+            )
 
 
 def test_a_file_cut_short_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.grammar.interface import GrammarError
 from penstock.text import grammars
-from penstock.text.schema_rules import enforceable, keys_of
+from penstock.text.schema_rules import enforceable, keys_may_repeat, keys_of
 from tests.engine.grammar.tokens import VOCAB, compiler, walk
 
 COMPILER = compiler(VOCAB)
@@ -147,3 +147,36 @@ def test_a_schema_is_rewritten_everywhere_and_left_alone_otherwise() -> None:
     }
     plain = {"type": "object", "properties": {"patternProperties": {"^a$": {}}}, "enum": [{"patternProperties": {}}]}
     assert enforceable(plain) == plain
+
+
+CLOSED = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "may"),
+    [
+        (INTEGER, False),
+        ({"enum": [{"a": 1}]}, False),
+        (CLOSED, False),
+        ({"type": ["object", "null"], **{k: v for k, v in CLOSED.items() if k != "type"}}, False),
+        ({"type": "array", "items": CLOSED}, False),
+        ({"type": "array", "prefixItems": [CLOSED], "items": False}, False),
+        ({"anyOf": [CLOSED, {"type": "null"}]}, False),
+        ({"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}, False),
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"description": "anything"}, True),
+        ({"type": "array"}, True),
+        ({"type": "array", "prefixItems": [CLOSED]}, True),
+        ({**CLOSED, "properties": {"a": True}}, True),
+        ({**CLOSED, "patternProperties": {"^x": INTEGER}}, True),
+        ({"anyOf": [CLOSED, {"type": "object"}]}, True),
+        ({"$defs": {"x": {"type": "object"}}, "$ref": "#/$defs/x"}, True),
+        ({"x": {"type": "object"}, "$ref": "#/x"}, True),
+        ({"$defs": {"x": {"const": 1, "y": {}}}, "$ref": "#/$defs/x/y"}, True),
+        ({"type": "object", "properties": 1, "additionalProperties": False}, True),
+    ],
+)
+def test_only_undeclared_keys_may_repeat(schema: dict[str, Any], may: bool) -> None:
+    """Where none are possible, nothing has to be watched."""
+    assert keys_may_repeat(schema) == may

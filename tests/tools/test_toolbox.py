@@ -150,3 +150,25 @@ def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextM
 
     assert allowed("yes") and allowed('n"o') and allowed(call("smollm2", '{"city": "Rome"}'))
     assert not allowed("maybe") and not allowed(call("smollm2", '{"city": 1}'))
+
+
+@pytest.mark.parametrize("use", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("name", "control"), [("smollm2", False), ("hermes", True), ("llama3", False), ("mistral", False)]
+)
+def test_arguments_never_repeat_a_key(
+    compiler: GuidanceCompiler, text: TextModel, name: FormatName, control: bool, use: Use
+) -> None:
+    free = Tool("get_weather", "Weather", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
+    opener_id = text.token_id(MARK) if control else None
+    grammar = Toolbox((free,), FORMATS[name], use=use, opener_id=opener_id).grammar()
+    opener = MARK if control else "" if FORMATS[name].bare else None
+
+    def allowed(arguments: str) -> bool:
+        return Walk(compiler, text, grammar).takes(call(name, arguments, opener))
+
+    assert allowed('{"city": 1, "town": 2}')
+    assert not allowed('{"city": 1, "city": 2}')
+    if use == "auto":
+        assert Walk(compiler, text, grammar).takes('See ["a": 1, "a": 2]')
+    assert toolbox(name, text, use=use).grammar().json_start is None, "declared keys cannot repeat anyway"

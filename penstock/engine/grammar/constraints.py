@@ -32,6 +32,9 @@ SLOW_MASK_S = 0.02
 """A mask that takes longer is slow; a request may have `SLOW_MASKS` of them."""
 SLOW_MASKS = 4
 
+_Key = tuple[str, str]
+"""An owner and its grammar. Owners share nothing: how long a grammar takes would say whether another has used it."""
+
 MakeCompiler = Callable[[int], GrammarCompiler]
 """From the number of logits to a compiler for the model's vocabulary."""
 
@@ -53,10 +56,10 @@ class Constraints:
         self._words = words_for(vocab_size)
         self._compiler: GrammarCompiler | None = None
         self._making = threading.Lock()
-        self._kept: OrderedDict[str, TokenMatcher] = OrderedDict()
+        self._kept: OrderedDict[_Key, TokenMatcher] = OrderedDict()
         self._kept_bytes = 0
-        self._opening: dict[str, _Opening] = {}
-        self._grammars: dict[str, str] = {}
+        self._opening: dict[_Key, _Opening] = {}
+        self._keys: dict[str, _Key] = {}
         """The grammar that a request waits for, by its id."""
         self._compiling = CompileQueue("grammar")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -66,39 +69,40 @@ class Constraints:
     @property
     def opening(self) -> int:
         """Requests whose grammar is being compiled."""
-        return len(self._grammars)
+        return len(self._keys)
 
     def is_opening(self, request_id: str) -> bool:
-        return request_id in self._grammars
+        return request_id in self._keys
 
     def open(self, request: Request, now: float) -> TokenMatcher | str | None:
         """The matcher of a request if its grammar is known, or why it is refused; otherwise `opened` will have it."""
         grammar = request.params.grammar
-        fresh = self._kept.get(grammar)
+        key = (request.owner, grammar)
+        fresh = self._kept.get(key)
         if fresh is not None and self._compiler is not None:
-            self._kept.move_to_end(grammar)
+            self._kept.move_to_end(key)
             return self._compiler.copy(fresh)
-        opening = self._opening.get(grammar)
+        opening = self._opening.get(key)
         if opening is None:
             try:
                 opening = _Opening(self._compiling.submit(request.owner, lambda job: self._compile(grammar, job)))
             except QueueFull as error:
                 return f"{QUEUE_FULL}: {error}"
-            self._opening[grammar] = opening
+            self._opening[key] = opening
         opening.requests[request.request_id] = (request, now)
-        self._grammars[request.request_id] = grammar
+        self._keys[request.request_id] = key
         return None
 
     def opened(self) -> Iterator[tuple[Request, float, TokenMatcher | str]]:
         """Requests that are ready since the last call: when they came, and their matcher or what is wrong."""
-        ready = [grammar for grammar, opening in self._opening.items() if opening.job.future.done()]
-        for grammar in ready:
-            opening = self._opening.pop(grammar)
+        ready = [key for key, opening in self._opening.items() if opening.job.future.done()]
+        for key in ready:
+            opening = self._opening.pop(key)
             error = opening.job.future.exception()
             if error is None:
-                self._keep(grammar, opening.job.future.result())
+                self._keep(key, opening.job.future.result())
             for request, arrived in opening.requests.values():
-                del self._grammars[request.request_id]
+                del self._keys[request.request_id]
                 if error is None:
                     assert self._compiler is not None
                     yield request, arrived, self._compiler.copy(opening.job.future.result())
@@ -122,13 +126,13 @@ class Constraints:
     def cancel(self, request_id: str) -> bool:
         """Forget a request that is still opening; whether there was one. A grammar that nobody else waits for is not
         compiled to its end."""
-        grammar = self._grammars.pop(request_id, None)
-        if grammar is None:
+        key = self._keys.pop(request_id, None)
+        if key is None:
             return False
-        opening = self._opening[grammar]
+        opening = self._opening[key]
         del opening.requests[request_id]
         if not opening.requests:
-            del self._opening[grammar]
+            del self._opening[key]
             opening.job.cancel()
         return True
 
@@ -158,8 +162,8 @@ class Constraints:
                 self._compiler = self._make(self._vocab_size)
         return self._compiler.compile(grammar, job.interruptible)
 
-    def _keep(self, grammar: str, fresh: TokenMatcher) -> None:
-        self._kept[grammar] = fresh
+    def _keep(self, key: _Key, fresh: TokenMatcher) -> None:
+        self._kept[key] = fresh
         self._kept_bytes += fresh.memory
         while len(self._kept) > _KEPT or (self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1):
             _, dropped = self._kept.popitem(last=False)

@@ -24,6 +24,8 @@ from penstock.errors import CheckpointError
 Bytes = npt.NDArray[np.uint8]
 
 MAX_DIMENSIONS = 4
+LONGEST_NAME = 255
+"""Of a tensor; llama.cpp reads up to 63 characters."""
 MAX_NESTING = 4
 """Arrays of arrays of ...: deeper than anyone writes, far from exhausting the stack."""
 
@@ -226,6 +228,8 @@ class GGUFFile:
 
     def _tensor_info(self, position: int) -> tuple[TensorInfo, int]:
         name, position = _string(self._map, position)
+        if len(name) > LONGEST_NAME:
+            raise self._damaged(f"a tensor has a name of {len(name)} characters")
         (dimensions,) = _U32.unpack_from(self._map, position)
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self._damaged(f"tensor {name!r} has {dimensions} dimensions")

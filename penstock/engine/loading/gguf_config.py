@@ -91,7 +91,6 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             raise CheckpointError(f"{file.path}: sliding windows are not supported in {key.architecture} files")
         window = 0
     config["sliding_window"] = window or None
-    config["use_sliding_window"] = window > 0
     if rotated and rotated != head_dim:
         if rotated > head_dim or rotated % 2 or key.architecture == "llama":
             raise CheckpointError(f"{file.path}: it rotates {rotated} of {head_dim} dimensions, which is not supported")
@@ -102,6 +101,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
     require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
+    # What all families are asked, and this one's configuration does not have; its tensors are checked all the same.
+    config = {name: value for name, value in config.items() if family.rules.knows(name)}
     _add_token_ids(config, file)
     dense = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(embedding.type_name)
     if dense is not None:

@@ -94,8 +94,7 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
     )
     rules.check({key: 0 if key in OTHERS and _says_nothing(value) else value for key, value in given.items()}, where)
     for key, value in given.items():
-        known = key in READ or key in family.gguf.reads or key in INERT or key in rules.limited
-        if not known and key.startswith(_SPEAKING) and not _says_nothing(value):
+        if not rules.knows(key) and key.startswith(_SPEAKING) and not _says_nothing(value):
             raise CheckpointError(
                 f"{where}: {keys.architecture}.{key} is {value!r:.80}, a key that is not known; what it changes cannot "
                 "be applied"

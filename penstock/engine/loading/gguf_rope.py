@@ -118,14 +118,15 @@ def _one_by_one(short: list[float], long: list[float], attention: float, origina
 
 def _llama3(factors: list[float], config: dict[str, Any]) -> dict[str, Any] | None:
     """The rule of Llama 3 that the divisors came from, where they did."""
+    largest = float(f"{max(factors, default=1.0):.5g}")
     rule = {
         "rope_type": "llama3",
-        "factor": float(f"{max(factors, default=1.0):.5g}"),
+        "factor": largest,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    if not math.isfinite(rule["factor"]) or rule["factor"] <= 1.0:
+    if not 1.0 < largest < 1e30:
         return None
     expected = llama3_factors(rule, config["rope_theta"], config["head_dim"])
     alike = len(expected) == len(factors) and all(

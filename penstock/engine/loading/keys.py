@@ -49,6 +49,9 @@ class KeyRules:
     strict: bool = False
     """Refuse a key that nobody knows if it is true, or a list or object that is not empty: it switches something on."""
 
+    def knows(self, key: str) -> bool:
+        return key in self.read or key in self.limited or key in self.inert or key in self.reference
+
     def check(self, given: Mapping[str, Any], where: str = "config.json") -> None:
         """CheckpointError for the first key whose value is not honoured. `where`: the file, or the key above."""
         unknown = []
@@ -61,11 +64,11 @@ class KeyRules:
                 honoured = (self.reference[key],)
             elif self.strict and (value is True or (isinstance(value, list | dict) and value)):
                 raise CheckpointError(
-                    f"{where}: {key} is {_shown(value)}, a key that {self.reader} do not know; "
+                    f"{where}: {key:.80} is {_shown(value)}, a key that {self.reader} do not know; "
                     "what it changes cannot be applied"
                 )
             else:
-                unknown.append(str(key))
+                unknown.append(f"{key if key.isprintable() else ascii(key):.80}")
                 continue
             if not any(_same(value, choice) for choice in honoured):
                 raise CheckpointError(

@@ -60,7 +60,7 @@ def read_rope(
         # reference prefers the older key, and takes nothing from the newer one then.
         parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
-        raise CheckpointError(f"rope parameters must be an object, found {parameters!r}")
+        raise CheckpointError(f"rope parameters must be an object, found {parameters!r:.80}")
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
         raise CheckpointError(f"rope parameters of their own for {', '.join(nested)} are not supported by this family")
@@ -68,7 +68,7 @@ def read_rope(
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = aliases.get(kind, kind)
     if kind not in KINDS:
-        raise CheckpointError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}")
+        raise CheckpointError(f"rope scaling {kind!r:.80} is not supported; supported: {', '.join(KINDS)}")
 
     def given(key: str) -> Any:
         """The value of a key that may stand beside the rope parameters too."""
@@ -77,8 +77,8 @@ def read_rope(
     def number(key: str, default: float | None = None) -> float:
         value = given(key) if key in ("rope_theta", "partial_rotary_factor") else parameters.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"rope {kind}: {key} must be a positive number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise CheckpointError(f"rope {kind}: {key} must be a positive number, found {value!r:.80}")
         return float(value)
 
     def optional(key: str) -> float | None:
@@ -87,10 +87,17 @@ def read_rope(
     rotated = number("partial_rotary_factor", 1.0)
     if rotated != 1.0 and not partial:
         raise CheckpointError(f"partial_rotary_factor is {rotated}, which this family does not support; supported: 1.0")
-    positions = int(raw.get("max_position_embeddings") or 2048)
+
+    def length(value: Any, default: int) -> int:
+        value = value or default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1 << 31:
+            raise CheckpointError(f"rope {kind}: a context length must be a positive integer, found {value!r:.80}")
+        return int(value)
+
+    positions = length(raw.get("max_position_embeddings"), 2048)
     # Where both are given the reference prefers the one outside.
     original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    original = int(original or positions)
+    original = length(original, positions)
     factor = 1.0
     if kind in ("yarn", "longrope"):  # may give the two lengths instead of a factor
         factor = number("factor", positions / original)

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from penstock.gateway.app.exchange import JSON, Exchange
 from penstock.protocol.address import is_loopback
-from penstock.protocol.errors import PermissionDenied, UnsupportedMediaType
+from penstock.protocol.errors import UnsupportedMediaType, UntrustedPage
 
 CONSOLE_HEADER = b"x-penstock-console"
 """The console sends it with every request. A page of another origin cannot, without a preflight that fails."""
@@ -29,12 +29,6 @@ _SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN = frozenset((b"same-origin", b"none"))
 """`Sec-Fetch-Site` of a page of this server, and of what the user typed or bookmarked."""
 _HOSTS = 1024
-
-
-class UntrustedPage(PermissionDenied):
-    """A request that a web page of another origin may have sent, while no key protects the server."""
-
-    code = "untrusted_origin"
 
 
 class BrowserGuard:
@@ -81,7 +75,7 @@ class BrowserGuard:
 
 def _check_body(exchange: Exchange, *, from_page: bool, takes_files: bool) -> None:
     kind = exchange.header(b"content-type")
-    if kind is not None and kind.partition(b";")[0].strip().lower() == JSON:
+    if kind == JSON or (kind is not None and kind.partition(b";")[0].strip().lower() == JSON):
         return
     if from_page and exchange.header(CONSOLE_HEADER) is None:
         raise UntrustedPage(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import msgspec
 
 from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
-from penstock.engine.grammar.interface import GrammarError, GrammarTooComplex, Interrupted
+from penstock.engine.grammar.interface import GrammarError, GrammarTooComplex
 from penstock.engine.grammar.sandbox import GrammarSandbox, SandboxUnavailable
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.generation.schemas import (
@@ -38,8 +38,23 @@ _CACHED = 256
 
 encode = msgspec.json.Encoder().encode
 
+_Key = tuple[str, bytes]
+"""A tenant and its grammar. Tenants share nothing: the time of a check would say whether another has used it."""
+
 Build = Callable[[], tuple[Grammar, Sequence[tuple[str, Grammar]]]]
 """Makes a grammar, and its parts with their names, for messages that say which of them is at fault."""
+
+
+class _Check:
+    """A grammar being checked, and how many requests wait for it."""
+
+    __slots__ = ("job", "result", "waiting")
+
+    def __init__(self, job: Job[str]) -> None:
+        self.job = job
+        self.result = asyncio.wrap_future(job.future)
+        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())
+        self.waiting = 0
 
 
 class GrammarCache:
@@ -47,7 +62,8 @@ class GrammarCache:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._known: OrderedDict[_Key, str] = OrderedDict()
+        self._checks: dict[_Key, _Check] = {}
         self._queue = CompileQueue("grammars")
         self._sandbox = GrammarSandbox()
 
@@ -58,15 +74,16 @@ class GrammarCache:
     async def source(self, key: bytes, build: Build, param: str, exchange: Exchange | None) -> str:
         """The source of the grammar that `build` makes; `key` names it. A 400 about `param` when it cannot be used.
         `exchange`: whose it is; None for the gateway's own."""
-        known = self._known.get(key)
+        named = ("" if exchange is None else exchange.caller.tenant, key)
+        known = self._known.get(named)
         if known is not None:
-            self._known.move_to_end(key)
+            self._known.move_to_end(named)
             self._metrics.grammar("known")
             return known
         try:
             if len(key) > 4 * MAX_SOURCE:  # in bytes; what is longer than any grammar is not even looked at
                 raise GrammarError(f"it has {len(key)} bytes; at most {MAX_SOURCE} characters are accepted")
-            source = await self._checked(build, exchange)
+            source = await self._checked(named, build, exchange)
         except GrammarError as error:
             self._metrics.grammar("refused")
             raise InvalidRequest(
@@ -75,26 +92,36 @@ class GrammarCache:
         except (QueueFull, SandboxUnavailable) as error:
             raise Overloaded(f"`{param}` cannot be checked now: {error}.", retry_after=1.0) from error
         self._metrics.grammar("compiled")
-        self._known[key] = source
+        self._known[named] = source
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
         return source
 
-    async def _checked(self, build: Build, exchange: Exchange | None) -> str:
-        tenant = "" if exchange is None else exchange.caller.tenant
-        job = self._queue.submit(tenant, lambda job: self._check(build, job))
+    async def _checked(self, key: _Key, build: Build, exchange: Exchange | None) -> str:
+        """The result of the check, which requests of a tenant with the same grammar share."""
+        check = self._checks.get(key)
+        if check is None:
+            check = self._checks[key] = _Check(self._queue.submit(key[0], lambda job: self._check(build, job)))
+        check.waiting += 1
+        result = asyncio.shield(check.result)
+
+        def leave(_: Exception) -> None:
+            result.cancel()
+
         try:
             if exchange is None:
-                return await asyncio.wrap_future(job.future)
-            with exchange.watched(lambda _: job.cancel()):
-                return await asyncio.wrap_future(job.future)
-        except (Interrupted, asyncio.CancelledError):
-            if job.cancelled:
+                return await result
+            with exchange.watched(leave):
+                return await result
+        except asyncio.CancelledError:
+            if result.cancelled() and not _being_cancelled():
                 raise ClientDisconnected from None
             raise
         finally:
-            # Without effect on one that is done. When the request ends early, so does the check.
-            job.cancel()
+            check.waiting -= 1
+            if not check.waiting:  # it is done, or nobody waits for it any more
+                del self._checks[key]
+                check.job.cancel()
 
     def _check(self, build: Build, job: Job[str]) -> str:
         if find_spec("llguidance") is None:
@@ -120,6 +147,11 @@ class GrammarCache:
         if wanted is None or isinstance(wanted, TextFormat):
             return ""
         return await self.source(encode(wanted), lambda: (grammar_of(wanted), ()), param_of(wanted), exchange)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @contextlib.contextmanager

@@ -132,7 +132,8 @@ def test_the_engine_compiles_only_what_passed() -> None:
         for name, grammar in (("bad", bad), ("good", good), ("same", good), ("late", ENDLESS)):
             timeout = 0.5 if name == "late" else None
             params = SamplingParams(grammar=grammar)
-            assert constraints.open(Request(name, [1], params, owner=name, timeout_s=timeout), 0.0) is None
+            owner = "good" if name == "same" else name
+            assert constraints.open(Request(name, [1], params, owner=owner, timeout_s=timeout), 0.0) is None
         assert constraints.opening == 4
         assert [request.request_id for request in constraints.expired(1.0)] == ["late"]
         found: dict[str, object] = {}
@@ -143,5 +144,9 @@ def test_the_engine_compiles_only_what_passed() -> None:
         assert compiled == [good], "once for two requests, and never what was refused"
         assert str(found["bad"]).startswith(GRAMMAR_REFUSED) and "too complex" in str(found["bad"])
         assert not isinstance(found["good"], str) and not isinstance(found["same"], str)
+        params = SamplingParams(grammar=good)
+        assert constraints.open(Request("again", [1], params, owner="good"), 0.0) is not None
+        # Another tenant cannot tell from the time it takes that somebody has used the grammar.
+        assert constraints.open(Request("of another", [1], params, owner="another"), 0.0) is None
     finally:
         constraints.close()

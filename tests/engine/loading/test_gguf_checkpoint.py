@@ -87,7 +87,6 @@ def test_the_default_model_is_read_exactly(default_model: Path) -> None:
         "rope_theta": 100000.0,
         "rope_scaling": None,
         "sliding_window": None,
-        "use_sliding_window": False,
         "max_position_embeddings": 8192,
         "vocab_size": 49152,
         "tie_word_embeddings": True,

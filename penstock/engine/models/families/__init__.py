@@ -13,6 +13,7 @@ from penstock.engine.models.families.family import (
     HFConfig,
     flag,
     integer,
+    layer_count,
     number,
     short_decimal,
     windows_by_type,
@@ -80,7 +81,7 @@ def family_of(model_type: str) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(
-            f"model_type {model_type or '(missing)'!r} is not supported; supported families: {', '.join(FAMILIES)}"
+            f"model_type {model_type or '(missing)'!r:.80} is not supported; supported families: {', '.join(FAMILIES)}"
         )
     return family
 
@@ -93,10 +94,10 @@ def read_config(raw: HFConfig) -> ModelConfig:
     fields = family.fields(raw)
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
-    layers = integer(raw, "num_hidden_layers")
+    layers = layer_count(raw)
     kv_heads = integer(raw, "num_key_value_heads", heads)
     head_dim = integer(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):

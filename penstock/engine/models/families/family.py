@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
+MOST_LAYERS = 10_000
+"""More than any model has; a damaged file must not fill memory with layers."""
 SILU = ("silu", "swish")
 GELU = ("gelu_pytorch_tanh", "gelu_new")
 """Names that the reference has for an activation function."""
@@ -162,15 +164,15 @@ def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
     value = raw.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"config key {key!r} must be a positive integer, found {value!r}")
+    if not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise CheckpointError(f"config key {key!r} must be a positive integer below 2**31, found {value!r:.80}")
     return value
 
 
 def number(raw: HFConfig, key: str) -> float:
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"config key {key!r} must be a number, found {value!r}")
+        raise CheckpointError(f"config key {key!r} must be a number, found {value!r:.80}")
     return float(value)
 
 
@@ -178,7 +180,7 @@ def flag(raw: HFConfig, key: str) -> bool:
     """False where the reference does not have the key."""
     value = raw.get(key, False)
     if not isinstance(value, bool):
-        raise CheckpointError(f"config key {key!r} must be true or false, found {value!r}")
+        raise CheckpointError(f"config key {key!r} must be true or false, found {value!r:.80}")
     return value
 
 
@@ -186,12 +188,15 @@ def mapping(raw: HFConfig, key: str) -> HFConfig:
     """Keys one level down; none where there is nothing."""
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"config key {key!r} must be an object, found {value!r}")
+        raise CheckpointError(f"config key {key!r} must be an object, found {value!r:.80}")
     return value
 
 
 def layer_count(raw: HFConfig) -> int:
-    return integer(raw, "num_hidden_layers")
+    layers = integer(raw, "num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise CheckpointError(f"config key 'num_hidden_layers' is {layers}; at most {MOST_LAYERS} are supported")
+    return layers
 
 
 def window_of(raw: HFConfig) -> int | None:
@@ -210,12 +215,13 @@ def windows_by_type(raw: HFConfig, window: int | None) -> Windows | None:
     if kinds is None:
         return None
     if not isinstance(kinds, list | tuple):
-        raise CheckpointError(f"layer_types must be a list, found {kinds!r}")
+        raise CheckpointError(f"layer_types must be a list, found {kinds!r:.80}")
     known: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
     unknown = {str(kind) for kind in kinds} - known.keys()
     if unknown or len(kinds) != layer_count(raw):
         raise CheckpointError(
-            f"layer_types must name one of {', '.join(known)} for each of {layer_count(raw)} layers, found {kinds!r}"
+            f"layer_types must name one of {', '.join(known)} for each of {layer_count(raw)} layers, "
+            f"found {kinds!r:.80}"
         )
     if window is None and "sliding_attention" in kinds:
         raise CheckpointError("layer_types has sliding_attention, but there is no sliding window")
