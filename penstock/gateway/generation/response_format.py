@@ -104,10 +104,14 @@ class GrammarCache:
             check = self._checks[key] = _Check(self._queue.submit(key[0], lambda job: self._check(build, job)))
         check.waiting += 1
         result = asyncio.shield(check.result)
+
+        def leave(_: Exception) -> None:
+            result.cancel()
+
         try:
             if exchange is None:
                 return await result
-            with exchange.watched(lambda _: result.cancel()):
+            with exchange.watched(leave):
                 return await result
         except asyncio.CancelledError:
             if result.cancelled() and not _being_cancelled():
