@@ -222,4 +222,4 @@ def _add_post_processor(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str],
         try:
             tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)
         except ValueError as error:
-            raise CheckpointError(f"{file.path}: its bos or eos token cannot be added ({str(error):.300})") from error
+            raise CheckpointError(f"{file.path}: its bos or eos token cannot be added ({error!s:.300})") from error
