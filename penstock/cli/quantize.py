@@ -106,14 +106,15 @@ def _run(
     import torch
 
     from penstock.engine.backends.select import pick_device
-    from penstock.engine.loading.checkpoint import open_checkpoint
+    from penstock.engine.config import EngineConfig
     from penstock.engine.quantization.quantize import quantize as make
+    from penstock.engine.startup.part import open_weights
     from penstock.text.export import write_text_files
     from penstock.text.loader import load_text
 
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
-    source = open_checkpoint(path)
+    source = open_weights(EngineConfig(model=str(path)), None)
     pieces: Sequence[list[int]] = ()
     if recipe.method in ("gptq-int4", "awq-int4"):
         ids = load_text(path).encode(calibration_text() if sample is None else sample)[:tokens]

@@ -63,22 +63,19 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self.config = config_from_gguf(self.file)
         self._origins = origins(self.file, gguf_family(self.file), self.config)
-        self._check_tensors()
 
-    def _check_tensors(self) -> None:
-        """A tensor that the model would not read changes what llama.cpp computes: it is refused, never left out."""
-        from penstock.engine.loading.random_checkpoint import possible_tensors  # it imports this module
+    def names(self) -> Collection[str]:
+        return self._origins.keys()
 
-        possible = possible_tensors(self.config)
+    def refuse_others(self, possible: Collection[str]) -> None:
+        """CheckpointError where the file holds a tensor that is not among `possible`, those that its model may read: it
+        changes what llama.cpp computes, and would be left out."""
         stray = [origin.name for name, origin in self._origins.items() if name not in possible]
         if stray:
             raise CheckpointError(
                 f"{self.file.path}: a {self.config['model_type']} model has no use for {stray[0]!r}"
                 f"{f' and {len(stray) - 1} others' if len(stray) > 1 else ''}; what that changes cannot be applied"
             )
-
-    def names(self) -> Collection[str]:
-        return self._origins.keys()
 
     def raw(self, name: str) -> RawTensor:
         """The stored bytes of a tensor, rows already in Hugging Face order."""

@@ -188,6 +188,10 @@ def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:
     """`checkpoint`, or the one that `config` names."""
     if checkpoint is not None:
         return cast(Weights, checkpoint)
-    from penstock.engine.loading.checkpoint import open_checkpoint
+    from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
+    from penstock.engine.loading.random_checkpoint import possible_tensors
 
-    return open_checkpoint(config.model)
+    opened = open_checkpoint(config.model)
+    if isinstance(opened, GGUFCheckpoint):
+        opened.refuse_others(possible_tensors(opened.config))
+    return opened

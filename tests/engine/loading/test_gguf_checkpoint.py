@@ -17,6 +17,7 @@ from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.loading.gguf_rope import llama3_factors
 from penstock.errors import CheckpointError
+from tests.engine.harness import make_engine
 from tests.engine.loading.gguf_files import write_gguf
 
 SHAPE = {
@@ -230,7 +231,7 @@ def test_a_sliding_window_makes_it_mistral(tmp_path: Path) -> None:
 def test_tensors_that_the_model_would_not_read_are_refused(tmp_path: Path, name: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata("llama"), weights(**{name: (32, 32)}))
     with pytest.raises(CheckpointError, match=rf"no use for '{name}'"):
-        open_checkpoint(path)
+        make_engine(path)
 
 
 def test_unusable_files_say_why(tmp_path: Path) -> None:
