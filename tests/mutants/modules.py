@@ -74,6 +74,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "if self._seconds < SETTLED_S or not any(self._work):",
             "if (self._seconds <= SETTLED_S) or not any(self._work):",
         ): "a sum of exponentials is never exactly that",
+        (
+            "if self._busy_since is None or now <= self._busy_since:",
+            "if self._busy_since is None or (now < self._busy_since):",
+        ): "no time has passed: nothing fades",
     },
     "penstock/routing/time_slice.py": {
         (
