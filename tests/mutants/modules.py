@@ -39,7 +39,7 @@ EARLIER = "searches from where no beginning can be, and finds none there"
 TUNING = "a value that was chosen, not derived: one more or less is as good"
 NEVER_NEGATIVE = "the other side of the maximum is never below zero"
 UNUSED = "always given, or set before it is read"
-ORDER = "only the order of these numbers counts"
+ORDER = "only that these numbers differ, and their order, counts"
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/limits/memory.py": {
@@ -80,11 +80,16 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ): "no time has passed: nothing fades",
     },
     "penstock/routing/time_slice.py": {
+        ("self._serial = 0", "self._serial = (-1)"): ORDER,
+        ("self._serial = 0", "self._serial = 1"): ORDER,
         (
             "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]",
-            f"return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, {other}))[0]",
-        ): UNUSED
-        for other in ("(-1.0)", "1.0")
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, (-1.0)))[0]",
+        ): UNUSED,
+        (
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]",
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 1.0))[0]",
+        ): UNUSED,
     },
     "penstock/engine/kv/allocator.py": {
         (
