@@ -28,7 +28,7 @@ from penstock.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "penstock"
-DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
 REQUIREMENTS = {

@@ -64,6 +64,7 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/routing/admission/prefix_sketch.py": {
         ("MOST = 65_536", "MOST = 65537"): TUNING,
         ("MOST = 65_536", "MOST = (65535)"): TUNING,
+        ("break", "continue"): "the lengths after it are longer still",
     },
     "penstock/routing/policies.py": {
         ("if len(allowed) > 1:", "if (len(allowed) >= 1):"): "the best of one is that one",

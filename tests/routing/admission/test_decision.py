@@ -288,3 +288,9 @@ def test_saturation_counts_at_least_one_replica() -> None:
     rules = AdmissionConfig(downgrade_depth=2.0)
     assert saturated(QueueState(queued=(1, 1, 1)), Capacity(replicas=0), rules)
     assert not saturated(QueueState(queued=(0, 1, 1)), Capacity(replicas=0), rules)
+
+
+def test_what_is_assumed_of_a_request_when_nothing_is_said() -> None:
+    entry = QueueEntry("a", "t")
+    assert DecisionInput(entry) == DecisionInput(entry, 1, 0, 1.0, 10.0)
+    assert Verdict("admit") == Verdict("admit", 0.0, None)
