@@ -123,9 +123,12 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         raise CheckpointError(
             f"{file.path}: pre-tokenizer {pre!r:.80} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in _strings(file, "merges")]
-    if any(len(merge) != 2 for merge in merges):
-        raise CheckpointError(f"{file.path}: a merge of its tokenizer is not two pieces")
+    merges: list[tuple[str, str]] = []
+    for merge in _strings(file, "merges"):
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise CheckpointError(f"{file.path}: a merge of its tokenizer is not two pieces")
+        merges.append((left, right))
     try:
         model = models.BPE(
             vocab=_by_token(tokens),
@@ -216,4 +219,7 @@ def _add_post_processor(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str],
         pieces.append(tokens[eos])
         used.append((tokens[eos], eos))
     if used:
-        tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)
+        try:
+            tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: its bos or eos token cannot be added ({error!s:.300})") from error

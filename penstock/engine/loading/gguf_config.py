@@ -22,7 +22,7 @@ def gguf_family(file: GGUFFile) -> Family:
     family = family_of_gguf(GGUFKeys(architecture, file.metadata))
     if family is None:
         raise CheckpointError(
-            f"{file.path}: GGUF architecture {architecture!r} is not supported; "
+            f"{file.path}: GGUF architecture {architecture!r:.80} is not supported; "
             f"supported: {', '.join(gguf_architectures())}"
         )
     return family
