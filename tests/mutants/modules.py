@@ -103,6 +103,12 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("SLACK = 32", "SLACK = 33"): TUNING,
         ("SLACK = 32", "SLACK = (31)"): TUNING,
     },
+    "penstock/conversations/window.py": {
+        (
+            "found = _first(start + 1, kept, lambda s: count(s) <= min(target, budget))",
+            "found = _first(start + (0), kept, lambda s: count(s) <= min(target, budget))",
+        ): "what does not fit the budget is not found",
+    },
     "penstock/text/stop_strings.py": {
         ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",
         (
