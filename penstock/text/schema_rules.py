@@ -136,7 +136,7 @@ def keys_may_repeat(schema: object) -> bool:
             continue
         branches = [node[name] for name in ("anyOf", "oneOf", "allOf") if name in node]
         kinds = node.get("type")
-        kinds = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else None
+        kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else None
         if kinds is None and not branches and "$ref" not in node:
             return True
         closed = node.get("additionalProperties") is False and not node.get("patternProperties")

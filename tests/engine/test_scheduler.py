@@ -234,6 +234,8 @@ def test_draft_tokens_leave_every_running_sequence_a_block() -> None:
     assert scheduler.reserve(first, 10) == 1
     full = make_scheduler(blocks=2)
     assert full.reserve(decoding(full, "a", 15), 5) == 0
+    behind = make_scheduler(blocks=2)
+    assert behind.reserve(decoding(behind, "a", 16), 5) == 0, "its last token has no block yet"
 
 
 def test_draft_tokens_leave_every_decode_its_token_of_the_budget() -> None:

@@ -51,7 +51,7 @@ def test_batches_and_batch_tiers_pay_their_percentage() -> None:
     book, price = PriceBook([], batch_tiers=("cheap",)), Price(batch_percent=30)
     assert book.percent(price, "gold", batch=False) == 100
     assert book.percent(price, "gold", batch=True) == book.percent(price, "cheap", batch=False) == 30
-    assert Price().batch_percent == 50
+    assert Price() == Price(0, 0, 0, 50)
 
 
 def test_dollars_are_exact_text() -> None:

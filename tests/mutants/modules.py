@@ -39,7 +39,7 @@ EARLIER = "searches from where no beginning can be, and finds none there"
 TUNING = "a value that was chosen, not derived: one more or less is as good"
 NEVER_NEGATIVE = "the other side of the maximum is never below zero"
 UNUSED = "always given, or set before it is read"
-ORDER = "only the order of these numbers counts"
+ORDER = "only that these numbers differ, and their order, counts"
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/limits/memory.py": {
@@ -74,13 +74,22 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "if self._seconds < SETTLED_S or not any(self._work):",
             "if (self._seconds <= SETTLED_S) or not any(self._work):",
         ): "a sum of exponentials is never exactly that",
+        (
+            "if self._busy_since is None or now <= self._busy_since:",
+            "if self._busy_since is None or (now < self._busy_since):",
+        ): "no time has passed: nothing fades",
     },
     "penstock/routing/time_slice.py": {
+        ("self._serial = 0", "self._serial = (-1)"): ORDER,
+        ("self._serial = 0", "self._serial = 1"): ORDER,
         (
             "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]",
-            f"return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, {other}))[0]",
-        ): UNUSED
-        for other in ("(-1.0)", "1.0")
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, (-1.0)))[0]",
+        ): UNUSED,
+        (
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 0.0))[0]",
+            "return min(self._waiting.values(), key=lambda entry: entry[1], default=(None, 1.0))[0]",
+        ): UNUSED,
     },
     "penstock/engine/kv/allocator.py": {
         (
@@ -93,6 +102,12 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
         ("SLACK = 32", "SLACK = 33"): TUNING,
         ("SLACK = 32", "SLACK = (31)"): TUNING,
+    },
+    "penstock/conversations/window.py": {
+        (
+            "found = _first(start + 1, kept, lambda s: count(s) <= min(target, budget))",
+            "found = _first(start + (0), kept, lambda s: count(s) <= min(target, budget))",
+        ): "what does not fit the budget is not found",
     },
     "penstock/text/stop_strings.py": {
         ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",

@@ -57,6 +57,7 @@ def test_kinds_are_counted_apart() -> None:
         rate.add(1.0, work, kind)
     rate.add(1.0, 1000.0)
     assert [rate.per_s(1.0, first) for first in range(3)] == pytest.approx([1111.0, 110.0, 100.0])
+    assert rate.per_s(1.0) == pytest.approx(1111.0)
 
 
 def test_one_kind_of_work_is_enough_to_know_the_rate() -> None:

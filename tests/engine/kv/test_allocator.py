@@ -214,3 +214,12 @@ def test_within_its_window_a_prefix_is_found_as_without_one() -> None:
     seq = computed(into, sequence(12), 12)
     for tokens, blocks in ((13, 3), (12, 2), (5, 1), (4, 0)):
         assert [found.block for found in into.match(sequence(tokens))] == seq.blocks[:blocks]
+
+
+def test_a_block_is_found_by_all_of_its_tokens_and_those_before() -> None:
+    into = allocator()
+    seq = computed(into, sequence(12), 12)
+    for different, blocks in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2)):
+        other = sequence(13)
+        other.tokens[different] = 99
+        assert [found.block for found in into.match(other)] == seq.blocks[:blocks]

@@ -186,3 +186,13 @@ def test_whole_blocks_move(dtype: torch.dtype) -> None:
         assert torch.equal(now[:, :, 2], was[:, :, 4]) and torch.equal(now[:, :, 3], was[:, :, 1])
         for block in (0, 1, 4):
             assert torch.equal(now[:, :, block], was[:, :, block])
+
+
+def test_what_is_here_already_is_kept_without_a_copy() -> None:
+    tier = HostTier(2, idle_s=1.0)
+    assert tier.keep(1, b"a") and tier.keep(1, b"a")
+    moved = tier.take()
+    assert moved is not None and len(moved.out) == 1 and tier.offloaded == 1
+    assert tier.keep(5, b"a") and tier.take() is None and tier.used == 1
+    assert tier.keep(2, b"b") and tier.keep(3, b"c"), "the one that rests makes room"
+    assert b"a" not in tier and not tier.keep(4, b"d"), "every slot is busy"

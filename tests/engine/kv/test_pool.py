@@ -96,3 +96,10 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     pool.allocate()
     assert pool.find(bytes([blocks[1]])) is None
     assert pool.find(bytes([blocks[0]])) == blocks[0]
+
+
+def test_a_pool_has_at_least_one_block_to_give() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockPool(1)
+    pool = BlockPool(2)
+    assert (pool.capacity, pool.free, pool.cached, pool.allocate()) == (1, 1, 0, 1)
