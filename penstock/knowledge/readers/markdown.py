@@ -11,6 +11,8 @@ from penstock.knowledge.readers.plain import kind_of
 _ATX = re.compile(r" {0,3}(#{1,6})(?=[ \t]|$)")
 _UNDERLINE = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+"""Form feeds and the like do not end a line of Markdown."""
 _FRONT_MATTER = re.compile(r"---\n.*?\n(?:---|\.\.\.)(?:\n|\Z)", re.DOTALL)
 
 
@@ -21,7 +23,7 @@ def read_markdown(text: str) -> Extracted:
     lines = 0  # how many it has
     fence = ""
     at = match.end() if (match := _FRONT_MATTER.match(text)) else 0
-    for line in text[at:].splitlines(keepends=True):
+    for line in _LINE.findall(text, at):
         here, at = at, at + len(line)
         bare = line.rstrip("\r\n")
         if fence:
@@ -36,7 +38,7 @@ def read_markdown(text: str) -> Extracted:
             _close(text, blocks, start, here)
             start = None
             begin, end = _heading_text(bare, heading.end())
-            if begin < end:
+            if bare[begin:end].strip():
                 level = len(heading[1])
                 blocks.append(Block("heading", here + begin, here + end, level))
                 title = title or (bare[begin:end] if level == 1 else "")

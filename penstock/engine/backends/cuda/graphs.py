@@ -19,9 +19,9 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of
+from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs
-from penstock.engine.backends.cuda.recording import record
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache

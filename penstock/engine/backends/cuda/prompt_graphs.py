@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
-from penstock.engine.backends.cuda.recording import record
 from penstock.engine.backends.interface import AttentionBatch, HostBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
