@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -107,6 +107,7 @@ def _run(
 
     from penstock.engine.backends.select import pick_device
     from penstock.engine.config import EngineConfig
+    from penstock.engine.loading.checkpoint import Checkpoint
     from penstock.engine.quantization.quantize import quantize as make
     from penstock.engine.startup.part import open_weights
     from penstock.text.export import write_text_files
@@ -114,7 +115,7 @@ def _run(
 
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
-    source = open_weights(EngineConfig(model=str(path)), None)
+    source = cast(Checkpoint, open_weights(EngineConfig(model=str(path)), None))
     pieces: Sequence[list[int]] = ()
     if recipe.method in ("gptq-int4", "awq-int4"):
         ids = load_text(path).encode(calibration_text() if sample is None else sample)[:tokens]
