@@ -21,7 +21,7 @@ from penstock.text import TextModel
 from tests.scripted import ScriptedEngine
 
 PARTS = (
-    "Tokenization",
+    "FairThreads",
     "RequestTracing",
     "Accounts",
     "BackgroundTasks",
